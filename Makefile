@@ -1,0 +1,48 @@
+# Every target sets itself up: a virtual environment in .venv, with the packages that this target needs, once.
+PYTHON ?= python3
+RANKS ?= 4
+ARGS ?=
+
+PY := .venv/bin/python
+TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:  # two pips must not share one .venv
+.PHONY: help train test bench docs check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--mesh fsdp=4" (ARGS=--help lists all)
+	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
+
+test: .venv/.with-test ## run the tests: ARGS="-k plan"
+	$(PY) -m pytest $(ARGS)
+
+bench: .venv/.with-progress,plot ## run every benchmark in examples/benchmarks
+	@set -e; for file in examples/benchmarks/*.py; do \
+		echo "== $$file"; $(TORCHRUN) --nproc-per-node $(RANKS) $$file $(ARGS); \
+	done
+
+docs: .venv/.with-docs ## build the documentation into site/
+	$(PY) -m mkdocs build --strict
+
+check: .venv/.with-check ## lint, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+clean: ## remove .venv, site and caches; runs/ stays
+	rm -rf .venv site build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv/.with-a,b stands for "extras a and b are installed"; it is made again when a version changes.
+.venv/.with-%: .venv/.created pyproject.toml constraints.txt
+	@echo "setting up .venv with shardfn[$*], once"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "shardfn needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv --clear .venv
+	@touch $@

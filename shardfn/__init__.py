@@ -1,0 +1,13 @@
+"""shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts."""
+
+from shardfn.core.errors import ShardError as ShardError
+from shardfn.core.functional import gather as gather
+from shardfn.core.functional import reduce_grads as reduce_grads
+from shardfn.core.functional import reshard as reshard
+from shardfn.core.functional import shard as shard
+from shardfn.core.mesh import MeshSpec as MeshSpec
+from shardfn.core.mesh import make_mesh as make_mesh
+from shardfn.core.plan import Plan as Plan
+from shardfn.core.plan import plan as plan
+from shardfn.core.policy import Policy as Policy
+from shardfn.core.tree import Params as Params

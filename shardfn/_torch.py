@@ -1,0 +1,72 @@
+"""The only file that touches private or version-dependent torch names.
+
+Everything here is resolved once, at import, and used elsewhere under one name. Layer 0.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+__all__ = ["DTensorSpec", "pytree"]
+
+# torch 2.13 renamed these two; the old names warn on every call, the new ones are absent before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+
+# What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
+LAZY_MODULES = ("torch._dynamo",)
+
+
+def materialized(x: torch.Tensor) -> torch.Tensor:
+    """x with memory behind it: forward mode hands over ZeroTensors, which a collective cannot read or fill."""
+    return x.clone() if not torch.compiler.is_compiling() and x._is_zerotensor() else x
+
+
+@torch.compiler.assume_constant_result
+def linear_levels() -> int:
+    """How many of the active torch.func levels are `vmap` or `jvp`; asked while tracing, so that it is a constant."""
+    kinds = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return sum(kind in (TransformType.Vmap, TransformType.Jvp) for kind in kinds)
+
+
+# DTensor from a local tensor without a check or a collective: 125 us for 50 leaves against 1 382 us for `from_local`.
+# `from_local` also infers a wrong global shape for uneven shards. Checked with 2.11 and 2.13.
+
+
+def dtensor_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The metadata of a contiguous DTensor of global `shape`."""
+    size = torch.Size(shape)
+    stride, strides = 1, []
+    for length in reversed(size):
+        strides.append(stride)
+        stride *= max(length, 1)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(size, tuple(reversed(strides)), dtype))
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor around this rank's part; no copy, no communication, outside autograd."""
+    if local.dtype != spec.tensor_meta.dtype:
+        spec = dtensor_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, local.dtype)
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def unwrap_local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, outside autograd: 1 us against 232 us for `to_local`. A plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """`local` with the mesh, placements and global shape of `like`; a plain `local` when `like` is plain."""
+    return wrap_local(local, like._spec) if isinstance(like, DTensor) else local

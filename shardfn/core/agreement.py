@@ -1,0 +1,115 @@
+"""Ranks tell each other what they are about to do, before they do it. Layer 3.
+
+An error on one rank only is a hang on the others. Whatever a rank alone can see (its own model, policy, batch) is
+exchanged once, and every rank raises when one of them has to.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import pytree
+from shardfn.core.collectives import gather_flat
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import Grid, axes_of
+from shardfn.core.plan import Plan
+
+
+def agree(mesh: DeviceMesh, made: Plan | Exception) -> int:
+    """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
+
+    Raises:
+        ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
+    """
+    if isinstance(made, Exception) and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None or mesh.get_coordinate() is None):
+        raise made
+    error = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else None
+    digest = None if isinstance(made, Exception) else made.digest
+    answers = _exchange(mesh, (dist.get_rank(), digest, error, torch.initial_seed()))
+    if isinstance(made, Exception):
+        raise made
+    failed = [(rank, why) for rank, _, why, _ in answers if why]
+    if failed:
+        raise ShardError(f"shard: rank {failed[0][0]} of {[rank for rank, _ in failed]} failed, so no rank goes on: {failed[0][1]}")
+    if len({plan_digest for _, plan_digest, _, _ in answers}) > 1:
+        described = _exchange(mesh, (dist.get_rank(), _lines(made)))
+        raise ShardError(f"shard: ranks have different models or policies: {_first_difference(described)}")
+    return answers[0][3]
+
+
+def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
+    """The values of all ranks of the mesh, in mesh order: gathered along one axis after another."""
+    values: list[Any] = [value]
+    for axis in reversed(list(axes_of(mesh))):
+        group = mesh.get_group(axis)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, values, group=group)
+        values = [item for part in gathered for item in part]
+    return values
+
+
+def _lines(made: Plan) -> list[str]:
+    settings = [f"{name}={value}" for name, value in zip(("regather", "compute_dtype", "reduce_dtype", "output_dtype"), made.key[4], strict=False)]
+    params = [f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}'" for x in made.layouts.values()]
+    return [f"mesh {made.axes}", *params, *(f"unit '{unit.name}'" for unit in made.units), *settings]
+
+
+def _first_difference(described: Sequence[tuple[int, list[str]]]) -> str:
+    base_rank, base = described[0]
+    for rank, lines in described[1:]:
+        for mine, theirs in zip([*base, "nothing"], [*lines, "nothing"], strict=False):
+            if mine != theirs:
+                return f"rank {base_rank} has {mine}; rank {rank} has {theirs}"
+    return "their settings differ"
+
+
+def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
+    """Compare a batch over the compute axes, and problems over all of them; every rank raises or none does.
+
+    Ranks along a compute axis work on the same samples; with different ones the gradients are silently wrong.
+
+    Raises:
+        ShardError: the batches differ, or this or another rank has a problem.
+    """
+    mine = torch.tensor([_fingerprint(batch), problem is not None], dtype=torch.int64, device=places.device)
+    rows = mine.view(1, 2)
+    differ: str | None = None
+    for axis in (*compute, *(axis for axis in places.sizes if axis not in compute)):
+        rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 2)
+        if axis in compute and differ is None and len(set(rows[:, 0].tolist())) > 1:
+            differ = axis
+    if problem is not None:
+        raise ShardError(problem)
+    bad = rows[:, 1].sum().item()
+    if bad:
+        raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    if differ is not None:
+        where = ", ".join(f"{axis}={coord}" for axis, coord in places.coords.items())
+        raise ShardError(
+            f"apply: the inputs differ between ranks along '{differ}' (this is {where}). Those ranks work on the same samples; "
+            f"load batches by sf.data.rank(mesh), which counts data axes only."
+        )
+
+
+def _fingerprint(batch: Any) -> int:
+    """A hash of the bytes of every tensor in a batch."""
+    digest = hashlib.blake2b(digest_size=7)
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            digest.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def wrong_inputs(batch: Any, device: torch.device) -> str | None:
+    """Why the inputs of `apply` cannot be used on this rank."""
+    named: Mapping[str, Any] = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
+    for name, leaf in named.items():
+        if isinstance(leaf, Tensor) and leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
+            return f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'; move it with .to('{device.type}')"
+    return None

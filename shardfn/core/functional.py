@@ -1,0 +1,455 @@
+"""The verbs: `shard`, `gather`, `reduce_grads`, `reshard`. Layer 3.
+
+Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from shardfn._torch import unwrap_local, wrap_local
+from shardfn.core.agreement import agree
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, gather_leaves, leaf_spec
+from shardfn.core.errors import ShardError
+from shardfn.core.initialize import initialized
+from shardfn.core.layout import Layout, from_compute_view, from_leaves, local_slice, to_leaves
+from shardfn.core.mesh import Grid, axes_of, grid
+from shardfn.core.pattern import matches
+from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
+from shardfn.core.policy import Policy
+from shardfn.core.relayout import relayout
+from shardfn.core.tree import Params
+
+_MAX_BUCKET_BYTES = 64 * 2**20
+
+
+def shard(
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    *,
+    init: Callable[[nn.Module], Any] | None = None,
+    src: int | None = None,
+) -> Params:
+    """Split the parameters of a model over a mesh: the tree that every other function takes.
+
+    The model is read, never changed, and keeps its own tensors; drop them, or make the model on the meta device, when
+    memory matters. Each rank keeps copies of its own parts only.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+        >>> params = sf.shard(nn.Linear(4, 6), mesh, sf.Policy(rules={"weight": "o@tp c@fsdp"}))
+        >>> sf.typeof(params, "weight")
+        'f32[o@tp c@fsdp]'
+
+    Args:
+        model: a module, or a mapping of names to tensors of any dtype.
+        mesh: a `DeviceMesh` with named axes.
+        policy: the layout, or a `Plan` already made for this model and mesh.
+        init: fills meta tensors: called once for every module that owns some, with that module's own tensors on the
+            mesh's device, under a seed of its own (drawn from torch's seed on the first rank and the module's name), so
+            that the values do not depend on the mesh. Tensors of one module at a time are whole.
+        src: the global rank whose values count; others may hold meta tensors. Default: every rank has the values.
+
+    Returns:
+        the tree; `params.plan`, `params.mesh`, `params.buffers` go with it.
+
+    Raises:
+        ShardError: everything `plan` raises; meta tensors without `init` or `src`; ranks whose models, policies or
+            meshes differ. On every rank, before any tensor is sent.
+
+    Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
+    """
+    made: Plan | Exception
+    try:
+        made = _checked_plan(model, mesh, policy, init, src)
+    except (ShardError, ValueError, TypeError) as error:
+        made = error
+    seed = agree(mesh, made)
+    assert isinstance(made, Plan)
+    places = grid(mesh, made.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for layout, full in _full_tensors(model, made, places, init, src, seed, buffers):
+        for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
+            local = local_slice(leaf, whole, places.sizes, places.coords).detach()
+            copied = torch.empty(local.shape, dtype=local.dtype, device=places.device).copy_(local)
+            leaves[leaf.name] = wrap_local(copied, leaf_spec(made, places, leaf.name))
+    return Params({name: leaves[name] for name in made.leaves}, made, mesh, buffers)
+
+
+def _checked_plan(
+    model: nn.Module | Mapping[str, Tensor], mesh: DeviceMesh, policy: Policy | Plan, init: Any, src: int | None
+) -> Plan:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
+    if isinstance(policy, Plan):
+        made, fresh = policy, plan(model, mesh, policy.policy)
+        if fresh != made:
+            raise ShardError(f"shard: this plan was made for another model or mesh\n{made.diff(fresh)}")
+    else:
+        made = plan(model, mesh, policy)
+    if made.policy.offload == "cpu" and mesh.device_type != "cpu":
+        raise ShardError(f"shard: Policy(offload='cpu') on a {mesh.device_type} mesh is not available yet; make a CPU mesh or drop it")
+    ranks = mesh.mesh.flatten().tolist()
+    if src is not None and src not in ranks:
+        raise ShardError(f"shard: src={src} is not a rank of the mesh, which has {ranks}")
+    named = dict(_named_tensors(model))
+    meta = [name for name in made.layouts if named[name].is_meta]
+    if meta and init is None and (src is None or dist.get_rank() == src):
+        raise ShardError(
+            f"shard: {len(meta)} parameters are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
+            f"Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
+        )
+    return made
+
+
+def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    return model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.items()
+
+
+def _full_tensors(
+    model: nn.Module | Mapping[str, Tensor],
+    made: Plan,
+    places: Grid,
+    init: Callable[[nn.Module], Any] | None,
+    src: int | None,
+    seed: int,
+    buffers: dict[str, Tensor],
+) -> Iterator[tuple[Layout, Tensor]]:
+    """Every parameter whole, one at a time; fills `buffers` on the way."""
+    named = dict(_named_tensors(model))
+    own_buffers = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
+    done: set[str] = set()
+    if init is not None and isinstance(model, nn.Module) and src is None:
+        for name, full in initialized(model, init, seed, places.device, own_buffers):
+            done.add(name)
+            yield made.layouts[name], full
+    for layout in made.layouts.values():
+        if layout.name not in done:
+            yield layout, _from_src(named[layout.name], layout.shape, layout.dtype, src, places)
+    for name, buffer in own_buffers.items():
+        own = _from_src(buffer, tuple(buffer.shape), buffer.dtype, src, places)
+        buffers[name] = torch.empty_like(own, device=places.device).copy_(own)
+
+
+def _from_src(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, src: int | None, places: Grid) -> Tensor:
+    """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
+    if src is None or len(places.ranks()) == 1:
+        return tensor.detach()
+    full = torch.empty(shape, dtype=dtype, device=places.device)
+    if dist.get_rank() == src:
+        full.copy_(tensor.detach())
+    origin = _coordinates(places, src)
+    data = full.view(-1).view(torch.uint8)
+    for i, axis in enumerate(places.sizes):
+        later = list(places.sizes)[i + 1 :]
+        if data.numel() and all(places.coords[other] == origin[other] for other in later):
+            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
+    return full
+
+
+def _coordinates(places: Grid, rank: int) -> dict[str, int]:
+    at = (places.mesh.mesh == rank).nonzero()[0].tolist()
+    return dict(zip(places.sizes, at, strict=True))
+
+
+def gather(
+    params: Mapping[str, Tensor],
+    names: str | Sequence[str] | None = None,
+    *,
+    to: Literal["all", "rank0", "cpu"] = "all",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Shards to ordinary full tensors under the model's names and in the model's shapes: an ordinary state dict.
+
+    Differentiable with `to="all"`: over data axes the gradient is reduce-scattered (each rank's loss counts), over
+    compute axes each rank takes its own part (all of them compute the same).
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 6)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> torch.equal(sf.gather(params)["weight"], model.weight)
+        True
+
+    Args:
+        params: a tree made by `shard`, or any tree with its layouts (gradients, averages, optimizer state).
+        names: patterns of parameters (`"layers.0.**"`); default all. Tied parameters appear under each name.
+        to: `"all"`: every rank, on the mesh's device; `"rank0"`: the first rank of the mesh, `{}` elsewhere; `"cpu"`:
+            every rank in host memory, one leaf at a time.
+        dtype: dtype of floating results.
+
+    Returns:
+        name -> tensor of the model's shape.
+
+    Raises:
+        TypeError: not a tree made by `shard`.
+        KeyError: a pattern matches nothing.
+        ShardError: a leaf is a pending sum; `reduce_grads` comes first.
+
+    Communication: one all-gather a bucket (at most 64 MiB) and axis; leaf by leaf for `"rank0"` and `"cpu"`.
+    """
+    tree = _require_params("gather", params)
+    if to not in ("all", "rank0", "cpu"):
+        raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
+    layouts = _selected(tree, names)
+    places = grid(tree.mesh, tree.plan.roles.storage)
+    for layout in layouts:
+        for leaf in layout.leaves:
+            _require_reduced(leaf.name, tree[leaf.name])
+    keep = to != "rank0" or dist.get_rank() == places.ranks()[0]
+    out: dict[str, Tensor] = {}
+    for group in _groups(layouts, tree, 0 if to != "all" else _MAX_BUCKET_BYTES):
+        leaves = [leaf.name for layout in group for leaf in layout.leaves]
+        wholes = dict(zip(leaves, _gather_whole(tree, leaves, places), strict=True))
+        for layout in group:
+            if keep:
+                full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
+                full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
+                out[layout.name] = full if to == "all" else full.detach().cpu()
+    names_of = [(name, layout.name) for layout in layouts for name in (layout.name, *layout.aliases)]
+    order = [name for param in tree.plan.info.params for name in param.names]
+    found = {name: out[canonical] for name, canonical in names_of if canonical in out}
+    return {name: found[name] for name in order if name in found}
+
+
+def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tensor]:
+    """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
+    plan_ = tree.plan
+    layouts = {name: plan_.leaves[name] for name in names}
+    out: dict[str, Tensor] = {}
+    keys = {name: (leaf.axes, tree[name].dtype) for name, (_, leaf) in layouts.items()}
+    for axes, dtype in dict.fromkeys(keys.values()):
+        members = tuple(name for name in names if keys[name] == (axes, dtype))
+        data = tuple(axis for axis in plan_.roles.data if axis in axes)
+        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype))
+        gathered = GatherBucket.apply(spot, None, *(tree[name] for name in members))
+        compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
+        wholes = _GatherCompute.apply(spot, compute, *gathered) if compute else gathered
+        out |= dict(zip(members, wholes, strict=True))
+    return [out[name] for name in names]
+
+
+class _GatherCompute(torch.autograd.Function):
+    """Make leaves whole over the compute axes, for a computation that all their ranks do alike.
+
+        forward   [whole over data, split over compute]  -> all_gather(compute) -> [whole]
+        backward  d [whole]  -> this rank's part -> d [whole over data, split over compute]
+    """
+
+    @staticmethod
+    def forward(spot: BucketOnGrid, axes: Sequence[str], *parts: Tensor) -> tuple[Tensor, ...]:
+        wholes = gather_leaves(spot.leaves, parts, axes, spot.grid)
+        return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.spot, ctx.axes = inputs[0], inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, coords = ctx.spot.grid.sizes, ctx.spot.grid.coords
+        parts = [local_slice(leaf, g, sizes, coords, ctx.axes) for leaf, g in zip(ctx.spot.leaves, grads, strict=True)]
+        return (None, None, *(part.contiguous() for part in parts))
+
+
+def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
+    held = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
+    if names is None:
+        return held
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    found = [x for x in held if any(matches(pattern, name) for pattern in wanted for name in (x.name, *x.aliases))]
+    for pattern in wanted:
+        if not any(matches(pattern, name) for x in held for name in (x.name, *x.aliases)):
+            raise KeyError(f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ...")
+    return found
+
+
+def _groups(layouts: Sequence[Layout], tree: Params, limit: int) -> Iterator[list[Layout]]:
+    """Runs of parameters whose full size stays under `limit` bytes (at least one each)."""
+    run: list[Layout] = []
+    size = 0
+    for layout in layouts:
+        nbytes = layout.numel * tree[layout.leaves[0].name].element_size()
+        if run and size + nbytes > limit:
+            yield run
+            run, size = [], 0
+        run.append(layout)
+        size += nbytes
+    if run:
+        yield run
+
+
+def _require_params(verb: str, tree: object) -> Params:
+    if not isinstance(tree, Params):
+        raise TypeError(f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}")
+    return tree
+
+
+def _require_reduced(name: str, leaf: Tensor) -> None:
+    if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
+        raise ShardError(f"gather: '{name}' is a sum that is still pending; call reduce_grads(tree) first")
+
+
+def reduce_grads(
+    grads: Mapping[str, Tensor], *, op: Literal["mean", "sum"] = "mean", like: Params | None = None
+) -> Params:
+    """Pending gradients, partial sums over the data axes, to gradients with exactly their parameters' placements.
+
+    Leaves that are reduced already pass through, so calling it twice changes nothing.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> params = sf.shard(nn.Linear(4, 6), sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> pending = {name: torch.ones(leaf.shape) for name, leaf in params.items()}
+        >>> grads = sf.reduce_grads(pending, like=params)
+        >>> grads["weight"].placements == params["weight"].placements
+        True
+
+    Args:
+        grads: leaves typed `+fsdp` (from `value_and_grad(..., reduce=None)`), or plain local tensors of the shapes that
+            a module computes with: whole over the data axes, this rank's part over the compute axes.
+        op: `"mean"` over the data ranks, or `"sum"`.
+        like: the parameters; required for plain tensors.
+
+    Returns:
+        a tree like the parameters'.
+
+    Raises:
+        TypeError: plain tensors without `like`; the mean of integers.
+        ShardError: names or shapes that are not the parameters'.
+
+    Communication: one reduce-scatter a bucket over the axes that split it and one all-reduce over the other data axes,
+    in `reduce_dtype`.
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f"reduce_grads(op={op!r}): 'mean' or 'sum'")
+    if like is None and not isinstance(grads, Params):
+        raise TypeError("reduce_grads: a plain mapping of local tensors needs like=params, the tree they are gradients of")
+    owner = like if like is not None else _require_params("reduce_grads", grads)
+    plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
+    pending, done = _sort_grads(grads, owner, places)
+    for name, grad in pending.items():
+        if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
+            raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
+    for unit in plan_.units:
+        for bucket in unit.buckets:
+            for dtype in dict.fromkeys(pending[name].dtype for name in bucket.leaves if name in pending):
+                names = tuple(name for name in bucket.leaves if name in pending and pending[name].dtype == dtype)
+                spot = BucketOnGrid(plan_, places, replace(bucket, leaves=names, dtype=dtype))
+                reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
+                done |= {n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
+    return owner.like((name, done[name]) for name in plan_.leaves if name in done)
+
+
+def _sort_grads(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
+    plan_ = owner.plan
+    pending: dict[str, Tensor] = {}
+    done: dict[str, Tensor] = {}
+    for name, grad in grads.items():
+        if isinstance(grad, DTensor):
+            if name not in plan_.leaves:
+                raise ShardError(f"reduce_grads: there is no parameter '{name}'")
+            partial = any(isinstance(placement, Partial) for placement in grad.placements)
+            (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
+        elif name in plan_.canonical:
+            layout = plan_.layouts[plan_.canonical[name]]
+            parts = from_compute_view(layout, _checked_shape(layout, grad, owner, places), plan_.roles.data, places.sizes)
+            pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
+        else:
+            raise ShardError(f"reduce_grads: there is no parameter '{name}'")
+    return pending, done
+
+
+def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) -> Tensor:
+    compute = owner.plan.roles.compute
+    wanted = list(layout.shape)
+    for dim in range(len(wanted)):
+        wanted[dim] //= prod(places.sizes[axis] for axis in layout.model_axes(dim) if axis in compute)
+    padded = any(leaf.shape != leaf.extent for leaf in layout.leaves)
+    if list(grad.shape) != wanted and not padded:
+        raise ShardError(
+            f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is whole over the "
+            f"data axes and split over the compute axes by '{layout.rule}': {tuple(wanted)}"
+        )
+    return grad
+
+
+def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
+    """The same values in another layout: another policy, another mesh of the same ranks, or both.
+
+    `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)` and `reshard(params, plan, mesh)`
+    return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
+    collectives that the two imply (differentiable): all-gather, slice, all-to-all, reduce-scatter or all-reduce.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+        >>> params = sf.shard(nn.Linear(4, 6), mesh, sf.Policy())
+        >>> sf.typeof(sf.reshard(params, sf.Policy(rules={"weight": "o@tp c@fsdp"})), "weight")
+        'f32[o@tp c@fsdp]'
+        >>> sf.reshard(torch.ones(2, 3), "b s@tp -> b@tp s", mesh).shape
+        torch.Size([2, 3])
+
+    Args:
+        x: a tree made by `shard`, or (with a string) one tensor, this rank's part.
+        to: the new layout.
+        mesh: the new mesh; for a string, the mesh that its axes belong to.
+
+    Returns:
+        a new tree, or this rank's part of the tensor in the new layout.
+
+    Raises:
+        ShardError: the layout does not fit, or the meshes have other ranks.
+
+    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again.
+    """
+    if isinstance(to, str):
+        return relayout(x, to, mesh)
+    tree = _require_params("reshard", x)
+    if isinstance(to, DeviceMesh):
+        to, mesh = tree.plan.policy, to
+    target_mesh = mesh if mesh is not None else tree.mesh
+    made = _target_plan(tree, to, target_mesh)
+    old, new = tree.mesh.mesh.flatten().tolist(), target_mesh.mesh.flatten().tolist()
+    if sorted(old) != sorted(new):
+        raise ShardError(f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead")
+    places = grid(target_mesh, made.roles.storage)
+    layouts = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
+    from_places = grid(tree.mesh, tree.plan.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for group in _groups(layouts, tree, _MAX_BUCKET_BYTES):
+            names = [leaf.name for layout in group for leaf in layout.leaves]
+            wholes = dict(zip(names, _gather_whole(tree, names, from_places), strict=True))
+            for layout in group:
+                full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
+                target = made.layouts[layout.name]
+                for leaf, whole in zip(target.leaves, to_leaves(target, full), strict=True):
+                    local = local_slice(leaf, whole, places.sizes, places.coords).clone(memory_format=torch.contiguous_format)
+                    leaves[leaf.name] = wrap_local(local, leaf_spec(made, places, leaf.name, local.dtype))
+    return Params({name: leaves[name] for name in made.leaves if name in leaves}, made, target_mesh, tree.buffers)
+
+
+def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
+    if isinstance(to, Plan):
+        if to.axes != axes_of(mesh):
+            raise ShardError(f"reshard: the plan is for a mesh {to.axes}, the mesh is {axes_of(mesh)}")
+        if set(to.layouts) != set(tree.plan.layouts):
+            raise ShardError("reshard: the plan is for another model")
+        return to
+    if not isinstance(to, Policy):
+        raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")
+    if callable(to.units) and not isinstance(to.units, type):
+        raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
+    return decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))

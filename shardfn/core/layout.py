@@ -1,0 +1,209 @@
+"""How one parameter is stored and seen: integers only. Layer 1.
+
+A parameter has a *model* shape (what an ordinary state dict holds). It is stored as one or more *leaves*, each a
+tensor whose dims are split by plain chunking, and a module computes with its *gathered* form: whole over the data
+axes, still split over the compute axes.
+
+    model      [3*heads*d, c]        "(3 heads@tp d) c@fsdp"
+    leaf       [3, heads, d, c]      split: dim 1 over tp, dim 3 over fsdp
+    gathered   [3*heads/tp*d, c]
+
+Functions on tensors here only reshape, narrow and pad; none communicates.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardfn.core.mesh import nested_chunk
+from shardfn.core.spec import Spec
+
+Axes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One stored tensor.
+
+    `extent` is its true shape and `shape` the padded one; `splits[d]` are the axes of dim d, outermost first;
+    `merges[m]` is how many of its dims make up model dim m.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    extent: tuple[int, ...]
+    splits: tuple[tuple[str, ...], ...]
+    merges: tuple[int, ...]
+    rule: Spec
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that split this leaf."""
+        return tuple(axis for split in self.splits for axis in split)
+
+    def local_range(self, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> tuple[tuple[int, int], ...]:
+        """(start, length) of each dim on the rank at `coords`, split only over the axes in `keep` (default: all)."""
+        return tuple(
+            nested_chunk(size, [(sizes[a], coords[a]) for a in split if keep is None or a in keep])
+            for size, split in zip(self.shape, self.splits, strict=True)
+        )
+
+    def local_shape(self, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Shape on the rank at `coords`."""
+        return tuple(length for _, length in self.local_range(sizes, coords, keep))
+
+    def split_dim(self, axis: str) -> int | None:
+        """The dim that `axis` splits."""
+        return next((dim for dim, split in enumerate(self.splits) if axis in split), None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parameter of the model: its rule, where the rule came from, and its stored leaves."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    rule: Spec
+    source: str  # the pattern that matched, or which default applied
+    leaves: tuple[Leaf, ...]
+    block_dim: int = 0  # the model dim along which several leaves are concatenated
+    unit: str = ""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that split this parameter, each once."""
+        return tuple(dict.fromkeys(axis for leaf in self.leaves for axis in leaf.axes))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the one stored leaf has the model's shape."""
+        return len(self.leaves) == 1 and self.leaves[0].shape == self.shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the model."""
+        return prod(self.shape)
+
+    def model_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that split model dim `dim`, in any of its leaves."""
+        found: dict[str, None] = {}
+        for leaf in self.leaves:
+            first = sum(leaf.merges[:dim])
+            for split in leaf.splits[first : first + leaf.merges[dim]]:
+                found |= dict.fromkeys(split)
+        return tuple(found)
+
+
+def to_leaves(layout: Layout, full: Tensor) -> list[Tensor]:
+    """The stored leaves, whole and padded, of a tensor of model shape (views where nothing is padded)."""
+    out, start = [], 0
+    for leaf in layout.leaves:
+        part = full
+        if len(layout.leaves) > 1:
+            length = _block_length(leaf, layout.block_dim)
+            part = full.narrow(layout.block_dim, start, length)
+            start += length
+        out.append(_pad(part.reshape(leaf.extent), leaf.shape))
+    return out
+
+
+def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
+    """The tensor of model shape from its whole leaves; the inverse of `to_leaves`."""
+    return _merge(layout, [_trim(tensor, leaf.extent) for leaf, tensor in zip(layout.leaves, leaves, strict=True)])
+
+
+def compute_view(layout: Layout, gathered: Sequence[Tensor], data: Sequence[str]) -> Tensor:
+    """What a module computes with, from leaves that are whole over the `data` axes.
+
+    Padding stays on dims that a compute axis splits, so that every rank has the same shape; elsewhere it is trimmed.
+    """
+    return _merge(layout, [_trim(x, compute_shape(leaf, x.shape, data)) for leaf, x in zip(layout.leaves, gathered, strict=True)])
+
+
+def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
+    """Leaves that are whole over the data axes, from the tensor a module computes with; inverse of `compute_view`."""
+    shapes = []
+    for leaf in layout.leaves:
+        split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
+        shapes.append((leaf, split, compute_shape(leaf, split, data)))
+    out, start = [], 0
+    for leaf, padded, trimmed in shapes:
+        part = value
+        if len(shapes) > 1:
+            first = sum(leaf.merges[: layout.block_dim])
+            length = prod(trimmed[first : first + leaf.merges[layout.block_dim]])
+            part = value.narrow(layout.block_dim, start, length)
+            start += length
+        out.append(_pad(part.reshape(trimmed), padded))
+    return out
+
+
+def compute_shape(leaf: Leaf, gathered: Sequence[int], data: Sequence[str]) -> tuple[int, ...]:
+    """The gathered shape of a leaf without the padding of dims that no compute axis splits."""
+    return tuple(
+        size if any(axis not in data for axis in split) else extent
+        for size, extent, split in zip(gathered, leaf.extent, leaf.splits, strict=True)
+    )
+
+
+def clear_padding(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> Tensor:
+    """The local part with zeros beyond the true extent: gradients of padding must not train it."""
+    if leaf.shape == leaf.extent:
+        return local
+    local = local.clone()
+    for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
+        inside = max(0, min(length, leaf.extent[dim] - start))
+        if inside < length:
+            local.narrow(dim, inside, length - inside).zero_()
+    return local
+
+
+def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> Tensor:
+    """The part of a whole leaf that the rank at `coords` holds (a view)."""
+    for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
+        if length != whole.shape[dim]:
+            whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def _block_length(leaf: Leaf, block_dim: int) -> int:
+    first = sum(leaf.merges[:block_dim])
+    return prod(leaf.extent[first : first + leaf.merges[block_dim]])
+
+
+def _merge(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    merged = [_merge_dims(leaf, part) for leaf, part in zip(layout.leaves, parts, strict=True)]
+    return merged[0] if len(merged) == 1 else torch.cat(merged, dim=layout.block_dim)
+
+
+def _merge_dims(leaf: Leaf, x: Tensor) -> Tensor:
+    """[3, heads, d, c] -> [3*heads*d, c]."""
+    if all(merge == 1 for merge in leaf.merges):
+        return x
+    shape, at = [], 0
+    for merge in leaf.merges:
+        shape.append(prod(x.shape[at : at + merge]))
+        at += merge
+    return x.reshape(shape)
+
+
+def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        if x.shape[dim] != size:
+            x = x.narrow(dim, 0, size)
+    return x
+
+
+def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
+    if tuple(x.shape) == tuple(shape):
+        return x
+    widths: list[int] = []
+    for have, want in reversed(list(zip(x.shape, shape, strict=True))):
+        widths += [0, want - have]
+    return torch.nn.functional.pad(x, widths)

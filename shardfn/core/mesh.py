@@ -1,0 +1,248 @@
+"""Meshes: making one, describing one without processes, and the order in which shards are stored. Layer 1.
+
+[Note: axis order]
+A parameter split over tp and then over fsdp on one dim is, on a mesh whose axes are ordered compute axes first and
+data axes last, `[Shard(d), Shard(d)]` in plain DTensor placements; undoing fsdp is one all-gather. On the usual
+(fsdp, tp) order the same layout needs `_StridedShard`, whose `full_tensor()` and checkpoint loads are wrong in some
+cases. So every leaf lives on a *storage mesh*: the user's process groups, with the axes in that order. The rank grid
+is transposed with them, tp neighbours stay neighbours, and no communicator is added.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardfn.core.errors import ShardError
+
+BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
+
+
+class MeshSpec:
+    """A mesh without processes, for planning.
+
+        >>> import shardfn as sf
+        >>> sf.MeshSpec(fsdp=512, tp=8).size
+        4096
+
+    Args:
+        axes: axis name -> size, outermost first.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        self.axes = _checked(axes, "MeshSpec")
+        for name, size in self.axes.items():
+            if size < 1:
+                raise ValueError(f"MeshSpec({name}={size}): an axis has at least one rank")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.axes.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshSpec) and list(self.axes.items()) == list(other.axes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which axes split the computation, which split the batch, and which of those may split weights.
+
+    `storage` is the order in which shards nest: compute axes, then data axes.
+    """
+
+    compute: tuple[str, ...]
+    data: tuple[str, ...]
+    shardable: tuple[str, ...]  # the data axes over which weights may be sharded
+
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """Axis names of the storage mesh."""
+        return self.compute + self.data
+
+
+def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
+    """Sort mesh axes by the batch patterns of a policy; each keeps the mesh's order."""
+    data = tuple(axis for axis in axes if any(fnmatchcase(axis, pattern) for pattern in batch))
+    compute = tuple(axis for axis in axes if axis not in data)
+    shardable = tuple(axis for axis in data if not any(fnmatchcase(axis, pattern) for pattern in BATCH_ONLY))
+    return Roles(compute, data, shardable)
+
+
+def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
+    """A `DeviceMesh` with named axes, over all ranks; starts the process group when none is running.
+
+    The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
+    (nccl on CUDA, gloo on CPU); without a launcher it is a world of one rank. On CUDA the device of `LOCAL_RANK`
+    becomes the current one.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", fsdp=-1, tp=1)
+        >>> mesh.mesh_dim_names
+        ('fsdp', 'tp')
+
+    Args:
+        device_type: `"cpu"`, `"cuda"`...; default: the accelerator of this machine, else the CPU.
+        axes: axis name -> number of ranks, outermost first; one may be -1: whatever is left.
+
+    Returns:
+        the mesh; its axes are used by name everywhere.
+
+    Raises:
+        ShardError: the sizes do not multiply to the number of ranks.
+        TypeError: a size is not a whole number, or there is no axis.
+    """
+    sizes = _checked(axes, "make_mesh")
+    device_type = device_type or _default_device_type()
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    shape = _inferred(sizes, world)
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not dist.is_initialized():
+        _start(device_type)
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _checked(axes: Mapping[str, int], verb: str) -> dict[str, int]:
+    if not axes:
+        raise TypeError(f"{verb}: name at least one axis, for example {verb}(fsdp=4, tp=2)")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{verb}({name}={size!r}): an axis size is a whole number")
+    return dict(axes)
+
+
+def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
+    """Replace the one -1; check that the product is the world."""
+    call = f"make_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ShardError(f"{call}: sizes are at least 1, and at most one may be -1")
+    fixed = prod(size for size in sizes.values() if size != -1)
+    if unknown and world % fixed == 0:
+        return {name: world // fixed if size == -1 else size for name, size in sizes.items()}
+    if unknown or fixed != world:
+        why = f"{world} % {fixed} = {world % fixed}" if unknown else f"{' x '.join(map(str, sizes.values()))} = {fixed}"
+        fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
+        raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
+    return sizes
+
+
+def _default_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _start(device_type: str) -> None:
+    """Start the process group of torchrun's environment, or a world of one."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
+    """Axis name -> size of a mesh, outermost first.
+
+    Raises:
+        ValueError: the mesh has no axis names.
+        TypeError: it is not a mesh.
+    """
+    if isinstance(mesh, MeshSpec):
+        return dict(mesh.axes)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh or a MeshSpec, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            "the DeviceMesh has no axis names; make it with mesh_dim_names, for example "
+            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'tp'))"
+        )
+    return {name: mesh.size(i) for i, name in enumerate(names)}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A user's mesh as shards see it: the storage mesh, one process group and one coordinate an axis."""
+
+    mesh: DeviceMesh
+    storage: DeviceMesh
+    sizes: dict[str, int]
+    coords: dict[str, int]
+    groups: dict[str, ProcessGroup] = field(repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where shards and gathered tensors live on this rank."""
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+    def ranks(self) -> list[int]:
+        """Global ranks of the mesh, in the user's order."""
+        return self.mesh.mesh.flatten().tolist()
+
+
+class _Grids(dict[tuple[str, ...], Grid]):
+    """The grids of one mesh, kept on the mesh so that they die with it; copies and pickles of the mesh start empty."""
+
+    def __reduce__(self) -> tuple[type["_Grids"], tuple[()]]:
+        return _Grids, ()
+
+    def __deepcopy__(self, memo: object) -> "_Grids":
+        return _Grids()
+
+
+def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
+    """The `Grid` of a mesh whose storage order is `order`; see [Note: axis order].
+
+    Raises:
+        ShardError: this process is not part of the mesh.
+    """
+    cache: _Grids = mesh.__dict__.setdefault("_shardfn_grids", _Grids())
+    if tuple(order) not in cache:
+        cache[tuple(order)] = _make_grid(mesh, tuple(order))
+    return cache[tuple(order)]
+
+
+def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
+    sizes = axes_of(mesh)
+    if mesh.get_coordinate() is None:
+        raise ShardError(f"rank {dist.get_rank()} is not part of the mesh {tuple(sizes.items())} over ranks {mesh.mesh.tolist()}")
+    groups = {axis: mesh.get_group(axis) for axis in sizes}
+    coords = {axis: mesh.get_local_rank(axis) for axis in sizes}
+    if tuple(sizes) == order:
+        return Grid(mesh, mesh, sizes, coords, groups)
+    ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order])
+    storage = DeviceMesh.from_group(
+        [groups[axis] for axis in order], mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=order
+    )
+    return Grid(mesh, storage, sizes, coords, groups)
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` when `size` is split like `torch.chunk`: equal parts, the last ones shorter."""
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return start, min(size, start + step) - start
+
+
+def nested_chunk(size: int, splits: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(start, length) after several splits `(parts, index)`, outermost first."""
+    start = 0
+    for parts, index in splits:
+        offset, size = chunk(size, parts, index)
+        start += offset
+    return start, size

@@ -1,0 +1,127 @@
+"""What a plan needs to know about a model: names, shapes, dtypes, ties and module kinds, as plain data. Layer 1.
+
+A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+LIKE_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter: its canonical name (the first of its names), shape, dtype and its other names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the model has for it."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module: its path, its class and base classes, and the parameters that it owns directly."""
+
+    name: str
+    classes: tuple[str, ...]  # qualified names, most derived first
+    params: tuple[tuple[str, str], ...]  # (attribute, canonical parameter name)
+    kind: str = "other"  # "linear" or "embedding" when the forward is torch's own, else "other"
+    list_of: str | None = None  # for a list of like modules that own parameters: their class
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model as plain data. `modules` is empty when a mapping of tensors was described."""
+
+    params: tuple[ParamInfo, ...]
+    modules: tuple[ModuleInfo, ...]
+    buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def class_name(cls: type) -> str:
+    """The qualified name by which classes are compared, so that a plan pickles without importing them."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
+    """Read a model or a mapping of tensors.
+
+    Raises:
+        TypeError: it is neither, or the mapping holds something else than tensors.
+    """
+    if isinstance(model, nn.Module):
+        return ModelInfo(_params(model), tuple(_modules(model)), _buffers(model))
+    if not isinstance(model, Mapping):
+        raise TypeError(f"expected an nn.Module or a mapping of names to tensors, got {type(model).__name__}")
+    for name, value in model.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise TypeError(f"a mapping must hold tensors under names; {name!r} holds {type(value).__name__}")
+    return ModelInfo(_tied(model.items()), (), ())
+
+
+def _params(model: nn.Module) -> tuple[ParamInfo, ...]:
+    return _tied(model.named_parameters(remove_duplicate=False))
+
+
+def _tied(items: Iterable[tuple[str, torch.Tensor]]) -> tuple[ParamInfo, ...]:
+    """One entry a tensor object; its later names are aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in items:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return tuple(
+        ParamInfo(all_names[0], tuple(tensors[key].shape), tensors[key].dtype, tensors[key].requires_grad, tuple(all_names[1:]))
+        for key, all_names in names.items()
+    )
+
+
+def _buffers(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    return tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False))
+
+
+def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
+    canonical: dict[int, str] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        canonical.setdefault(id(tensor), name)
+    for name, module in model.named_modules():
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        yield ModuleInfo(
+            name,
+            tuple(class_name(cls) for cls in type(module).__mro__),
+            tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own),
+            kind_of(module),
+            _list_of(module),
+        )
+
+
+def kind_of(module: nn.Module) -> str:
+    """Which parallel forward can stand for the module's own.
+
+    The forward must be torch's: a subclass that overrides it computes something else. `nn.MultiheadAttention` reads
+    the weight of its output projection without calling it, so that projection does not count either.
+    """
+    forward = type(module).forward
+    if forward is nn.Linear.forward and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "linear"
+    return "embedding" if forward is nn.Embedding.forward else "other"
+
+
+def _list_of(module: nn.Module) -> str | None:
+    """The one class of a list's members when they own parameters."""
+    if not isinstance(module, LIKE_LISTS):
+        return None
+    classes = {type(member) for member in module}
+    if len(classes) != 1 or not any(True for member in module for _ in member.parameters()):
+        return None
+    return class_name(classes.pop())

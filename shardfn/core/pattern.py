@@ -1,0 +1,56 @@
+"""Name patterns: `*` one segment, `**` any number, `{a,b}` alternatives, `re:...`; anchored at both ends. Layer 0."""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+from shardfn.core.errors import ShardError
+
+_PIECE = re.compile(r"\*\*|\*|\{[^{}]*\}|[^*{}]+|[{}]")
+
+
+@lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern.
+
+        >>> from shardfn.core.pattern import compile_pattern
+        >>> bool(compile_pattern("layers.*.{wq,wk}.weight").fullmatch("layers.11.wk.weight"))
+        True
+
+    Raises:
+        ShardError: the pattern cannot be read.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise ShardError(f"bad pattern {pattern!r}: {error}") from None
+    text = ""
+    for piece in _PIECE.findall(pattern):
+        text += _translate(piece, pattern)
+    # "**." and ".**" also stand for no segment at all: "layers.**.weight" matches "layers.weight"
+    text = text.replace(r"\.<ANY>\.", r"\.(?:.*\.)?").replace(r"\.<ANY>", r"(?:\..*)?").replace(r"<ANY>\.", r"(?:.*\.)?")
+    return re.compile(text.replace("<ANY>", ".*"))
+
+
+def _translate(piece: str, pattern: str) -> str:
+    if piece == "**":
+        return "<ANY>"
+    if piece == "*":
+        return r"[^.]*"
+    if piece in "{}":
+        raise ShardError(f"bad pattern {pattern!r}: '{piece}' without its pair")
+    if piece.startswith("{"):
+        return "(?:" + "|".join(re.escape(choice.strip()) for choice in piece[1:-1].split(",")) + ")"
+    return re.escape(piece)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches all of `name`."""
+    return compile_pattern(pattern).fullmatch(name) is not None
+
+
+def first_match(patterns: Mapping[str, object] | Iterable[str], names: Iterable[str]) -> str | None:
+    """The first pattern that matches one of `names`."""
+    names = tuple(names)
+    return next((pattern for pattern in patterns if any(matches(pattern, name) for name in names)), None)

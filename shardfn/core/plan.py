@@ -1,0 +1,586 @@
+"""Decide, then do: what a policy means for one model on one mesh, as plain data. Layer 2.
+
+Nothing here touches a tensor's values or a process group, so a plan for 4096 ranks is made on a laptop. The code that
+moves data looks its decisions up here and never thinks.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.core.errors import ShardError, did_you_mean, raise_problems
+from shardfn.core.layout import Leaf, Layout
+from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
+from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
+from shardfn.core.pattern import first_match, matches
+from shardfn.core.policy import Policy
+from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves of one unit that travel in one collective: gathered over the same axes, in the same dtype.
+
+    `axes` are the data axes that split them, outermost first; gradients are also summed over the other data axes.
+    """
+
+    unit: str
+    leaves: tuple[str, ...]
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered and freed together; the root unit has the empty name."""
+
+    name: str
+    params: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The layout of every parameter, the units and their buckets. Made by `plan`; compared by content.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> p = sf.plan(nn.Linear(8, 6), sf.MeshSpec(fsdp=2), sf.Policy())
+        >>> p.bytes_per_rank
+        108
+        >>> print(p.explain("weight"))
+        weight (6, 8) float32: 6@fsdp 8, by default 'auto'
+          local (3, 8), 96 bytes per rank
+          forward: all_gather over fsdp; backward: reduce_scatter over fsdp
+    """
+
+    axes: dict[str, int]
+    roles: Roles
+    layouts: dict[str, Layout]
+    units: tuple[Unit, ...]
+    policy: Policy
+    info: ModelInfo = field(repr=False)
+    reduction: Literal["mean", "sum"] | None = "mean"  # what the backward of a gather does with pending gradients
+
+    @cached_property
+    def leaves(self) -> dict[str, tuple[Layout, Leaf]]:
+        """Stored name -> its parameter's layout and its leaf, in order."""
+        return {leaf.name: (layout, leaf) for layout in self.layouts.values() for leaf in layout.leaves}
+
+    @cached_property
+    def canonical(self) -> dict[str, str]:
+        """Any name of a parameter -> its canonical one."""
+        return {name: layout.name for layout in self.layouts.values() for name in (layout.name, *layout.aliases)}
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two equal plans have in common."""
+        p = self.policy
+        settings = (p.regather, p.compute_dtype, p.reduce_dtype, p.output_dtype, p.cast_inputs, p.offload)
+        return (
+            tuple(self.axes.items()),
+            self.roles,
+            tuple((n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim) for n, x in self.layouts.items()),
+            self.units,
+            settings,
+            tuple(p.acts.items()),
+            tuple((name, getattr(fn, "__qualname__", repr(fn))) for name, fn in p.compute.items()),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the content, equal on all ranks that made the same plan."""
+        return hashlib.sha256(repr(self.key).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Plan) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def bucket_of(self, leaf: str) -> Bucket:
+        """The bucket in which a stored leaf travels."""
+        return next(bucket for unit in self.units for bucket in unit.buckets if leaf in bucket.leaves)
+
+    def local_shape(self, leaf: str, coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Shape of a stored leaf on the rank at `coords` (default: the first rank, which holds the most)."""
+        return self.leaves[leaf][1].local_shape(self.axes, coords or dict.fromkeys(self.axes, 0))
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes of shards on the first rank, which holds the most."""
+        return sum(prod(self.local_shape(name)) * layout.dtype.itemsize for name, (layout, _) in self.leaves.items())
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes of weights and gradients that each rank receives in one step of forward and backward.
+
+        An all-gather or reduce-scatter of shards of n bytes over W ranks counts (W - 1) n, an all-reduce of n bytes
+        2 (W - 1) / W n. Activations are not counted: they depend on the batch.
+        """
+        return sum(self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets)
+
+    def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
+        total = 0
+        gathers = 2 if self.policy.regather and unit.name else 1
+        for name in bucket.leaves:
+            layout, leaf = self.leaves[name]
+            size = prod(self.local_shape(name))
+            item = (self.policy.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
+            for axis in reversed(bucket.axes):
+                total += (self.axes[axis] - 1) * size * (gathers * bucket.dtype.itemsize + item)
+                size *= self.axes[axis]
+            shard = prod(self.local_shape(name))
+            for axis in self.roles.data:
+                if axis not in bucket.axes:
+                    total += 2 * (self.axes[axis] - 1) * shard * item // self.axes[axis]
+        return total
+
+    def explain(self, name: str) -> str:
+        """Where the layout of one parameter comes from and what it costs.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
+        layout = self.layouts[self.canonical[name]]
+        lines = [f"{name} {layout.shape} {_dtype(layout.dtype)}: {layout.rule}, by {layout.source}"]
+        for leaf in layout.leaves:
+            shape = self.local_shape(leaf.name)
+            stored = "" if layout.plain else f"stored as {leaf.name} {leaf.shape}, "
+            lines.append(f"  {stored}local {shape}, {prod(shape) * layout.dtype.itemsize} bytes per rank")
+        data = [a for a in layout.axes if a in self.roles.data and self.axes[a] > 1]
+        rest = [a for a in self.roles.data if a not in layout.axes and self.axes[a] > 1]
+        forward = f"all_gather over {', '.join(data)}" if data else "nothing"
+        back = [f"reduce_scatter over {', '.join(data)}"] * bool(data) + [f"all_reduce over {', '.join(rest)}"] * bool(rest)
+        lines.append(f"  forward: {forward}; backward: {', '.join(back) if back and layout.trainable else 'nothing'}")
+        return "\n".join(lines)
+
+    def assert_sharded(self, fraction: float = 0.98) -> None:
+        """Check that at least `fraction` of all elements are split over every rank that could hold a part.
+
+        Raises:
+            ShardError: naming the largest parameters that are not.
+        """
+        total = sum(layout.numel for layout in self.layouts.values())
+        wanted = [a for a in (*self.roles.compute, *self.roles.shardable) if self.axes[a] > 1]
+        whole = [x for x in self.layouts.values() if not any(axis in x.axes for axis in wanted) and wanted]
+        missing = sum(layout.numel for layout in whole)
+        if total and 1 - missing / total < fraction:
+            names = ", ".join(x.name for x in sorted(whole, key=lambda x: -x.numel)[:3])
+            raise ShardError(f"only {1 - missing / total:.1%} of the elements are sharded, {fraction:.1%} wanted; whole: {names}")
+
+    def diff(self, other: "Plan") -> str:
+        """The parameters whose layout differs between two plans, one line each, and the change in bytes."""
+        lines = []
+        for name in dict.fromkeys((*self.layouts, *other.layouts)):
+            mine, theirs = (str(p.layouts[name].rule) if name in p.layouts else "absent" for p in (self, other))
+            if mine != theirs:
+                lines.append(f"{name}: {mine} -> {theirs}")
+        lines.append(f"bytes per rank: {self.bytes_per_rank} -> {other.bytes_per_rank}")
+        lines.append(f"bytes received per step: {self.comm_bytes} -> {other.comm_bytes}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "rule", "local", "bytes/rank", "unit")]
+        for layout in self.layouts.values():
+            shapes = [self.local_shape(leaf.name) for leaf in layout.leaves]
+            size = sum(prod(shape) for shape in shapes) * layout.dtype.itemsize
+            local = " + ".join(str(list(shape)) for shape in shapes)
+            rows.append((layout.name, str(list(layout.shape)), str(layout.rule) or "(scalar)", local, f"{size:,}", layout.unit or "(root)"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        collectives = 2 * sum(bool(b.axes) for u in self.units for b in u.buckets)
+        return (
+            f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
+            f"{len(self.units)} units; about {collectives} collectives and {self.comm_bytes:,} bytes of weights per step"
+        )
+
+
+def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy) -> Plan:
+    """What `policy` means for `model` on `mesh`; needs no process group, and the model may be on the meta device.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+        >>> p = sf.plan(model, sf.MeshSpec(fsdp=16, tp=4), sf.Policy(rules={"0.weight": "ff@tp c@fsdp"}))
+        >>> p.layouts["0.weight"].leaves[0].local_shape(p.axes, {"fsdp": 0, "tp": 0})
+        (64, 4)
+
+    Args:
+        model: a module, or a mapping of names to tensors.
+        mesh: a `DeviceMesh` with axis names, or a `MeshSpec`.
+        policy: rules, units, precision.
+
+    Returns:
+        plain data; `print` shows it as a table.
+
+    Raises:
+        ShardError: listing every problem at once: unknown axes, rules that match nothing, dims that do not divide,
+            sizes that clash, modules that cannot compute with split parameters.
+        TypeError: `model`, `mesh` or `policy` is something else.
+        ValueError: the mesh has no axis names.
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"plan: expected a Policy, got {type(policy).__name__}")
+    axes = axes_of(mesh)
+    info = describe(model)
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    return decide(info, axes, replace_units(policy, modules))
+
+
+def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
+    """Resolve a `callable(name, module)` in `Policy.units` to module names, and classes to their names."""
+    units = policy.units
+    if isinstance(units, type):
+        units = (units,)
+    if callable(units):
+        return replace(policy, units=tuple(name for name, module in modules.items() if units(name, module)))
+    if isinstance(units, str):
+        return policy
+    if not isinstance(units, Sequence) and not isinstance(units, set | frozenset):
+        raise TypeError(f"Policy(units={units!r}): 'auto', patterns, classes, or a callable(name, module)")
+    return replace(policy, units=tuple(f"class:{class_name(u)}" if isinstance(u, type) else u for u in units))
+
+
+def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
+    """`plan` on a model that is already described."""
+    problems: list[str] = []
+    role = roles(list(axes), policy.batch)
+    rules = _rules(info, axes, role, policy, problems)
+    sizes = Sizes(policy.sizes)
+    for param in info.params:
+        if param.name in rules:
+            sizes.add(param.name, rules[param.name][0], param.shape)
+    for tensor, problem in sizes.solve():
+        rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
+        problems.append(problem)
+    unit_names = _unit_names(info, policy, problems)
+    owners = _owners(info, unit_names)
+    layouts: dict[str, Layout] = {}
+    for param in info.params:
+        if param.name in rules:
+            build = _LayoutBuilder(param, *rules[param.name], axes, role, sizes, policy, problems)
+            layouts[param.name] = replace(build.layout(), unit=owners[param.name])
+    problems += _uncomputable(info, layouts, axes, role, policy)
+    problems += _settings(policy, axes, role, info)
+    raise_problems("plan", problems)
+    return Plan(axes, role, layouts, _units(layouts, unit_names, role, policy), policy, info)
+
+
+def _rules(
+    info: ModelInfo, axes: Mapping[str, int], role: Roles, policy: Policy, problems: list[str]
+) -> dict[str, tuple[Spec, str]]:
+    """Parameter -> (expanded rule with all axes in place, where it comes from)."""
+    found: dict[str, tuple[Spec, str]] = {}
+    used: set[str] = set()
+    for param in info.params:
+        used |= {pattern for pattern in policy.rules if any(matches(pattern, name) for name in param.names)}
+        pattern = first_match(policy.rules, param.names)
+        try:
+            if pattern is None:
+                found[param.name] = _default(param, axes, role, policy)
+            else:
+                spec = _with_logical_axes(parse(policy.rules[pattern]), policy).expand(len(param.shape))
+                found[param.name] = (spec, f"rule {pattern!r}")
+        except ShardError as error:
+            problems.append(f"{param.name} {param.shape}: {error}")
+            continue
+        wrong = _axis_problems(found[param.name][0], axes, role)
+        problems += [f"{param.name}: {why}" for why in wrong]
+        if wrong:
+            del found[param.name]
+    names = [name for param in info.params for name in param.names]
+    for pattern in policy.rules:
+        if pattern not in used:
+            problems.append(f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}")
+    return found
+
+
+def _examples(names: Sequence[str]) -> str:
+    return f"The model has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}."
+
+
+def _with_logical_axes(spec: Spec, policy: Policy) -> Spec:
+    """Put the axes of `Policy.axes` on the factors that have none of their own."""
+
+    def split(factor: Factor) -> Factor:
+        axes = policy.axes.get(factor.name, ())
+        return factor if factor.axes else replace(factor, axes=(axes,) if isinstance(axes, str) else tuple(axes))
+
+    if not policy.axes:
+        return spec
+    dims = tuple(
+        replace(dim, blocks=tuple(replace(block, factors=tuple(map(split, block.factors))) for block in dim.blocks))
+        for dim in spec.dims
+    )
+    out = replace(spec, dims=dims)
+    for problem in repeated_axes(out):
+        raise ShardError(problem)
+    return out
+
+
+def _default(param: ParamInfo, axes: Mapping[str, int], role: Roles, policy: Policy) -> tuple[Spec, str]:
+    """The rule of a parameter that no pattern matches; sizes stand as numbers."""
+    if policy.default == "error":
+        raise ShardError("no rule matches it, and Policy(default='error') asks for one; add a rule, '...' replicates")
+    factors = [Factor(str(size)) for size in param.shape]
+    numel = prod(param.shape)
+    if policy.default == "auto" and param.shape and role.shardable and numel and numel >= policy.min_size:
+        ways = prod(axes[axis] for axis in role.shardable)
+        even = [dim for dim, size in enumerate(param.shape) if size % ways == 0]
+        largest = sorted(range(len(param.shape)), key=lambda dim: -param.shape[dim])
+        dim = 0 if 0 in even else next((d for d in largest if d in even), largest[0])
+        factors[dim] = replace(factors[dim], axes=role.shardable)
+    spec = Spec(tuple(Dim((Block((factor,)),)) for factor in factors))
+    return replace(spec, source=str(spec)), f"default {policy.default!r}"
+
+
+def _axis_problems(spec: Spec, axes: Mapping[str, int], role: Roles) -> list[str]:
+    """Axes that the mesh lacks, that may not split weights, or that nest the wrong way round."""
+    problems = []
+    if spec.partial:
+        problems.append(f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret((0, len(spec.source)))}")
+    for factor in spec.factors:
+        for axis in factor.axes:
+            if axis not in axes:
+                have = ", ".join(f"{name}={size}" for name, size in axes.items())
+                why = f"unknown mesh axis '{axis}'; the mesh has {have}{did_you_mean(axis, axes)}"
+                problems.append(f"{why}\n{spec.caret(factor.span)}")
+            elif axis in role.data and axis not in role.shardable:
+                why = f"weights never shard over '{axis}', which only splits the batch; leave '@{axis}' out"
+                problems.append(f"{why}\n{spec.caret(factor.span)}")
+        known = [axis for axis in factor.axes if axis in axes]
+        ordered = sorted(known, key=role.storage.index)
+        if known != ordered and all(axis in axes for axis in factor.axes):
+            right = "@".join((factor.name, *ordered))
+            why = f"axes nest compute axes first, then data axes, each in the mesh's order; write '{right}'"
+            problems.append(f"{why}\n{spec.caret(factor.span)}")
+    return problems
+
+
+class _LayoutBuilder:
+    """The layout of one parameter, from its rule and the solved sizes; problems are collected, not raised."""
+
+    def __init__(
+        self,
+        param: ParamInfo,
+        spec: Spec,
+        source: str,
+        axes: Mapping[str, int],
+        role: Roles,
+        sizes: Sizes,
+        policy: Policy,
+        problems: list[str],
+    ) -> None:
+        self.param, self.spec, self.source = param, spec, source
+        self.axes, self.role, self.sizes, self.policy, self.problems = axes, role, sizes, policy, problems
+
+    def layout(self) -> Layout:
+        param = self.param
+        rule = replace(self.spec, dims=tuple(self._resolve(dim, at) for at, dim in enumerate(self.spec.dims)))
+        fused = next((at for at, dim in enumerate(rule.dims) if len(dim.blocks) > 1), 0)
+        blocks = rule.dims[fused].blocks if rule.dims else ()
+        if len(blocks) > 1:
+            leaves = tuple(
+                self._leaf(f"{param.name}[{block.label or i}]", rule, fused, i) for i, block in enumerate(blocks)
+            )
+        else:
+            leaves = (self._leaf(param.name, rule, fused, 0),)
+        return Layout(
+            param.name, param.aliases, param.shape, param.dtype, param.trainable, rule, self.source, leaves, fused
+        )
+
+    def _size(self, at: int, index: int, factor: Factor) -> int:
+        return self.sizes.of(self.param.name, at, index, factor)
+
+    def _padded(self, at: int, index: int, factor: Factor) -> int:
+        size, multiple = self._size(at, index, factor), self.policy.pad.get(factor.name, 1)
+        return -(-size // multiple) * multiple
+
+    def _resolve(self, dim: Dim, at: int) -> Dim:
+        """Decide every `?` and check that what is split divides."""
+        blocks, index = [], 0
+        for block in dim.blocks:
+            factors = []
+            for factor in block.factors:
+                factors.append(self._resolve_factor(factor, self._padded(at, index, factor), at))
+                index += 1
+            blocks.append(replace(block, factors=tuple(factors)))
+        return replace(dim, blocks=tuple(blocks))
+
+    def _resolve_factor(self, factor: Factor, size: int, at: int) -> Factor:
+        compute = [axis for axis in factor.axes if axis in self.role.compute]
+        ways = prod(self.axes[axis] for axis in (factor.axes if factor.optional else compute))
+        if size % ways == 0:
+            return factor
+        if factor.optional:
+            return replace(factor, axes=(), optional=False)
+        over = " x ".join(f"{axis}={self.axes[axis]}" for axis in compute)
+        pads = {} if factor.literal is not None or factor.name == "_" else {factor.name: ways}
+        remedy = f"Write '{factor}?' to replicate it when it does not divide"
+        remedy += f", or Policy(pad={pads})." if pads else "."
+        self.problems.append(
+            f"{self.param.name!r} has shape {self.param.shape}; rule '{self.spec.source}' splits dim {at} "
+            f"({factor.name}={size}) over {over}, {size} % {ways} = {size % ways}.\n{self.spec.caret(factor.span)}\n    {remedy}"
+        )
+        return replace(factor, axes=())
+
+    def _leaf(self, name: str, rule: Spec, fused: int, which: int) -> Leaf:
+        """The stored leaf of block `which` of dim `fused`."""
+        shape: list[int] = []
+        extent: list[int] = []
+        splits: list[tuple[str, ...]] = []
+        merges: list[int] = []
+        dims: list[Dim] = []
+        for at, dim in enumerate(rule.dims):
+            block_at = which if at == fused else 0
+            block = dim.blocks[block_at]
+            first = sum(len(b.factors) for b in dim.blocks[:block_at])
+            true = [self._size(at, first + i, factor) for i, factor in enumerate(block.factors)]
+            padded = [self._padded(at, first + i, factor) for i, factor in enumerate(block.factors)]
+            if self._flat(block, true, padded):
+                inner = prod(true[1:])
+                shape.append(padded[0] * inner)
+                extent.append(true[0] * inner)
+                splits.append(block.factors[0].axes)
+                merges.append(1)
+            else:
+                shape += padded
+                extent += true
+                splits += [factor.axes for factor in block.factors]
+                merges.append(len(block.factors))
+            dims.append(replace(dim, blocks=(replace(block, label=None),)))
+        return Leaf(name, tuple(shape), tuple(extent), tuple(splits), tuple(merges), replace(rule, dims=tuple(dims)))
+
+    def _flat(self, block: Block, true: Sequence[int], padded: Sequence[int]) -> bool:
+        """Whether a plain split of the whole dim cuts only between whole outermost factors."""
+        if len(block.factors) == 1:
+            return True
+        outer, *inner = block.factors
+        if any(factor.axes for factor in inner) or true[1:] != padded[1:]:
+            return False
+        return padded[0] % prod(self.axes[axis] for axis in outer.axes) == 0
+
+
+def _unit_names(info: ModelInfo, policy: Policy, problems: list[str]) -> list[str]:
+    """Names of the modules that `Policy.units` asks for, in the model's order."""
+    if not info.modules:
+        return []
+    if policy.units == "auto":
+        return _auto_units(info.modules)
+    wanted = (policy.units,) if isinstance(policy.units, str) else tuple(policy.units)
+    found = [m.name for m in info.modules if m.name and any(_is_unit(pattern, m) for pattern in wanted)]
+    for pattern in wanted:
+        if not any(_is_unit(pattern, m) for m in info.modules):
+            names = [m.name for m in info.modules if m.name]
+            problems.append(f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names)} {_examples(names)}")
+    return found
+
+
+def _is_unit(pattern: str, module: ModuleInfo) -> bool:
+    if pattern.startswith("class:"):
+        return pattern.removeprefix("class:") in module.classes
+    return matches(pattern, module.name)
+
+
+def _auto_units(modules: Sequence[ModuleInfo]) -> list[str]:
+    """Members of the outermost lists of like modules.
+
+    Lists inside a unit (experts, branches) do not make units of their own: a rank that skips one of them would leave
+    the others waiting in its all-gather.
+    """
+    units: list[str] = []
+    lists = [m.name for m in modules if m.list_of]
+    for module in modules:
+        parent, _, leaf = module.name.rpartition(".")
+        if parent in lists and module.name and leaf.isdecimal() and not any(_inside(module.name, unit) for unit in units):
+            units.append(module.name)
+    return units
+
+
+def _inside(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")
+
+
+def _owners(info: ModelInfo, units: Sequence[str]) -> dict[str, str]:
+    """Parameter -> the deepest unit that holds all of its names; the root unit when there is none."""
+    return {
+        param.name: max((u for u in units if all(_inside(name, u) for name in param.names)), key=len, default="")
+        for param in info.params
+    }
+
+
+def _units(layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, policy: Policy) -> tuple[Unit, ...]:
+    """The root unit first, then the others in the model's order; units without parameters are left out."""
+    members: dict[str, list[Layout]] = {name: [] for name in ("", *names)}
+    for layout in layouts.values():
+        members[layout.unit].append(layout)
+    return tuple(
+        Unit(name, tuple(layout.name for layout in own), _buckets(name, own, role, policy)) for name, own in members.items() if own
+    )
+
+
+def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:
+    groups: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    for layout in layouts:
+        cast = policy.compute_dtype if layout.dtype.is_floating_point else None
+        for leaf in layout.leaves:
+            axes = tuple(axis for axis in role.data if axis in leaf.axes)
+            groups.setdefault((axes, cast or layout.dtype), []).append(leaf.name)
+    return tuple(Bucket(unit, tuple(leaves), axes, dtype) for (axes, dtype), leaves in groups.items())
+
+
+def _uncomputable(
+    info: ModelInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles, policy: Policy
+) -> list[str]:
+    """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
+    problems = []
+    for module in info.modules:
+        if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
+            continue
+        for attribute, name in module.params:
+            layout = layouts.get(name)
+            split = [axis for axis in (layout.axes if layout else ()) if axis in role.compute and axes[axis] > 1]
+            if split and layout:
+                where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
+                problems.append(
+                    f"{name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its '{attribute}' "
+                    f"in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or nn.Embedding there, or give "
+                    f"the module a parallel forward: Policy(compute={{{module.name!r}: fn}})."
+                )
+    return problems
+
+
+def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:
+    """Settings that do not fit the mesh or the model."""
+    problems = []
+    if policy.regather is not True and policy.regather is not False and policy.regather > 1:
+        problems.append(f"Policy(regather={policy.regather}): keeping a shard over n ranks is not available yet; use True or False")
+    for kind in ("acts", "compute"):
+        for pattern in getattr(policy, kind):
+            if info.modules and not any(matches(pattern, m.name) for m in info.modules):
+                names = [m.name for m in info.modules if m.name]
+                problems.append(f"Policy.{kind}: {pattern!r} matches no module{did_you_mean(pattern, names) or '.'}")
+    for pattern, rule in policy.acts.items():
+        try:
+            unknown = [axis for factor in parse(rule).factors for axis in factor.axes if axis not in axes]
+        except ShardError as error:
+            problems.append(f"Policy.acts[{pattern!r}]: {error}")
+            continue
+        problems += [f"Policy.acts[{pattern!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes)}" for axis in unknown]
+    return problems
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+

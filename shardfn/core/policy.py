@@ -1,0 +1,120 @@
+"""`Policy`: everything a user decides about layout, units and precision, as frozen data. Layer 0."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from typing_extensions import Self
+
+from shardfn.core.errors import did_you_mean
+
+BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a model is laid out on a mesh; one object, no setters.
+
+    A rule maps a parameter pattern to the notation of `docs/rules.md`: `*` is one name segment, `**` any number,
+    `{a,b}` alternatives, `re:...` a regular expression; anchored; the first match wins; a rule that matches
+    nothing is an error.
+
+        >>> import shardfn as sf
+        >>> megatron = sf.Policy(rules={"*.up.weight": "ff@tp c@fsdp", "*.down.weight": "c@fsdp ff@tp"})
+        >>> mixed = megatron | sf.Policy(compute_dtype=torch.bfloat16)
+        >>> list(mixed.rules), mixed.compute_dtype
+        (['*.up.weight', '*.down.weight'], torch.bfloat16)
+
+    Args:
+        rules: parameter pattern -> rule, for example `"(heads@tp d) c@fsdp"`.
+        axes: logical name -> mesh axis or axes, for factors that carry no `@axis` of their own.
+        sizes: sizes of names that cannot be inferred from the shapes.
+        batch: mesh axes (or patterns of them) that split the batch: the data axes. Weights never shard over
+            `replicate`, `dp_replicate` and `*_replicate`.
+        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
+        units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`.
+        regather: True frees a unit's weights after its forward and gathers them again for its backward (ZeRO-3);
+            False keeps them until the backward is done (ZeRO-2); an int n keeps a shard over n ranks.
+        compute_dtype: dtype in which weights are gathered and used.
+        reduce_dtype: dtype in which gradients are reduced; `None` is the dtype they have.
+        output_dtype: dtype of floating outputs of `apply`.
+        cast_inputs: whether floating inputs are cast to `compute_dtype`.
+        offload: `"cpu"` keeps shards on the host.
+        default: layout of parameters that no rule matches. `"auto"` shards over the data axes on dim 0 if it divides,
+            else on the largest dim that does, else unevenly on the largest; `"replicate"`; or `"error"`.
+        min_size: under `"auto"`, tensors with fewer elements stay replicated.
+        pad: name -> multiple to which that factor is padded when sharded (`{"vocab": 128}`); trimmed again by `gather`.
+        compute: module pattern -> a forward of your own, `fn(module, local_params, layout, *args, **kwargs)`.
+
+    Raises:
+        TypeError: an unknown field, or a value of the wrong type.
+        ValueError: a value that means nothing.
+    """
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    batch: Sequence[str] = BATCH_AXES
+    acts: Mapping[str, str] = field(default_factory=dict)
+    units: Any = "auto"
+    regather: bool | int = True
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    offload: Literal["cpu"] | None = None
+    default: Literal["auto", "replicate", "error"] = "auto"
+    min_size: int = 0
+    pad: Mapping[str, int] = field(default_factory=dict)
+    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Note which fields are given: in `a | b` only those of `b` win."""
+        if args:
+            raise TypeError("Policy takes keyword arguments only, for example Policy(rules={...})")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"Policy has no field '{name}'{did_you_mean(name, known) or '.'} Its fields: {', '.join(known)}.")
+        policy = super().__new__(cls)
+        object.__setattr__(policy, "_given", frozenset(given))
+        return policy
+
+    def __post_init__(self) -> None:
+        for name in ("rules", "axes", "sizes", "acts", "pad", "compute"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
+            object.__setattr__(self, name, dict(value))
+        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
+        object.__setattr__(self, "batch", batch)
+        for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if self.default not in ("auto", "replicate", "error"):
+            raise ValueError(f"Policy(default={self.default!r}): one of 'auto', 'replicate', 'error'")
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
+        if not isinstance(self.regather, int) or self.regather < 0:
+            raise ValueError(f"Policy(regather={self.regather!r}): True, False, or over how many ranks to keep a shard")
+        for name in ("sizes", "pad"):
+            for key, value in getattr(self, name).items():
+                if not isinstance(value, int) or value < (name == "pad"):
+                    raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
+
+    def __or__(self, other: "Policy") -> "Policy":
+        """Both policies: `other`'s rules come first, and the fields `other` was given win."""
+        if not isinstance(other, Policy):
+            return NotImplemented
+        given: frozenset[str] = getattr(other, "_given")  # noqa: B009
+        merged = {f.name: getattr(other if f.name in given else self, f.name) for f in fields(self)}
+        for name in ("rules", "axes", "sizes", "acts", "pad", "compute"):
+            first, second = getattr(other, name), getattr(self, name)
+            merged[name] = first | {key: value for key, value in second.items() if key not in first}
+        both: frozenset[str] = given | getattr(self, "_given")
+        return Policy(**{name: value for name, value in merged.items() if name in both})

@@ -1,0 +1,21 @@
+"""Shallow copies of modules: same class and attributes, tensors and children of their own. Layer 1.
+
+`apply` and `init` run a model with other tensors than it holds. They do so on copies, so that the caller's model is
+never changed, two calls never meet, and an exception leaves nothing bound.
+"""
+
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shallow_copy(module: M, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> M:
+    """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_parameters"] = parameters
+    copy.__dict__["_buffers"] = buffers
+    copy.__dict__["_modules"] = dict(module.__dict__["_modules"])
+    return copy

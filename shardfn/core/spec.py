@@ -1,0 +1,356 @@
+"""The rule notation: text to a `Spec` and back, and the sizes that its names stand for. Layer 1.
+
+    rule    := dim* partial?                          one dim per tensor dim, in stored order
+    dim     := factor | "(" factor+ ")" | "(" block ("+" block)+ ")" | "..."
+    block   := [label ":"] factor+
+    factor  := (NAME | INT | "_") ("@" AXIS)* "?"?
+    partial := "+" AXIS ("," AXIS)*
+
+Left is outermost, always. Names only label; `Sizes` makes each of them one number over a whole model.
+Nothing here knows about meshes or torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from typing import NoReturn
+
+from shardfn.core.errors import ShardError, caret
+
+_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,]))")
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One named, numbered or anonymous (`_`) factor of a dim, and the mesh axes that split it."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+    optional: bool = False
+    span: Span = field(default=(0, 0), compare=False, repr=False)
+
+    @property
+    def literal(self) -> int | None:
+        """The size when it is written as a number."""
+        return int(self.name) if self.name.isdecimal() else None
+
+    def __str__(self) -> str:
+        return self.name + "".join(f"@{axis}" for axis in self.axes) + ("?" if self.optional else "")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of a fused dim: its factors, outermost first, and its label (`q` in `q: heads d`)."""
+
+    factors: tuple[Factor, ...]
+    label: str | None = None
+
+    def __str__(self) -> str:
+        return (f"{self.label}: " if self.label else "") + " ".join(map(str, self.factors))
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One tensor dim: one block of factors, several for a fused dim, none for `...`."""
+
+    blocks: tuple[Block, ...]
+    span: Span = field(default=(0, 0), compare=False, repr=False)
+
+    @property
+    def ellipsis(self) -> bool:
+        """Whether this stands for any number of unsplit dims."""
+        return not self.blocks
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All factors, block after block."""
+        return tuple(factor for block in self.blocks for factor in block.factors)
+
+    def __str__(self) -> str:
+        if self.ellipsis:
+            return "..."
+        if len(self.blocks) == 1 and len(self.blocks[0].factors) == 1 and not self.blocks[0].label:
+            return str(self.blocks[0].factors[0])
+        return "(" + " + ".join(map(str, self.blocks)) + ")"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed rule. `str(spec)` is the canonical text, and `parse(str(spec)) == spec`."""
+
+    dims: tuple[Dim, ...]
+    partial: tuple[str, ...] = ()
+    source: str = field(default="", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        words = [str(dim) for dim in self.dims]
+        if self.partial:
+            words.append("+" + ",".join(self.partial))
+        return " ".join(words)
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All factors of all dims, left to right."""
+        return tuple(factor for dim in self.dims for factor in dim.factors)
+
+    def caret(self, span: Span) -> str:
+        """The rule as written, with `^^^` under `span`."""
+        return caret(self.source or str(self), span)
+
+    def expand(self, ndim: int) -> "Spec":
+        """The same rule for a tensor of `ndim` dims: `...` becomes anonymous dims.
+
+        Raises:
+            ShardError: the rule has another number of dims.
+        """
+        dots = [i for i, dim in enumerate(self.dims) if dim.ellipsis]
+        if not dots:
+            if len(self.dims) != ndim:
+                raise ShardError(f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}")
+            return self
+        missing = ndim - (len(self.dims) - 1)
+        if missing < 0:
+            raise ShardError(
+                f"the rule has at least {len(self.dims) - 1} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}"
+            )
+        at, span = dots[0], self.dims[dots[0]].span
+        anonymous = Dim((Block((Factor("_", span=span),)),), span=span)
+        return replace(self, dims=self.dims[:at] + (anonymous,) * missing + self.dims[at + 1 :])
+
+
+class _Parser:
+    """Recursive descent over the tokens of one rule; every error shows the rule with a caret."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.tokens = list(self._tokens())
+        self.at = 0
+
+    def _tokens(self) -> Iterator[tuple[str, str, Span]]:
+        position, end = 0, len(self.source.rstrip())
+        while position < end:
+            match = _TOKEN.match(self.source, position)
+            if match is None:
+                start = position + len(self.source[position:]) - len(self.source[position:].lstrip())
+                self.fail(f"unexpected character {self.source[start]!r}", (start, start + 1))
+            kind = match.lastgroup or ""
+            yield (match[kind] if kind == "mark" else kind), match[kind], match.span(kind)
+            position = match.end()
+
+    def fail(self, why: str, span: Span | None = None) -> NoReturn:
+        if span is None:
+            span = self.tokens[self.at][2] if self.at < len(self.tokens) else (len(self.source), len(self.source) + 1)
+        raise ShardError(f"bad rule: {why}\n{caret(self.source, span)}")
+
+    def peek(self, kind: str) -> bool:
+        return self.at < len(self.tokens) and self.tokens[self.at][0] == kind
+
+    def take(self, kind: str, what: str) -> tuple[str, Span]:
+        if not self.peek(kind):
+            self.fail(f"expected {what}")
+        self.at += 1
+        return self.tokens[self.at - 1][1:]
+
+    def skip(self, kind: str) -> bool:
+        found = self.peek(kind)
+        self.at += found
+        return found
+
+    def spec(self) -> Spec:
+        dims: list[Dim] = []
+        while self.at < len(self.tokens) and not self.peek("+"):
+            dims.append(self.dim())
+        partial = self.partial() if self.peek("+") else ()
+        if self.at < len(self.tokens):
+            self.fail("nothing may follow the pending sum")
+        if sum(dim.ellipsis for dim in dims) > 1:
+            self.fail("'...' may stand only once", [dim.span for dim in dims if dim.ellipsis][1])
+        if sum(len(dim.blocks) > 1 for dim in dims) > 1:
+            self.fail("only one dim of a tensor may be fused of blocks", [d.span for d in dims if len(d.blocks) > 1][1])
+        return Spec(tuple(dims), partial, self.source)
+
+    def dim(self) -> Dim:
+        start = self.tokens[self.at][2][0]
+        if self.skip("dots"):
+            return Dim((), (start, start + 3))
+        if not self.skip("("):
+            factor = self.factor()
+            return Dim((Block((factor,)),), factor.span)
+        blocks = [self.block()]
+        while self.skip("+"):
+            blocks.append(self.block())
+        end = self.take(")", "')'")[1][1]
+        labels = [block.label for block in blocks if block.label]
+        if len(labels) != len(set(labels)):
+            self.fail("two blocks have the same label", (start, end))
+        return Dim(tuple(blocks), (start, end))
+
+    def block(self) -> Block:
+        label = None
+        if self.peek("name") and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][0] == ":":
+            label = self.take("name", "a label")[0]
+            self.at += 1
+        factors = []
+        while self.peek("name") or self.peek("int"):
+            factors.append(self.factor())
+        if not factors:
+            self.fail("expected a name, a number or '_'")
+        return Block(tuple(factors), label)
+
+    def factor(self) -> Factor:
+        if not (self.peek("name") or self.peek("int")):
+            self.fail("expected a name, a number, '_', '(' or '...'")
+        _, name, (start, end) = self.tokens[self.at]
+        self.at += 1
+        axes = []
+        while self.skip("@"):
+            axis, (_, end) = self.take("name", "a mesh axis after '@'")
+            axes.append(axis)
+        if self.peek("?"):
+            end = self.take("?", "'?'")[1][1]
+            return Factor(name, tuple(axes), True, (start, end))
+        return Factor(name, tuple(axes), False, (start, end))
+
+    def partial(self) -> tuple[str, ...]:
+        self.take("+", "'+'")
+        axes = [self.take("name", "a mesh axis after '+'")[0]]
+        while self.skip(","):
+            axes.append(self.take("name", "a mesh axis after ','")[0])
+        return tuple(axes)
+
+
+@lru_cache(maxsize=4096)
+def parse(rule: str) -> Spec:
+    """The `Spec` that `rule` spells.
+
+    Example:
+        >>> from shardfn.core.spec import parse
+        >>> str(parse("( heads@tp   d )  c@fsdp"))
+        '(heads@tp d) c@fsdp'
+
+    Raises:
+        ShardError: with the rule and a caret under what is wrong.
+    """
+    if not isinstance(rule, str):
+        raise TypeError(f"a rule is a string such as 'ff@tp c@fsdp', not {type(rule).__name__}")
+    spec = _Parser(rule).spec()
+    for problem in repeated_axes(spec):
+        raise ShardError(f"bad rule: {problem}")
+    return spec
+
+
+def repeated_axes(spec: Spec) -> list[str]:
+    """Problems of mesh axes that split more than one factor; the blocks of a fused dim count one by one."""
+    seen = {axis: 1 for axis in spec.partial}
+    for dim in spec.dims:
+        here: dict[str, int] = {}
+        for block in dim.blocks:
+            inside = [axis for factor in block.factors for axis in factor.axes]
+            for axis in inside:
+                here[axis] = max(here.get(axis, 0), inside.count(axis))
+        for axis, times in here.items():
+            seen[axis] = seen.get(axis, 0) + times
+    return [
+        f"mesh axis '{axis}' is used {times} times; an axis can split at most one factor\n{spec.caret((0, len(spec.source)))}"
+        for axis, times in seen.items()
+        if times > 1
+    ]
+
+
+class Sizes:
+    """What each name stands for, solved over all parameters of a model.
+
+    `add` collects the dims of one tensor, `solve` infers what follows from them and returns the problems.
+    """
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self.known: dict[str, int] = dict(given)
+        self._origin: dict[str, str] = {name: "Policy.sizes" for name in given}
+        self._equations: list[tuple[str, Spec, int, int]] = []  # (tensor, rule, dim, size of that dim)
+
+    def add(self, tensor: str, spec: Spec, shape: tuple[int, ...]) -> None:
+        """Note that `tensor` of `shape` follows `spec` (already expanded to its dims)."""
+        self._equations += [(tensor, spec, dim, size) for dim, size in enumerate(shape)]
+
+    def of(self, tensor: str, dim: int, index: int, factor: Factor) -> int:
+        """The size of factor number `index` of a dim, after `solve`."""
+        literal = factor.literal
+        return literal if literal is not None else self.known[_key(tensor, dim, index, factor)]
+
+    def solve(self) -> list[tuple[str, str]]:
+        """Infer names one unknown at a time until nothing changes; the problems that remain, as (tensor, message)."""
+        problems: list[tuple[str, str]] = []
+        todo = sorted(self._equations, key=lambda equation: len(equation[1].dims[equation[2]].factors))
+        while todo:
+            left = [equation for equation in todo if not self._settle(equation, problems)]
+            if len(left) == len(todo):
+                return problems + [(equation[0], self._cannot_infer(equation)) for equation in left]
+            todo = left
+        return problems
+
+    def _settle(self, equation: tuple[str, Spec, int, int], problems: list[tuple[str, str]]) -> bool:
+        """Check an equation without unknowns, or solve one with a single unknown. False: too early."""
+        tensor, spec, at, size = equation
+        dim = spec.dims[at]
+        constant, coefficient, unknowns = self._linear(tensor, at, dim)
+        if not unknowns:
+            if constant != size:
+                problems.append((tensor, self._clash(equation, constant)))
+            return True
+        if len(unknowns) > 1 or coefficient is None:
+            return False
+        if coefficient == 0:
+            return False
+        value, rest = divmod(size - constant, coefficient)
+        if rest or value < 0:
+            unknown = unknowns[0].split(" ")[0]
+            why = f"a dim of size {size} is not {coefficient} x {unknown}{f' + {constant}' if constant else ''}"
+            arithmetic = f"({size} - {constant}) % {coefficient} = {rest}"
+            problems.append((tensor, f"{tensor}: {why}: {arithmetic}\n{spec.caret(dim.span)}"))
+            return True
+        self.known[unknowns[0]] = value
+        self._origin[unknowns[0]] = tensor
+        return True
+
+    def _linear(self, tensor: str, at: int, dim: Dim) -> tuple[int, int | None, list[str]]:
+        """`constant + coefficient * unknown` of a dim; the coefficient is None when it is not linear."""
+        constant, coefficient = 0, 0
+        unknowns: list[str] = []
+        linear, index = True, 0
+        for block in dim.blocks:
+            keys = [_key(tensor, at, index + i, factor) for i, factor in enumerate(block.factors)]
+            index += len(keys)
+            sizes = [f.literal if f.literal is not None else self.known.get(k) for f, k in zip(block.factors, keys, strict=True)]
+            missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
+            product = prod(size for size in sizes if size is not None)
+            unknowns += [key for key in missing if key not in unknowns]
+            if not missing:
+                constant += product
+            elif len(missing) == 1:
+                coefficient += product
+            else:
+                linear = False
+        return constant, coefficient if linear else None, unknowns
+
+    def _clash(self, equation: tuple[str, Spec, int, int], product: int) -> str:
+        tensor, spec, at, size = equation
+        dim = spec.dims[at]
+        names = [f.name for f in dim.factors if f.literal is None and f.name != "_"]
+        known = ", ".join(f"{name}={self.known[name]} (from {self._origin[name]})" for name in dict.fromkeys(names))
+        return f"{tensor}: dim {at} of size {size} does not match {product}{f': {known}' if known else ''}\n{spec.caret(dim.span)}"
+
+    def _cannot_infer(self, equation: tuple[str, Spec, int, int]) -> str:
+        tensor, spec, at, size = equation
+        dim = spec.dims[at]
+        names = list(dict.fromkeys(key.split(" ")[0] for key in self._linear(tensor, at, dim)[2]))
+        ask = ", ".join(f"'{name}': ..." for name in names[:-1] or names)
+        return f"{tensor}: cannot infer {', '.join(names)} from a dim of size {size}; pass sizes={{{ask}}}\n{spec.caret(dim.span)}"
+
+
+def _key(tensor: str, dim: int, index: int, factor: Factor) -> str:
+    """The name under which a factor's size is known; every `_` is its own."""
+    return f"_ {tensor} {dim} {index}" if factor.name == "_" else factor.name

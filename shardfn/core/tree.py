@@ -1,0 +1,261 @@
+"""`Params`, the tree of shards, and functions over it. Layer 1 (it holds a plan but decides nothing).
+
+`Params` is a `dict` registered as a pytree: keys are parameter names, leaves are `DTensor`s, and the plan is its static
+context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep the type.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import pytree, unwrap_local, with_local
+from shardfn.core.errors import ShardError
+from shardfn.core.pattern import matches
+from shardfn.core.plan import Plan
+
+_INSTEAD = {
+    **dict.fromkeys(("to", "cuda", "cpu"), "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')"),
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), "use sf.tree.cast(params, dtype), or Policy(compute_dtype=...)"),
+    **dict.fromkeys(("parameters", "named_parameters"), "params is a dict: use params.values() or params.items()"),
+    "state_dict": "use sf.gather(params) for full tensors; params itself is the sharded one",
+    "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
+    **dict.fromkeys(("train", "eval", "zero_grad"), "params holds only tensors; call it on the model"),
+}
+
+
+class Params(dict[str, Tensor]):
+    """A tree of shards: parameter name -> `DTensor`, with its plan, its mesh and the model's buffers.
+
+    Made by `shard`. Tied parameters appear once, under their first name.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> params = sf.shard(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> list(params), params.mesh.mesh_dim_names
+        (['weight', 'bias'], ('fsdp',))
+        >>> doubled = sf.tree.map(lambda leaf: 2 * leaf, params)
+        >>> type(doubled).__name__, list(params.select("w*"))
+        ('Params', ['weight'])
+
+    Args:
+        leaves: stored name -> tensor.
+        plan: what the names mean.
+        mesh: the mesh the user gave.
+        buffers: the model's buffers, replicated; they take no part in tree functions.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        plan: Plan,
+        mesh: DeviceMesh,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(leaves)
+        self.plan = plan
+        self.mesh = mesh
+        self.buffers: dict[str, Tensor] = dict(buffers or {})
+
+    def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
+        """Other leaves under the same plan, mesh and buffers."""
+        return Params(leaves, self.plan, self.mesh, self.buffers)
+
+    def select(self, patterns: str | Sequence[str]) -> "Params":
+        """The leaves whose names match a pattern (`"layers.0.**"`), or any of several.
+
+        Raises:
+            KeyError: a pattern matches nothing.
+        """
+        wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        for pattern in wanted:
+            if not any(matches(pattern, name) for name in self):
+                raise KeyError(f"select: {pattern!r} matches none of {', '.join(list(self)[:4])}, ...")
+        return self.like((name, leaf) for name, leaf in self.items() if any(matches(p, name) for p in wanted))
+
+    def copy(self) -> "Params":
+        """The same leaves in a new tree."""
+        return self.like(self)
+
+    def __or__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+        return self.like({**self, **other})
+
+    def __ror__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+        return self.like({**other, **self})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Params":
+        copies = {name: with_local(leaf, unwrap_local(leaf).detach().clone()) for name, leaf in self.items()}
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        return Params(copies, self.plan, self.mesh, buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Params, (dict(self), self.plan, self.mesh, self.buffers)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _INSTEAD:
+            raise AttributeError(f"Params has no '{name}': {_INSTEAD[name]}")
+        raise AttributeError(f"Params has no attribute '{name}'")
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.axes.items())
+        rows = "".join(f"\n  {name}: {self.plan.leaves[name][1].rule}" for name in self if name in self.plan.leaves)
+        return f"Params on {mesh}, {len(self)} leaves{rows}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    """The static part of a `Params` in a pytree: equal when names and plan are."""
+
+    names: tuple[str, ...]
+    plan: Plan
+    mesh: DeviceMesh
+    buffers: dict[str, Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and self.names == other.names and self.plan == other.plan
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.plan))
+
+
+def _flatten(params: Params) -> tuple[list[Tensor], _Context]:
+    return list(params.values()), _Context(tuple(params), params.plan, params.mesh, params.buffers)
+
+
+def _unflatten(leaves: Iterable[Any], context: _Context) -> Params:
+    return Params(zip(context.names, leaves, strict=True), context.plan, context.mesh, context.buffers)
+
+
+def _flatten_with_keys(params: Params) -> tuple[list[tuple[Any, Tensor]], _Context]:
+    leaves, context = _flatten(params)
+    return [(pytree.MappingKey(name), leaf) for name, leaf in zip(context.names, leaves, strict=True)], context
+
+
+pytree.register_pytree_node(Params, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 - the public name is sf.tree.map
+    """`fn` on every leaf of `tree` (and of trees of the same structure), on whole `DTensor`s.
+
+    No communication as long as `fn` is elementwise.
+
+        >>> import torch, shardfn as sf
+        >>> sf.tree.map(torch.add, {"a": torch.ones(2)}, {"a": torch.ones(2)})
+        {'a': tensor([2., 2.])}
+
+    Raises:
+        ShardError: the trees have other names or layouts.
+    """
+    try:
+        return pytree.tree_map(fn, tree, *rest)
+    except ValueError as error:
+        problem = next((why for other in rest if (why := _difference(tree, other))), None)
+        if problem is None:
+            raise
+        raise ShardError(f"tree.map: {problem}") from error
+
+
+def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
+    """`fn` on this rank's part of every leaf; the results are wrapped like the leaves of `tree`.
+
+    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape.
+
+        >>> import torch, shardfn as sf
+        >>> sf.tree.map_local(torch.neg, {"a": torch.ones(2)})
+        {'a': tensor([-1., -1.])}
+    """
+
+    def on_local(leaf: Tensor, *others: Tensor) -> Tensor:
+        return with_local(leaf, fn(unwrap_local(leaf), *(unwrap_local(other) for other in others)))
+
+    return map(on_local, tree, *rest)
+
+
+def _difference(tree: Any, other: Any) -> str | None:
+    """Why two trees do not go together."""
+    if not (isinstance(tree, Params) and isinstance(other, Params)):
+        return None
+    if set(tree) != set(other):
+        odd = sorted(set(tree) ^ set(other))
+        return f"{len(odd)} leaves are in one tree only, for example {odd[0]!r}"
+    if tuple(tree) != tuple(other):
+        return "the leaves stand in another order"
+    return f"the layouts differ; reshard one of them\n{tree.plan.diff(other.plan)}" if tree.plan != other.plan else None
+
+
+def zeros_like(tree: Any, dtype: torch.dtype | None = None) -> Any:
+    """A tree of zeros with the same layouts.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.zeros_like({"a": torch.ones(2)})
+    {'a': tensor([0., 0.])}
+    """
+    return map_local(lambda x: torch.zeros_like(x, dtype=dtype), tree)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """The tree with floating leaves in `dtype`.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.cast({"a": torch.ones(2)}, torch.float64)["a"].dtype
+    torch.float64
+    """
+    return map_local(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def lerp(start: Any, end: Any, weight: float) -> Any:
+    """`start + weight * (end - start)`, leaf by leaf, without communication; integer leaves are `end`'s.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.lerp({"a": torch.zeros(2)}, {"a": torch.ones(2)}, 0.25)
+    {'a': tensor([0.2500, 0.2500])}
+    """
+    return map_local(lambda a, b: torch.lerp(a, b.to(a.dtype), weight) if a.is_floating_point() else b, start, end)
+
+
+def ema(average: Any, new: Any, decay: float) -> Any:
+    """Exponential moving average: `decay * average + (1 - decay) * new`.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.ema({"a": torch.zeros(2)}, {"a": torch.ones(2)}, decay=0.75)
+    {'a': tensor([0.2500, 0.2500])}
+    """
+    return lerp(average, new, 1 - decay)
+
+
+def select(tree: Any, patterns: str | Sequence[str]) -> Any:
+    """The leaves of a tree of named tensors whose names match; see `Params.select`.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.select({"a.w": torch.zeros(1), "b.w": torch.ones(1)}, "a.*")
+    {'a.w': tensor([0.])}
+    """
+    if isinstance(tree, Params):
+        return tree.select(patterns)
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    return {name: leaf for name, leaf in tree.items() if any(matches(pattern, name) for pattern in wanted)}
+
+
+def paths(tree: Any) -> list[str]:
+    """The name of every leaf, in order: keys joined by dots.
+
+    >>> import torch, shardfn as sf
+    >>> sf.tree.paths({"mu": {"a": torch.zeros(1)}, "step": torch.zeros(1)})
+    ['mu.a', 'step']
+    """
+    return [".".join(_key(key) for key in path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree, in order."""
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))

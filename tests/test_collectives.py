@@ -1,0 +1,280 @@
+"""Movers and pairs on real ranks, against the same formula written on one stacked tensor without ranks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+
+from shardfn.core import collectives as sfc
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import MeshSpec
+from shardfn.testing import run
+
+# torch's own forward mode scripts a few decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+OTHERS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64)
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    """Equal to the bit, with equal dtype and shape."""
+    assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, got.shape, want.dtype, want.shape)
+    assert torch.equal(got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)), (got, want)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """Equal up to the rounding of float64."""
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """The same float64 values on every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# Movers
+
+
+def movers_on_a_rank() -> None:
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    for dtype in (*FLOATS, *INTS, *OTHERS):
+        for n in (0, 1, 3):
+            each = [torch.arange(n * size).add(7 * r).to(dtype) for r in range(size)]  # one [W*n] per rank
+            assert_same(sfc.gather_flat(each[rank], group), torch.cat(each))
+            assert_same(sfc.exchange_flat(each[rank], group), torch.cat([x.view(size, n)[rank] for x in each]))
+            if dtype in OTHERS:
+                continue
+            total = torch.stack([x.double() for x in each]).sum(0).to(dtype)
+            assert_same(sfc.scatter_sum_flat(each[rank], group), total.view(size, n)[rank])
+            mine = each[rank].clone()
+            assert sfc.sum_flat_(mine, group) is mine
+            assert_same(mine, total)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_movers_move_and_add_every_dtype(ranks: int) -> None:
+    run(movers_on_a_rank, ranks=ranks)
+
+
+def wide_sums_on_a_rank() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    # In bfloat16 256 + 1 is 256: only a float32 sum reaches 259, which then rounds to 260.
+    x = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    assert sfc.scatter_sum_flat(x, group).item() == 260
+    assert sfc.sum_flat_(x, group).tolist() == [260] * 4
+    # Integers wrap like torch's own.
+    y = torch.full((4,), 2**62, dtype=torch.uint64)
+    assert sfc.scatter_sum_flat(y, group).item() == 0
+    assert sfc.scatter_sum_flat(torch.full((4,), 30_000, dtype=torch.int16), group).item() == 120_000 - 2 * 65_536
+    # Strided inputs; the sum in place reaches the memory of a view.
+    base = torch.arange(24.0).view(4, 6) + rank
+    assert_same(sfc.gather_flat(base[:, 1], group), torch.cat([torch.arange(24.0).view(4, 6)[:, 1] + r for r in range(4)]))
+    sfc.sum_flat_(base[:, ::2], group)
+    assert_same(base[:, ::2], (4 * torch.arange(24.0) + 6).view(4, 6)[:, ::2])
+    assert_same(base[:, 1::2], (torch.arange(24.0) + rank).view(4, 6)[:, 1::2])
+    with pytest.raises(ShardError, match=r"exchange_flat: .* 6 elements, the group 4 ranks, 6 % 4 = 2\. Pad it to"):
+        sfc.exchange_flat(torch.ones(6), group)
+    with pytest.raises(ShardError, match=r"scatter_sum_flat: .* 5 % 4 = 1"):
+        sfc.scatter_sum_flat(torch.ones(5), group)
+    with pytest.raises(ShardError, match=r"cannot add torch.bool over ranks"):
+        sfc.sum_flat_(torch.ones(4, dtype=torch.bool), group)
+    meta = torch.empty(8, device="meta")
+    shapes = [f(meta, group).shape for f in (sfc.gather_flat, sfc.exchange_flat, sfc.scatter_sum_flat, sfc.sum_flat_)]
+    assert shapes == [(32,), (8,), (2,), (8,)]
+    with pytest.raises(ShardError, match="7 % 4 = 3"):
+        sfc.exchange_flat(meta[:7], group)
+
+
+def test_sums_are_wide_views_are_reached_and_errors_come_first() -> None:
+    run(wide_sums_on_a_rank, ranks=4)
+
+
+# Pairs. A reference takes and gives the whole: `[W, *local]` for a varying value, `[*local]` for an invariant one.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective, its formula without ranks, and which of its ends are invariant."""
+
+    op: Callable[..., Tensor]
+    dims: tuple[int, ...]
+    whole: Callable[[Tensor, int], Tensor]
+    invariant_in: bool = False
+    invariant_out: bool = False
+    transpose: str = ""
+
+
+def joined(x: Tensor, dim: int) -> Tensor:
+    return torch.cat(x.unbind(0), dim)
+
+
+def split(x: Tensor, size: int, dim: int) -> Tensor:
+    return torch.stack(x.chunk(size, dim))
+
+
+def exchanged(x: Tensor, size: int, split_dim: int, concat_dim: int) -> Tensor:
+    return torch.stack([torch.cat([part.chunk(size, split_dim)[r] for part in x], concat_dim) for r in range(size)])
+
+
+CASES = {
+    "psum": Case(sfc.psum, (), lambda x, w: x.sum(0), invariant_out=True),
+    "pmean": Case(sfc.pmean, (), lambda x, w: x.mean(0), invariant_out=True),
+    "pvary": Case(sfc.pvary, (), lambda x, w: x.expand(w, *x.shape), invariant_in=True),
+    "all_gather 0": Case(sfc.all_gather, (0,), lambda x, w: joined(x, 0).expand(w, -1, -1)),
+    "all_gather -1": Case(sfc.all_gather, (-1,), lambda x, w: joined(x, -1).expand(w, -1, -1)),
+    "all_gather_invariant 0": Case(sfc.all_gather_invariant, (0,), lambda x, w: joined(x, 0), invariant_out=True),
+    "all_gather_invariant 1": Case(sfc.all_gather_invariant, (1,), lambda x, w: joined(x, 1), invariant_out=True),
+    "psum_scatter 0": Case(sfc.psum_scatter, (0,), lambda x, w: split(x.sum(0), w, 0)),
+    "psum_scatter 1": Case(sfc.psum_scatter, (1,), lambda x, w: split(x.sum(0), w, 1)),
+    "shard_slice 0": Case(sfc.shard_slice, (0,), lambda x, w: split(x, w, 0), invariant_in=True),
+    "shard_slice -1": Case(sfc.shard_slice, (-1,), lambda x, w: split(x, w, -1), invariant_in=True),
+    "all_to_all 0 1": Case(sfc.all_to_all, (0, 1), lambda x, w: exchanged(x, w, 0, 1)),
+    "all_to_all 1 0": Case(sfc.all_to_all, (1, 0), lambda x, w: exchanged(x, w, 1, 0)),
+    "all_to_all 1 1": Case(sfc.all_to_all, (1, 1), lambda x, w: exchanged(x, w, 1, 1)),
+}
+
+
+class Setting:
+    """One case on one axis: the local function and the whole one, on the same numbers."""
+
+    def __init__(self, case: Case, mesh: DeviceMesh, axis: str) -> None:
+        self.case, self.mesh, self.axis = case, mesh, axis
+        self.size, self.index = sfc.axis_size(mesh, axis), sfc.axis_index(mesh, axis)
+        self.local = (2 * self.size, self.size)  # divides in both dims
+        self.x, self.v = self.draw_in(1), self.draw_in(2)
+        self.weight = draw(*self.whole(self.x).shape, seed=3)
+
+    def draw_in(self, seed: int) -> Tensor:
+        return draw(*(() if self.case.invariant_in else (self.size,)), *self.local, seed=seed)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.case.whole(x, self.size)
+
+    def op(self, x: Tensor) -> Tensor:
+        return self.case.op(x, self.mesh, self.axis, *self.case.dims)
+
+    def mine_in(self, x: Tensor) -> Tensor:
+        return x if self.case.invariant_in else x[self.index]
+
+    def mine_out(self, y: Tensor) -> Tensor:
+        return y if self.case.invariant_out else y[self.index]
+
+    def total(self, value: Tensor, invariant: bool) -> Tensor:
+        """A local inner product, summed over ranks where each rank has only its part."""
+        return value if invariant else sfc.psum(value, self.mesh, self.axis)
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Curved on both sides of the collective, so that second derivatives pass through it."""
+        return self.total((self.op(x.sin()).cos() * self.mine_out(self.weight)).sum(), self.case.invariant_out)
+
+    def whole_loss(self, x: Tensor) -> Tensor:
+        return (self.whole(x.sin()).cos() * self.weight).sum()
+
+
+def check_values_and_transpose(s: Setting) -> None:
+    assert_close(s.op(s.mine_in(s.x)), s.mine_out(s.whole(s.x)))
+    strided = s.mine_in(s.x).t().contiguous().t()
+    assert_close(s.op(strided), s.mine_out(s.whole(s.x)))
+    y = draw(*s.weight.shape, seed=4)
+    out, pull = vjp(s.op, s.mine_in(s.x))
+    left = s.total((out * s.mine_out(y)).sum(), s.case.invariant_out)
+    right = s.total((s.mine_in(s.x) * pull(s.mine_out(y))[0]).sum(), s.case.invariant_in)
+    assert_close(left, right)
+    assert_close(pull(s.mine_out(y))[0], s.mine_in(vjp(s.whole, s.x)[1](y)[0]))
+
+
+def check_first_order(s: Setting) -> None:
+    want = grad(s.whole_loss)(s.x)
+    leaf = s.mine_in(s.x).clone().requires_grad_()
+    s.loss(leaf).backward()
+    assert leaf.grad is not None
+    assert_close(leaf.grad, s.mine_in(want))
+    assert_close(grad(s.loss)(s.mine_in(s.x)), s.mine_in(want))
+    value, pull = vjp(s.loss, s.mine_in(s.x))
+    assert_close(value, s.whole_loss(s.x))
+    assert_close(pull(torch.tensor(2.0, dtype=torch.float64))[0], 2 * s.mine_in(want))
+    got = jvp(s.loss, (s.mine_in(s.x),), (s.mine_in(s.v),))
+    for a, b in zip(got, jvp(s.whole_loss, (s.x,), (s.v,)), strict=True):
+        assert_close(a, b)
+    got = jvp(s.op, (s.mine_in(s.x),), (s.mine_in(s.v),))
+    for a, b in zip(got, (s.whole(s.x), s.whole(s.v)), strict=True):
+        assert_close(a, s.mine_out(b))
+    # A constant's tangent is a ZeroTensor, which has no memory to send.
+    zero = jvp(lambda x: s.op(torch.ones_like(s.mine_in(s.x))) + s.op(x).detach(), (s.mine_in(s.x),), (s.mine_in(s.v),))
+    assert zero[1].abs().sum() == 0
+
+
+def check_second_order(s: Setting) -> None:
+    def slope(x: Tensor) -> Tensor:
+        return s.total((grad(s.loss)(x) * s.mine_in(s.v)).sum(), s.case.invariant_in)
+
+    want = jvp(grad(s.whole_loss), (s.x,), (s.v,))[1]  # Hessian times v
+    assert_close(grad(slope)(s.mine_in(s.x)), s.mine_in(want))
+    assert_close(jvp(grad(s.loss), (s.mine_in(s.x),), (s.mine_in(s.v),))[1], s.mine_in(want))
+    leaf = s.mine_in(s.x).clone().requires_grad_()
+    (first,) = torch.autograd.grad(s.loss(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(s.total((first * s.mine_in(s.v)).sum(), s.case.invariant_in), leaf)
+    assert_close(second, s.mine_in(want))
+
+
+def check_hessian(s: Setting) -> None:
+    # All ranks push basis vector i at the same time, so a varying input gets the sum over the other ranks' blocks.
+    want = hessian(s.whole_loss)(s.x)
+    if not s.case.invariant_in:
+        want = want.sum(3)[s.index]
+    assert_close(hessian(s.loss)(s.mine_in(s.x)), want)
+    twice = jacrev(jacrev(s.loss)) if s.case.invariant_in else None
+    if twice is not None and s.case.op is not sfc.shard_slice:
+        assert_close(twice(s.mine_in(s.x)), want)
+
+
+def check_vmap(s: Setting) -> None:
+    batch = torch.stack([s.x, s.v, s.x * s.v])
+    mine = torch.stack([s.mine_in(x) for x in batch])  # [3, *local]
+    outs = torch.stack([s.mine_out(s.whole(x)) for x in batch])
+    for in_dim in (0, 1, 2, -1):
+        moved = mine.movedim(0, in_dim)
+        assert_close(vmap(s.op, in_dims=in_dim)(moved), outs)
+        assert_close(vmap(s.op, in_dims=in_dim, out_dims=in_dim)(moved), outs.movedim(0, in_dim))
+    scaled = vmap(lambda x, a: s.op(x) * a, in_dims=(None, 0))(mine[0], torch.arange(3.0))
+    assert_close(scaled, torch.stack([outs[0] * a for a in range(3)]))
+    nested = vmap(vmap(s.op, in_dims=1, out_dims=1), in_dims=0)(torch.stack([mine, mine + 1]).movedim(1, 2))
+    assert_close(nested[0].movedim(1, 0), outs)
+    want = torch.stack([s.mine_in(grad(s.whole_loss)(x)) for x in batch])
+    assert_close(vmap(grad(s.loss), in_dims=1, out_dims=1)(mine.movedim(0, 1)), want.movedim(0, 1))
+    assert_close(grad(lambda xs: vmap(s.loss)(xs).sum())(mine), want)
+    pushed = vmap(lambda x, t: jvp(s.op, (x,), (t,))[1], in_dims=(0, 0))(mine, mine.flip(0))
+    assert_close(pushed, outs.flip(0))
+    lone = vmap(lambda t: jvp(s.op, (mine[0],), (t,))[1])(mine)
+    assert_close(lone, outs)
+
+
+CHECKS = (check_values_and_transpose, check_first_order, check_second_order, check_hessian, check_vmap)
+
+
+def pairs_on_a_rank(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for axis in names:
+        for label, case in CASES.items():
+            for check in CHECKS:
+                try:
+                    check(Setting(case, mesh, axis))
+                except Exception as error:
+                    error.add_note(f"{label}, {check.__name__}, axis {axis} of {shape}")
+                    raise
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (4, 1)], ids=str)
+def test_pairs_compose_with_every_transform(shape: tuple[int, ...]) -> None:
+    run(pairs_on_a_rank, shape, ("dp", "tp")[-len(shape) :], ranks=math.prod(shape))
