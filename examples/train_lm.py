@@ -1,12 +1,12 @@
 """The main job: train a byte-level decoder on Python's own standard library over a 2 x 2 (fsdp, tp) mesh.
 
-    make train                                                                # 4 CPU ranks, about five minutes with set-up
-    torchrun --standalone --nproc-per-node 4 examples/train_lm.py             # the same without the set-up
-    torchrun --standalone --nproc-per-node 4 examples/train_lm.py --mesh fsdp=4       # goes on from the same checkpoints
-    torchrun --standalone --nproc-per-node 8 examples/train_lm.py --device cuda       # NCCL
+    make train                                                               # set-up, then the next line
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py            # 4 ranks on CPU, about two minutes
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py --mesh fsdp=4      # on from the same checkpoints
+    torchrun --standalone --nproc-per-node 8 examples/train_lm.py --device cuda      # NCCL
 
-`lm/` holds what is the same without sharding: the model, the text, the report. Whatever shardfn does is in this file:
-`RULES` says how each weight is laid out, `build` turns model, mesh and rules into a `Trainer`, and `train` calls its step.
+`lm/` holds what is the same without sharding: the model, the text, the report. What shardfn does is in this file:
+`RULES` says how each weight is laid out, `build` makes a `Trainer` of model, mesh and rules, `train` calls its step.
 Killed at any time, the same command goes on from the last checkpoint, with the bytes that come next.
 """
 
@@ -17,18 +17,19 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from lm import report, text
+from lm.model import Decoder, ModelConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from lm import report, text
-from lm.model import Decoder, ModelConfig
 
-# What each weight is split on: heads, hidden features and the vocabulary over tp, the model's width over fsdp.
+# What each weight is split on: heads, hidden features and the vocabulary over tp, the residual width over fsdp.
 RULES = {
     "emb.weight": "vocab@tp c@fsdp",
     "layers.*.attn.wq.weight": "(heads@tp d) c@fsdp",
@@ -38,40 +39,43 @@ RULES = {
     "layers.*.mlp.w2.weight": "c@fsdp ff@tp",
     "head.weight": "vocab@tp c@fsdp",
 }
-
-
-MODEL_HELP = {"dim": "width of the residual stream", "layers": "blocks", "heads": "query heads",
-              "kv_heads": "key and value heads", "ff": "hidden features of SwiGLU"}  # fmt: skip
-CHECKPOINT = re.compile(r"step-(\d{6})")
+PROMPT, TEMPERATURE = b"def ", 0.8
+CHECKPOINTS_KEPT = 2
+# A checkpoint goes on only under the settings that decide what its weights mean and which bytes come next.
+SETTINGS = ("dim", "layers", "heads", "kv_heads", "ff", "batch", "length", "seed")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; `--help` prints them with their defaults."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    where = parser.add_argument_group("where it runs")
-    where.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="gloo on CPU, NCCL on CUDA")
-    where.add_argument("--mesh", type=parse_mesh, default="fsdp=-1,tp=2", help="axis sizes; -1 is all ranks that are left")
-    where.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of checkpoints, losses and pictures")
-    where.add_argument("--fresh", action="store_true", help="delete what is in --out and start over")
-    where.add_argument("--text", type=Path, help="folder of *.py files (default: Python's own standard library)")
-    model = parser.add_argument_group("model")
-    for field in fields(ModelConfig):
-        if field.name != "vocab":
-            model.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help=MODEL_HELP[field.name])
-    job = parser.add_argument_group("training")
-    job.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    job.add_argument("--batch", type=int, default=16, help="windows in one step, over all ranks")
-    job.add_argument("--length", type=int, default=64, help="bytes in a window")
-    job.add_argument("--lr", type=float, default=4e-3, help="peak learning rate; up over a tenth of the steps, down on a cosine")
-    job.add_argument("--seed", type=int, default=0, help="of weights, batches and the sample")
-    job.add_argument("--every", type=int, default=50, help="steps from one checkpoint and validation to the next")
-    job.add_argument("--valid", type=int, default=256, help="windows of validation text")
-    job.add_argument("--sample", type=int, default=200, help="bytes of code to generate at the end")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add, ints = parser.add_argument, ModelConfig()
+
+    def number(flag: str, default: float, what: str) -> None:
+        add(flag, type=type(default), default=default, help=f"{what} (default: %(default)s)")
+
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="gloo on CPU (default), NCCL on CUDA")
+    add("--mesh", type=parse_mesh, default="fsdp=-1,tp=2", help="axis sizes, -1: all ranks left (default: %(default)s)")
+    add("--out", type=Path, default=Path("runs/lm"), help="folder of all it writes (default: %(default)s)")
+    add("--fresh", action="store_true", help="delete what is in --out and start over")
+    add("--text", type=Path, help="folder of *.py files (default: Python's own standard library)")
+    number("--dim", ints.dim, "width of the residual stream")
+    number("--layers", ints.layers, "number of blocks")
+    number("--heads", ints.heads, "query heads")
+    number("--kv-heads", ints.kv_heads, "key and value heads")
+    number("--ff", ints.ff, "hidden features of SwiGLU")
+    number("--steps", 300, "optimizer steps in all")
+    number("--batch", 16, "windows in one step, over all ranks")
+    number("--length", 64, "bytes in a window")
+    number("--lr", 4e-3, "peak learning rate: up over a tenth of the steps, then down on a cosine")
+    number("--seed", 0, "of the weights, the batches and the sample")
+    number("--every", 50, "steps from one checkpoint and validation to the next")
+    number("--valid", 256, "windows of validation text")
+    number("--sample", 200, "bytes of code to generate at the end")
     return parser.parse_args(argv)
 
 
 def parse_mesh(value: str) -> dict[str, int]:
-    """Read `fsdp=2,tp=2`; an axis that is not named has one rank, so that the rules hold on every mesh."""
+    """Read `fsdp=2,tp=2`; an axis that is left out has one rank, so that the rules hold on every mesh."""
     axes = {"fsdp": 1, "tp": 1}
     for part in value.split(","):
         name, _, size = part.partition("=")
@@ -81,25 +85,182 @@ def parse_mesh(value: str) -> dict[str, int]:
     return axes
 
 
-def schedule(options: argparse.Namespace) -> Callable[[int], float]:
-    """Return step -> learning rate: up over a tenth of the steps, down to a fiftieth of the peak on a cosine."""
-    warm = max(options.steps // 10, 1)
+def schedule(steps: int, peak: float) -> Callable[[int], float]:
+    """Return step -> learning rate: up over a tenth of the steps, down on a cosine to a fiftieth of the peak."""
+    warm = max(steps // 10, 1)
 
     def rate(step: int) -> float:
-        done = min(max(step - warm, 0) / max(options.steps - warm, 1), 1.0)
-        return options.lr * min((step + 1) / warm, 1.0) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+        done = min(max(step - warm, 0) / max(steps - warm, 1), 1.0)
+        return peak * min((step + 1) / warm, 1.0) * (0.51 + 0.49 * math.cos(math.pi * done))
 
     return rate
 
 
+@dataclass(frozen=True)
+class Job:
+    """One run on one mesh: what every function below works on."""
+
+    options: argparse.Namespace
+    mesh: DeviceMesh
+    corpus: text.Corpus
+    trainer: sf.Trainer
+
+    @property
+    def rank0(self) -> bool:
+        """Whether this process is the one that prints and writes."""
+        return self.mesh.get_rank() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What calls shardfn
+
+
 def build(options: argparse.Namespace, mesh: DeviceMesh) -> sf.Trainer:
-    """Return the trainer of a new model: the same weights on every mesh, since they come from the seed alone."""
+    """Return the trainer of a new model: equal weights on every mesh, since they come from the seed alone."""
     torch.manual_seed(options.seed)
-    model = Decoder(ModelConfig(dim=options.dim, layers=options.layers, heads=options.heads, kv_heads=options.kv_heads, ff=options.ff))
+    sizes = {name: getattr(options, name) for name in ("dim", "layers", "heads", "kv_heads", "ff")}
+    model = Decoder(ModelConfig(**sizes))
 
     def loss_fn(params: sf.Params, inputs: Tensor, targets: Tensor) -> Tensor:
         return sf.cross_entropy(sf.apply(model, params, inputs), targets)
 
-    policy = sf.Policy(rules=RULES, sizes={"heads": options.heads, "kv": options.kv_heads})
-    optimizer = sf.optim.adamw(lr=schedule(options), betas=(0.9, 0.95), weight_decay=0.1)
+    policy = sf.Policy(rules=RULES, sizes={"d": model.head_dim})
+    optimizer = sf.optim.adamw(lr=schedule(options.steps, options.lr), betas=(0.9, 0.95), weight_decay=0.1)
     return sf.Trainer(model, mesh, policy, optimizer=optimizer, loss_fn=loss_fn, clip=1.0)
+
+
+def train(job: Job) -> list[report.Record]:
+    """Go on from the last checkpoint to `--steps`; return a record of every step since the very first one."""
+    options, trainer = job.options, job.trainer
+    start = resume(job)
+    records = report.read_history(options.out / "losses.jsonl", start)
+    batches = text.Batches(job.corpus.train, options.batch, options.length, options.seed)
+    index, count = sf.data.rank(job.mesh)  # tp neighbours share an index, and so the batch
+    progress = report.Progress(options.steps, start, shown=job.rank0)
+    for step in range(start + 1, options.steps + 1):
+        inputs, targets = (t.to(job.mesh.device_type) for t in batches(step - 1, index, count))
+        loss = float(trainer.step(inputs, targets)["loss"])
+        records.append({"step": step, "loss": loss})
+        moved = trainer.params.plan.comm_bytes * (step - start)
+        progress.update(step, loss=loss, tokens=options.batch * options.length, comm_bytes=moved)
+        if step % options.every == 0 or step == options.steps:
+            records[-1]["valid"] = validate(job)
+            save(job, step, records)
+    progress.close()
+    return records
+
+
+def validate(job: Job) -> float:
+    """Return the mean loss over the validation windows, each data rank computing its share of every batch."""
+    rows = text.share(job.options.batch, *sf.data.rank(job.mesh))
+    mine = [[t[rows].to(job.mesh.device_type) for t in pair] for pair in validation(job)]
+    return float(job.trainer.evaluate(mine))
+
+
+def validation(job: Job) -> list[tuple[Tensor, Tensor]]:
+    """Return the validation windows, the same for the model and for the table it is compared with."""
+    return text.validation_batches(job.corpus.valid, job.options.valid, job.options.batch, job.options.length)
+
+
+@torch.no_grad()
+def sample(job: Job) -> str:
+    """Return code the model writes after `PROMPT`: all ranks compute every byte together and draw it alike."""
+    generator = torch.Generator().manual_seed(job.options.seed)
+    written = list(PROMPT)
+    for _ in range(job.options.sample):
+        context = torch.tensor([written[-job.options.length :]], device=job.mesh.device_type)
+        logits = job.trainer(context)[0, -1].float().cpu()
+        written.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
+    return bytes(written).decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders: one per run, one per checkpoint
+
+
+def open_run(options: argparse.Namespace, mesh: DeviceMesh, corpus: text.Corpus) -> None:
+    """Make the run's folder, or check that the one that is there was made with the same settings.
+
+    Raises:
+        ValueError: it was not, on every rank alike.
+    """
+    rank0, path = mesh.get_rank() == 0, options.out / "run.json"
+    if options.fresh and rank0:
+        shutil.rmtree(options.out, ignore_errors=True)
+    dist.barrier()
+    now = {name: getattr(options, name) for name in SETTINGS} | {"text": corpus.digest}
+    then = json.loads(path.read_text()) if path.exists() else now
+    changed = [f"{name} was {then.get(name)!r}, is {value!r}" for name, value in now.items() if then.get(name) != value]
+    if changed:
+        raise ValueError(f"{options.out} holds another run: {'; '.join(changed)}. Use --fresh or another --out.")
+    dist.barrier()  # everybody has read before anybody writes
+    if rank0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(now))
+
+
+def checkpoints(out: Path) -> list[tuple[int, Path]]:
+    """Return the finished checkpoints as (steps done, folder), oldest first."""
+    found = (re.fullmatch(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*"))
+    return sorted((int(match[1]), out / "checkpoints" / match[0]) for match in found if match)
+
+
+def save(job: Job, step: int, records: Sequence[report.Record]) -> None:
+    """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkpoints."""
+    out = job.options.out
+    job.trainer.save(out / "checkpoints" / f"step-{step:06d}")
+    if job.rank0:
+        report.write_history(out / "losses.jsonl", records)
+        for _, path in checkpoints(out)[:-CHECKPOINTS_KEPT]:
+            shutil.rmtree(path)
+
+
+def resume(job: Job) -> int:
+    """Load the newest checkpoint, from whatever mesh it was saved on, and return how many steps it has behind it."""
+    step, path = max(checkpoints(job.options.out), default=(0, None))
+    if path:
+        job.trainer.load(path)
+        if job.rank0:
+            print(f"going on from {path}", flush=True)
+    return step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def print_report(job: Job, records: list[report.Record], losses: dict[str, float], code: str) -> None:
+    """Print what the run came to, and leave the pictures in its folder."""
+    out, layout = job.options.out, sf.visualize(job.trainer.params)
+    (out / "layout.txt").write_text(layout)
+    drawn = report.draw_curve(out / "losses.png", records, losses["bigram"])
+    if drawn:
+        sf.visualize(job.trainer.params, file=out / "layout.png")
+    print(f"\nTraining loss, nats per byte\n{report.curve([record['loss'] for record in records])}")
+    print(f"\nWho owns what (all of it in {out / 'layout.txt'})\n{layout}")
+    print(f"\nWritten by the model\n{'-' * 72}\n{code}\n{'-' * 72}")
+    print(f"validation loss    {losses['valid']:.3f} nats per byte")
+    print(f"byte bigram table  {losses['bigram']:.3f} nats per byte, counted on the same training text")
+    print(f"pictures: {out}/losses.png, {out}/layout.png" if drawn else "no pictures: matplotlib is not installed")
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, then report; return the final losses in nats per byte. Every rank calls this."""
+    began = time.monotonic()
+    options = parse(argv)
+    mesh = sf.make_mesh(options.device, **options.mesh)
+    corpus = text.load_corpus(options.text)
+    open_run(options, mesh, corpus)
+    job = Job(options, mesh, corpus, build(options, mesh))
+    records = train(job)
+    bigram = text.bigram_loss(text.bigram_counts(corpus.train), validation(job))
+    losses = {"valid": validate(job), "bigram": bigram}
+    code = sample(job)
+    if job.rank0:
+        print_report(job, records, losses, code)
+        print(f"{time.monotonic() - began:.0f} s")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

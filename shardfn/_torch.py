@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -35,10 +35,14 @@ def materialized(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.compiler.assume_constant_result
-def linear_levels() -> int:
-    """How many of the active torch.func levels are `vmap` or `jvp`; asked while tracing, so that it is a constant."""
-    kinds = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
-    return sum(kind in (TransformType.Vmap, TransformType.Jvp) for kind in kinds)
+def traces_first_order() -> bool:
+    """Whether the graph being traced is at most one `func.grad` deep. Answered while tracing, a constant of the graph.
+
+    In a graph (torch 2.13) the tangent of an `autograd.Function` without `jvp` is zero, `vmap` runs its collective on
+    an undefined value, and its second derivative is that of a constant: all without an error.
+    """
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    return len(kinds) <= 1 and all(kind == TransformType.Grad for kind in kinds)
 
 
 # DTensor from a local tensor without a check or a collective: 125 us for 50 leaves against 1 382 us for `from_local`.
@@ -70,3 +74,8 @@ def unwrap_local(tensor: Tensor) -> Tensor:
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """`local` with the mesh, placements and global shape of `like`; a plain `local` when `like` is plain."""
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local
+
+
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

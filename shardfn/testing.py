@@ -1,8 +1,8 @@
 """Run functions on many ranks in tests, and compare the results: public, because users need it too.
 
-What lives here: a session-wide pool of forked ranks (`run`, `run_raises`, `on_meshes`, `shutdown`), comparisons that raise (`assert_close`,
-`assert_trees_close`, `assert_parity`) and a counter of collectives (`count_collectives`). What does not: anything a training run needs.
-Layer 7: nothing in shardfn imports this module.
+What lives here: a session-wide pool of forked ranks (`run`, `run_raises`, `on_meshes`, `shutdown`), comparisons that
+raise (`assert_close`, `assert_trees_close`, `assert_parity`) and a counter of collectives (`count_collectives`). What
+does not: anything a training run needs. Layer 7: nothing in shardfn imports this module.
 
     team      the worker processes of one group size; one process is one rank, for as long as it lives
     target    a function, sent to the ranks as the name under which they import it
@@ -11,9 +11,10 @@ Layer 7: nothing in shardfn imports this module.
     cause     a failure that explains the others; an echo is a connection that broke because a peer failed
 
 [Note: a process keeps its group for life]
-torch, and every library above it, caches by mesh: DTensor's sharding propagation, redistribution plans, compiled graphs. Process group names
-start over after `destroy_process_group`, so a process that joins a second group finds the first one's entries under equal keys. So a team
-has one group size, keeps its group between calls, and is replaced by newly forked processes after a failure.
+torch, and every library above it, caches by mesh: DTensor's sharding propagation, redistribution plans, compiled
+graphs. Process group names start over after `destroy_process_group`, so a process that joins a second group finds the
+first one's entries under equal keys. So a team has one group size, keeps its group between calls, and is replaced by
+newly forked processes after a failure.
 """
 
 from __future__ import annotations
@@ -90,10 +91,11 @@ _FOREIGN_ENVIRON = ("MASTER_", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE"
 class RankError(AssertionError):
     """A function failed on at least one rank.
 
-    The message holds the traceback of every rank that failed, causes before echoes, then lowest rank first; equal tracebacks are shown once.
-    `errors` maps ranks to exceptions, and `__cause__` is the exception of the lowest rank that failed by itself. A rank that did not answer
-    in time has a `TimeoutError` and its stack, one whose process ended has a `ChildProcessError`. It is an `AssertionError`, so that test
-    runners report a failed test and not a broken one.
+    The message holds the traceback of every rank that failed, causes before echoes, then lowest rank first; equal
+    tracebacks are shown once. `errors` maps ranks to exceptions, and `__cause__` is the exception of the lowest rank
+    that failed by itself. A rank that did not answer in time has a `TimeoutError` and its stack, one whose process
+    ended has a `ChildProcessError`. It is an `AssertionError`, so that test runners report a failed test and not a
+    broken one.
 
     Example:
         >>> from shardfn.testing import RankError, run
@@ -112,10 +114,11 @@ class RankError(AssertionError):
 def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 60.0, **kwargs: Any) -> list[T]:
     """Call `fn(*args, **kwargs)` on every rank of a gloo process group and return the results in rank order.
 
-    The ranks are processes of a session-wide pool with torch already imported: the first call takes seconds, later ones milliseconds. Each
-    call starts with `torch.manual_seed(0)` and default dtype float32, and sees the caller's `sys.path`, working directory, environment (plus
-    `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`; minus `MASTER_*`) and warning filters: where pytest turns warnings into errors,
-    the ranks do too. Module globals live on in the ranks from one call to the next, until a call fails: then new processes take over.
+    The ranks are processes of a session-wide pool with torch already imported: the first call takes seconds, later ones
+    milliseconds. Each call starts with `torch.manual_seed(0)` and default dtype float32, and sees the caller's
+    `sys.path`, working directory, environment (plus `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`; minus
+    `MASTER_*`) and warning filters: where pytest turns warnings into errors, the ranks do too. Module globals live on
+    in the ranks from one call to the next, until a call fails: then new processes take over.
 
     Example:
         >>> import torch.distributed as dist
@@ -127,7 +130,8 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 60.0,
         fn: a function that the ranks can import: defined at the top level of a module, no lambda, no local function.
         *args: its arguments; they must pickle.
         ranks: the size of the process group.
-        timeout: seconds for the whole call. Ranks that have not answered by then are killed and reported with their stacks.
+        timeout: seconds for the whole call. Ranks that have not answered by then are killed, and shown with their
+            stacks.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -195,8 +199,9 @@ def run_raises(
 def on_meshes(*meshes: Mapping[str, int], timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a pytest test so that it runs once per mesh, on all ranks of that mesh at the same time.
 
-    The test's first parameter receives the `DeviceMesh` (on CPU), the others come from `pytest.mark.parametrize`, fixtures or hypothesis in
-    the parent process and must pickle. Without arguments the meshes are (fsdp, tp) = (4, 1), (2, 2) and (1, 4).
+    The test's first parameter receives the `DeviceMesh` (on CPU), the others come from `pytest.mark.parametrize`,
+    fixtures or hypothesis in the parent process and must pickle. Without arguments the meshes are (fsdp, tp) = (4, 1),
+    (2, 2) and (1, 4).
 
     Example:
         >>> from shardfn.testing import on_meshes
@@ -266,9 +271,10 @@ def assert_close(
     atol: float | None = None,
     name: str = "",
 ) -> None:
-    """Require two tensors of equal shape and dtype to be close, elementwise: `|actual - expected| <= atol + rtol * |expected|`.
+    """Require two tensors of equal shape and dtype to be close.
 
-    NaN equals nothing. `DTensor`s are compared as full tensors, which is a collective: call it on every rank.
+    Elementwise, `|actual - expected| <= atol + rtol * |expected|`. NaN equals nothing. `DTensor`s are compared as full
+    tensors, which is a collective: call it on every rank.
 
     Example:
         >>> import torch
@@ -278,12 +284,12 @@ def assert_close(
     Args:
         actual: the tensor, or number, to check.
         expected: what it should be.
-        rtol: relative tolerance; with atol, both or neither. Default: that of `torch.testing.assert_close` for the dtype.
+        rtol: relative tolerance; with atol, both or neither. Default: that of `torch.testing.assert_close`.
         atol: absolute tolerance.
         name: what to call it in the message.
 
     Raises:
-        AssertionError: shapes or dtypes differ, or values do; the message has the largest differences and where they are.
+        AssertionError: shapes, dtypes or values differ; the message has the largest differences and where they are.
     """
     __tracebackhide__ = True
     problem = _difference(_full(actual), _full(expected), rtol, atol)
@@ -294,8 +300,8 @@ def assert_close(
 def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None) -> None:
     """Require two trees to have the same leaves, each close as in `assert_close`.
 
-    Trees are mappings and sequences, nested or not, of tensors and numbers; `None` counts as absent. Trees without leaves are refused,
-    since comparing nothing always succeeds.
+    Trees are mappings and sequences, nested or not, of tensors and numbers; `None` counts as absent. Trees without
+    leaves are refused, since comparing nothing always succeeds.
 
     Example:
         >>> import torch
@@ -322,11 +328,13 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None,
 
 
 def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
-    """Require every leaf to be equal to its reference in norm: `|a - b| <= tol * max(|b|, 1e-3 * |all of expected|)`, in float64.
+    """Require every leaf to equal its reference in norm.
 
-    Meant for gradients and parameters against an unsharded reference: sums in another order change elements that almost cancel by much
-    more than their size, and leave norms alone. The second term is for leaves whose true value is zero. NaN and infinity never pass;
-    integers and booleans must be equal. Trees are those of `assert_trees_close`; a single tensor is a tree too.
+    In float64, `|a - b| <= tol * max(|b|, 1e-3 * |all of expected|)` with Euclidean norms. Meant for gradients and
+    parameters against an unsharded reference: sums in another order change elements that almost cancel by much more
+    than their size, and leave norms alone. The second term is for leaves whose true value is zero. NaN and infinity
+    never pass; integers and booleans must be equal. Trees are those of `assert_trees_close`; a single tensor is a tree
+    too.
 
     Example:
         >>> import torch
@@ -340,12 +348,13 @@ def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
         tol: the largest relative error; 1e-12 is for float64, where float32 needs about 1e-5.
 
     Raises:
-        AssertionError: keys, shapes, dtypes or values differ; the message names each leaf with its error, the limit and the worst element.
+        AssertionError: keys, shapes, dtypes or values differ; the message names each leaf with its error, the limit
+            and the worst element.
         TypeError: a leaf is neither a tensor nor a number.
     """
     __tracebackhide__ = True
     pairs = _pair_leaves(actual, expected, "assert_parity")
-    total = math.sqrt(sum(_norm(b) ** 2 for _, _, b in pairs))
+    total = math.hypot(*(_norm(b) for _, _, b in pairs if b.dtype.is_floating_point or b.dtype.is_complex))
     problems: list[str] = []
     for name, a, b in pairs:
         problem = _disparity(a, b, tol, 1e-3 * total)
@@ -362,8 +371,9 @@ def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
 class Collectives:
     """How many collectives this process issued, by kind.
 
-    `other` holds barriers, sends, receives, reduces, gathers and scatters. `bytes` is the size of this rank's own input tensors, all kinds
-    together, and `bytes_of` the same by kind: what a rank offers, not what the algorithm then sends. `total` is the number of calls.
+    `other` holds barriers, sends, receives, reduces, gathers and scatters. `bytes` is the size of this rank's own input
+    tensors, all kinds together, and `bytes_of` the same by kind: what a rank offers, not what the algorithm then sends.
+    `total` is the number of calls.
 
     Example:
         >>> from shardfn.testing import Collectives
@@ -399,9 +409,9 @@ class Collectives:
 
 @contextlib.contextmanager
 def count_collectives() -> Iterator[Collectives]:
-    """Count the collectives that this process issues inside the `with` block, forward and backward, DTensor's own included.
+    """Count the collectives that this process issues inside the `with` block.
 
-    A coalesced collective counts once.
+    Forward and backward count, and what DTensor issues does too; a coalesced collective counts once.
 
     Example:
         >>> from shardfn.testing import count_collectives
@@ -470,7 +480,7 @@ def _undecorated(fn: Any) -> Any:
 
 
 def _import_module(name: str, file: str | None) -> Any:
-    """Import `name`, from `file` when the name leads nowhere or to a namesake (two `conftest.py`, pytest's importlib mode)."""
+    """Import `name`, from `file` when the name leads nowhere (pytest's importlib mode) or to a namesake `conftest`."""
     if name == "__main__":
         return sys.modules[name]
     try:
@@ -492,16 +502,18 @@ def _import_module(name: str, file: str | None) -> Any:
 # Messages: what travels between the parent and its ranks
 
 
+_Filter = tuple[Any, str, Any, str, int]  # action, message, category, module, line: the arguments of filterwarnings
+
+
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """One call. `payload` is (args, kwargs), pickled apart because it can only be read after `sys.path` is in place."""
+    """One call. `payload` is (args, kwargs, warning filters), which takes `sys_path` to unpickle."""
 
     target: _Target
     payload: bytes
     sys_path: Sequence[str]
     directory: str
     environ: Mapping[str, str]
-    filters: Sequence[tuple[Any, str, type[Warning], str, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,7 +529,7 @@ class _Result:
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """An exception as plain data; `kinds` are the names of its classes, so that it can be tested without being unpickled."""
+    """An exception as plain data; `kinds` are the names of its classes, for tests without the exception itself."""
 
     line: str
     message: str
@@ -527,16 +539,14 @@ class _Failure:
     is_echo: bool
 
     @staticmethod
-    def of(exc: BaseException, text: str | None = None, is_echo: bool | None = None) -> _Failure:
+    def of(exc: BaseException, text: str | None = None, is_echo: bool = False) -> _Failure:
         return _Failure(
             line=_shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300),
             message=str(exc),
             text=text if text is not None else _traceback_text(exc),
             kinds=tuple(_class_name(kind) for kind in type(exc).__mro__),
             payload=_pickle_exception(exc),
-            is_echo=isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None
-            if is_echo is None
-            else is_echo,
+            is_echo=is_echo or (isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None),
         )
 
     def is_a(self, exc_type: type[BaseException]) -> bool:
@@ -571,7 +581,7 @@ def _pickle_exception(exc: BaseException) -> bytes | None:
 
 
 def _traceback_text(exc: BaseException) -> str:
-    """The traceback without this file's own frames, and with the local variables of a bare `assert`, which says nothing by itself."""
+    """The traceback below this file, with the local variables of a bare `assert`, which says nothing by itself."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -615,7 +625,7 @@ def _load_result(name: str, rank: int, answer: _Answer) -> Any:
         ) from error
 
 
-def _caller_filters() -> list[tuple[Any, str, type[Warning], str, int]]:
+def _caller_filters() -> list[_Filter]:
     """The warning filters in force here, first match first, as plain data."""
     return [
         (
@@ -636,7 +646,7 @@ def _caller_filters() -> list[tuple[Any, str, type[Warning], str, int]]:
 def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, directory: str) -> None:
     """The main function of a rank: join the group, then answer until the parent goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    stack = open(_stack_path(directory, rank), "w")  # noqa: SIM115  open for as long as the process lives
+    stack = open(_stack_path(directory, rank), "w")  # open for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     _this_rank.append(rank)
@@ -683,17 +693,17 @@ def _answer_request(request: _Request, rank: int, ranks: int) -> bytes:
     os.chdir(request.directory)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
+    args, kwargs, filters = pickle.loads(request.payload)
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        for action, text, category, module, line in reversed(request.filters):
-            warnings.filterwarnings(action, text, category, module, line)
-        args, kwargs = pickle.loads(request.payload)
+        for each in reversed(filters):
+            warnings.filterwarnings(*each)
         result = request.target.load()(*args, **kwargs)
         return _dump(f"the result {reprlib.repr(result)}", result)
 
 
 def _call_on_mesh(test: _Target, axes: Mapping[str, int], values: Mapping[str, Any]) -> None:
-    """The body of `on_meshes` on one rank. Meshes are kept: they hold process groups, and a process keeps its group for life."""
+    """The body of `on_meshes` on one rank; meshes, which hold process groups, are kept for the next test."""
     key = tuple(axes.items())
     if key not in _meshes:
         from shardfn.core.mesh import make_mesh
@@ -757,7 +767,7 @@ class _Team:
             if now >= deadline:
                 answers.update(self._hung(answers, timeout))
             elif now >= release:
-                # Ranks still at work may wait for those that are done with it. Killing these closes their sockets, and gloo raises.
+                # Ranks still at work may wait for those that are done. Killing these closes their sockets: gloo raises.
                 for rank in answers:
                     self.processes[rank].kill()
                 release = now + 0.1
@@ -782,12 +792,8 @@ class _Team:
     def _died(self, rank: int) -> _Failure:
         process = self.processes[rank]
         process.join(5)
-        code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         error = ChildProcessError(f"the process of rank {rank} {how} before it answered")
         return _Failure.of(error, text=str(error))
 
@@ -801,7 +807,8 @@ class _Team:
             error = TimeoutError(f"no answer in {timeout:g} s")
             stack = _read_stack(_stack_path(self.directory, rank))
             # A rank inside a collective waits for the others: one that is elsewhere is the likelier cause.
-            is_echo = "/torch/distributed/" in stack.partition("File ")[2].partition("\n")[0]
+            current = stack.partition("Current thread")[2]
+            is_echo = "/torch/distributed/" in current.partition("File ")[2].partition("\n")[0]
             failures[rank] = _Failure.of(error, text=f"{error}; the rank was here:\n{stack}", is_echo=is_echo)
         return failures
 
@@ -818,7 +825,7 @@ class _Team:
 
 
 def _read_stack(path: Path) -> str:
-    """The stack that faulthandler writes after SIGUSR1: wait until there is one that grows no more. Without this file's frames and above."""
+    """The stack below this file that faulthandler writes after SIGUSR1; waits until there is one, and it is whole."""
     text = ""
     for _ in range(40):
         time.sleep(0.05)
@@ -829,6 +836,25 @@ def _read_stack(path: Path) -> str:
         re.sub(r"0x\w+ ", "", thread.partition(f'  File "{__file__}"')[0].rstrip()) for thread in text.split("\n\n")
     ]
     return "\n".join(threads) or "(no stack: the process is stopped, or blocks signals)"
+
+
+def _start_team(ranks: int) -> _Team:
+    ctx = multiprocessing.get_context("forkserver")
+    ctx.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
+    team = _Team(ctx, ranks)
+    ready = False
+    try:
+        failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, _Failure)]
+        ready = not failed
+    finally:
+        if not ready:
+            team.kill()
+    if failed:
+        raise RuntimeError(
+            f"run: {ranks} ranks could not be started: {failed[0].text}\n"
+            "A script that calls run must guard its main part with `if __name__ == '__main__':`."
+        )
+    return team
 
 
 class _Pool:
@@ -847,7 +873,7 @@ class _Pool:
                 answers = team.ask(request, timeout)
                 reusable = all(isinstance(answer, _Result) and answer.reusable for answer in answers)
                 if reusable and ranks > 1:
-                    settled = team.ask(_Settle(), _SETTLE_TIMEOUT)
+                    settled = team.ask(_Settle(), min(timeout, _SETTLE_TIMEOUT))
                     reusable = not any(isinstance(answer, _Failure) for answer in settled)
                     answers = answers if reusable else [_unsettled(answer) for answer in settled]
             finally:  # also after KeyboardInterrupt
@@ -863,16 +889,7 @@ class _Pool:
         if ranks in self.teams and not self.teams[ranks].is_alive():
             self.teams.pop(ranks).kill()
         if ranks not in self.teams:
-            ctx = multiprocessing.get_context("forkserver")
-            ctx.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
-            team = self.teams[ranks] = _Team(ctx, ranks)
-            failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, _Failure)]
-            if failed:
-                self.teams.pop(ranks).kill()
-                raise RuntimeError(
-                    f"run: {ranks} ranks could not be started: {failed[0].text}\n"
-                    "A script that calls run must guard its main part with `if __name__ == '__main__':`."
-                )
+            self.teams[ranks] = _start_team(ranks)
         return self.teams[ranks]
 
     def close(self) -> None:
@@ -887,8 +904,10 @@ _pool = _Pool()
 def _unsettled(answer: _Answer) -> _Answer:
     if isinstance(answer, _Result):
         return answer
-    why = "The call returned on every rank, but left a collective that not every rank joined, or joined with another size. Afterwards:\n"
-    return dataclasses.replace(answer, text=why + answer.text)
+    what = "fn returned, but left a collective that not every rank joined, or not with the same size"
+    return dataclasses.replace(
+        answer, line=f"{what}: {answer.line}", text=f"{what}; a barrier after it failed:\n{answer.text}"
+    )
 
 
 def _call(
@@ -901,11 +920,10 @@ def _call(
     target = _find_target(fn)
     request = _Request(
         target=target,
-        payload=_dump(f"the arguments of {target.qualname}", (tuple(args), dict(kwargs))),
+        payload=_dump(f"the arguments of {target.qualname}", (args, kwargs, _caller_filters())),
         sys_path=tuple(sys.path),
         directory=os.getcwd(),
         environ=dict(os.environ),
-        filters=_caller_filters(),
     )
     shown = args[0] if fn is _call_on_mesh else target  # a test on a mesh goes by its own name
     return f"{shown.module}.{shown.qualname}", _pool.call(request, ranks, timeout)
@@ -915,9 +933,7 @@ def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None 
     __tracebackhide__ = True
     failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, _Failure)}
     ordered = sorted(failures, key=lambda rank: (failures[rank].is_echo, rank))
-    if headline is None and all(
-        isinstance(answer, _Failure) and answer.kinds[0] == "builtins.Skipped" for answer in answers
-    ):
+    if headline is None and [failure.kinds[0] for failure in failures.values()] == ["builtins.Skipped"] * len(answers):
         import pytest
 
         pytest.skip(failures[0].message)  # a test that skips itself on every rank is skipped
@@ -931,6 +947,9 @@ def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None 
         lines += [
             f"rank {rank}: {failures[rank].line}" for rank in others if failures[rank].line != failures[first].line
         ]
+    returned = [str(rank) for rank in range(len(answers)) if rank not in failures]
+    if returned:
+        lines.append(f"\n--- rank {', '.join(returned)} ---\nreturned")
     raise RankError("\n".join(lines), errors) from (errors[ordered[0]] if ordered else None)
 
 
@@ -948,19 +967,26 @@ def _leaves(tree: Any, path: str, caller: str) -> dict[str, torch.Tensor]:
     items: list[tuple[Any, Any]]
     if tree is None:
         return {}
-    if isinstance(tree, torch.Tensor | int | float | complex):
-        return {path or "tensor": torch.as_tensor(_full(tree))}
+    if isinstance(tree, torch.Tensor):
+        return {path or "tensor": _full(tree)}
+    if isinstance(tree, int | float | complex):
+        wide = {float: torch.float64, complex: torch.complex128}  # torch would make them float32 and complex64
+        return {path or "number": torch.tensor(tree, dtype=wide.get(type(tree)))}
     if isinstance(tree, Mapping):
         items = list(tree.items())
     elif isinstance(tree, list | tuple):
         items = list(enumerate(tree))
     else:
         raise TypeError(
-            f"{caller}: {path or 'the tree'} is a {type(tree).__name__}; trees are mappings, lists and tuples of tensors and numbers."
+            f"{caller}: {path or 'the tree'} is a {type(tree).__name__}; "
+            "trees are mappings, lists and tuples of tensors and numbers."
         )
     found: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found.update(_leaves(value, f"{path}/{key}" if path else str(key), caller))
+        below = _leaves(value, f"{path}/{key}" if path else str(key), caller)
+        if found.keys() & below.keys():
+            raise TypeError(f"{caller}: two leaves are called {min(found.keys() & below.keys())!r}")
+        found.update(below)
     return found
 
 
@@ -969,10 +995,14 @@ def _pair_leaves(actual: Any, expected: Any, caller: str) -> list[tuple[str, tor
     a, b = _leaves(actual, "", caller), _leaves(expected, "", caller)
     missing, extra = [name for name in b if name not in a], [name for name in a if name not in b]
     if missing or extra:
-        raise AssertionError(f"{caller}: keys differ: missing {missing}, unexpected {extra}")
+        raise AssertionError(f"{caller}: keys differ: missing {_listed(missing)}, unexpected {_listed(extra)}")
     if not b:
         raise AssertionError(f"{caller}: both trees are empty; comparing nothing always succeeds")
     return [(name, a[name], b[name]) for name in b]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
 
 
 def _difference(actual: Any, expected: Any, rtol: float | None, atol: float | None) -> str:
@@ -995,11 +1025,10 @@ def _disparity(actual: torch.Tensor, expected: torch.Tensor, tol: float, floor: 
         if not x.isfinite().all():
             return f"{what} has {int((~x.isfinite()).sum())} elements that are NaN or infinite, of {x.numel()}"
     error, limit = _norm(a - b), tol * max(_norm(b), floor)
-    if error <= limit and math.isfinite(limit):
+    if not a.numel() or (error <= limit and math.isfinite(limit)):
         return ""
     gap = (a - b).abs()
-    where = int(gap.argmax()) if gap.numel() else 0
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(where), gap.shape)) if gap.ndim else ()
+    index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
     return (
         f"|actual - expected| = {error:.3g} > {limit:.3g} = {tol:g} * max(|expected| = {_norm(b):.3g}, {floor:.3g}); "
         f"largest difference {float(gap.max()):.3g} at {index}: {a[index].item():.6g} instead of {b[index].item():.6g}"
@@ -1011,25 +1040,25 @@ def _as_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(x: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(_as_float64(x)))
+    """The Euclidean norm in float64, where squares neither overflow nor vanish."""
+    x = _as_float64(x)
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
 
 
 def _raise_problems(problems: Sequence[str]) -> None:
     __tracebackhide__ = True
     if problems:
+        count = f"{len(problems)} leaves differ" if len(problems) > 1 else "1 leaf differs"
         more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise AssertionError(
-            "\n".join(
-                [f"{len(problems)} leaves differ" if len(problems) > 1 else "1 leaf differs", *problems[:8], *more]
-            )
-        )
+        raise AssertionError("\n".join([count, *problems[:8], *more]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Counting collectives
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "other")
-_NOT_COLLECTIVES = ("wait_tensor", "check_for_nan")
+_OTHER = re.compile("barrier|gather|p2p|recv|reduce|scatter|send")  # their namespaces hold waits and wrappers too
 
 
 class _CollectiveMode(TorchDispatchMode):
@@ -1047,23 +1076,34 @@ class _CollectiveMode(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor goes first, so that the collectives it issues are seen here
         kwargs = kwargs or {}
-        namespace, _, op = func.name().partition(".")[0].partition("::")
-        if namespace in ("c10d", "_c10d_functional") and op not in _NOT_COLLECTIVES:
-            self.counts.add(*_classify(namespace, op, [*args, *kwargs.values()]))
+        self._count(func.name().partition(".")[0], [*args, *kwargs.values()])
         return func(*args, **kwargs)
 
+    def _count(self, op: str, values: Sequence[Any]) -> None:
+        namespace, _, name = op.partition("::")
+        kind = _kind(namespace, name)
+        if kind is not None:
+            self.counts.add(kind, _input_bytes(namespace, name, kind, values))
 
-def _classify(namespace: str, op: str, values: Sequence[Any]) -> tuple[str, int]:
-    """The kind of a collective and the bytes of its input."""
-    plain = op.replace("_", "")
-    kind = next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), "other")
-    if "barrier" in op:
-        return kind, 0  # its tensor only names the device
-    outputs_first = namespace == "c10d" and (
-        kind in ("all_gather", "reduce_scatter", "all_to_all") or op in ("gather_", "scatter_")
-    )
+
+def _kind(namespace: str, name: str) -> str | None:
+    """The kind of collective that an operator is, if it is one."""
+    if namespace == "_dtensor" and name == "shard_dim_alltoall":
+        return "all_to_all"
+    if namespace not in ("c10d", "_c10d_functional"):
+        return None
+    plain = name.replace("_", "")  # both "allgather_" and "all_gather_into_tensor" occur
+    named = next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), None)
+    return named or ("other" if _OTHER.search(name) else None)
+
+
+def _input_bytes(namespace: str, name: str, kind: str, values: Sequence[Any]) -> int:
+    if "barrier" in name:
+        return 0  # its tensor only names the device
+    paired = kind in ("all_gather", "reduce_scatter", "all_to_all") or name in ("gather_", "scatter_")
+    outputs_first = namespace == "c10d" and paired
     sizes = [_nbytes(value) for value in (values[1:2] if outputs_first else values)]
-    return kind, next((size for size in sizes if size), 0)
+    return next((size for size in sizes if size), 0)
 
 
 def _nbytes(value: Any) -> int:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import chdir
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -108,61 +108,69 @@ def exec_block(source: str, filename: str = "block", namespace: dict[str, Any] |
     exec(compile(source, filename, "exec"), namespace)
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    """No launcher, and no process group before or after."""
-    assert not dist.is_initialized(), "a test before this one left a process group behind"
-    torch.manual_seed(0)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+class Reader:
+    """Reads one page at a time, from its top, in a namespace, a directory and a world of one of its own."""
 
+    def __init__(self, directories: pytest.TempPathFactory) -> None:
+        self.directories = directories
+        self.blocks: list[Block] = []
+        self.failed: Block | None = None
+        self.done = 0
 
-@dataclass
-class Session:
-    """One page being read: its namespace, its directory, and how many of its blocks have run."""
+    def open(self, blocks: list[Block]) -> None:
+        self.close()
+        self.blocks, self.done, self.failed = blocks, 0, None
+        self.directory = self.directories.mktemp("page")
+        self.module = sys.modules["page"] = ModuleType("page")  # dataclasses and pickle look classes up by module name
+        torch.manual_seed(0)
 
-    blocks: list[Block]
-    directory: Path
-    module: ModuleType = field(default_factory=lambda: ModuleType("page"))
-    done: int = 0
-    failed: Block | None = None
-
-    def run_up_to(self, index: int) -> None:
-        """Run the blocks up to `index` that have not run yet: with -k a reader may ask for a late one alone."""
+    def read(self, blocks: list[Block], index: int) -> None:
+        """Run the blocks up to `index` that have not run yet: -k may ask for a late one alone."""
+        if self.blocks is not blocks:
+            self.open(blocks)
         while self.done <= index:
             if self.failed is not None:
-                pytest.fail(f"not run: the block before it failed, {self.failed.place}")
-            block, self.done = self.blocks[self.done], self.done + 1
-            self.failed = block
+                pytest.fail(f"not run, because the block at {self.failed.place} failed", pytrace=False)
+            self.failed = blocks[self.done]
             with chdir(self.directory):
-                exec_block(block.source, str(block.path), vars(self.module))
+                exec_block(self.failed.source, str(self.failed.path), vars(self.module))
             self.failed = None
+            self.done += 1
+
+    def close(self) -> None:
+        self.blocks = []
+        sys.modules.pop("page", None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """The session of one page; pytest runs all its blocks before the next page starts."""
-    page = Session(blocks=request.param, directory=tmp_path_factory.mktemp("page"))
-    sys.modules["page"] = page.module  # dataclasses and pickle look classes up by module name
-    assert not dist.is_initialized(), "a test before this one left a process group behind"
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    assert not dist.is_initialized(), "a test of another module left a process group behind"
+    reader = Reader(tmp_path_factory)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def world_of_one(reader: Reader) -> Iterator[None]:
+    """No launcher, and no process group before or after."""
+    reader.close()
     torch.manual_seed(0)
-    yield page
-    del sys.modules["page"]
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    yield
+    reader.close()
 
 
 def page_cases() -> list[Any]:
-    """One case per block that runs in this process; the blocks of a page share one list, so one session."""
+    """One case per block that runs in this process; the blocks of a page share one list."""
     alone = [block for block in PAGE_BLOCKS if block.language == "python" and block.ranks == 1]
     pages = [list(blocks) for _, blocks in groupby(alone, key=lambda block: block.path)]
     return [pytest.param(page, index, id=block.place) for page in pages for index, block in enumerate(page)]
 
 
-@pytest.mark.parametrize(("session", "index"), page_cases(), indirect=["session"])
-def test_block_runs(session: Session, index: int) -> None:
-    session.run_up_to(index)
+@pytest.mark.parametrize(("blocks", "index"), page_cases())
+def test_block_runs(reader: Reader, blocks: list[Block], index: int) -> None:
+    reader.read(blocks, index)
 
 
 MANY_RANKS = [block for block in PAGE_BLOCKS + DOCSTRING_BLOCKS if block.language == "python" and block.ranks > 1]
@@ -240,7 +248,9 @@ def test_an_example_with_a_wrong_answer_fails() -> None:
 
 
 def test_a_block_that_raises_on_one_rank_fails() -> None:
-    source = "import torch.distributed as dist\nassert dist.get_world_size() == 2\nassert dist.get_rank() == 0, 'not here'"
+    source = (
+        "import torch.distributed as dist\nassert dist.get_world_size() == 2\nassert dist.get_rank() == 0, 'not here'"
+    )
     with pytest.raises(AssertionError, match="not here"):
         run(exec_block, source, ranks=2)
 

@@ -1,6 +1,6 @@
-"""What a run shows while it goes and leaves behind: a progress line, the losses in a file, a curve as text and as a picture.
+"""What a run shows and leaves behind: a progress bar, the losses in a file, a curve as text and as a picture.
 
-tqdm and matplotlib are used when they are installed; without them the progress is a line now and then and the curve is text only.
+tqdm and matplotlib are used when they are installed; without them there is a line now and then, and text only.
 """
 
 import json
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,15 @@ class Progress:
             self._bar.close()
 
 
-def read_history(path: Path, before: int) -> list[Record]:
-    """Return the records of the steps below `before`; a line that a killed run left unfinished is dropped."""
+def read_history(path: Path, last: int) -> list[Record]:
+    """Return the records up to step `last`; a line that a killed run left unfinished is dropped."""
     records: list[Record] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return [record for record in records if record["step"] < before]
+    return [record for record in records if record["step"] <= last]
 
 
 def write_history(path: Path, records: Sequence[Record]) -> None:
@@ -82,7 +83,7 @@ def curve(values: Sequence[float], *, width: int = 72, height: int = 12) -> str:
         return "(no losses)"
     width = min(width, len(values))
     cuts = [len(values) * column // width for column in range(width + 1)]
-    columns = [sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, high = min(columns), max(columns)
     rows = [round((high - value) / ((high - low) or 1.0) * (height - 1)) for value in columns]
     labels = [high - (high - low) * row / max(height - 1, 1) for row in range(height)]

@@ -71,6 +71,17 @@ def _pairs(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
+def share(rows: int, index: int, count: int) -> slice:
+    """Return which of `rows` rows of a global batch belong to data rank `index` of `count`.
+
+    Raises:
+        ValueError: they do not divide into equal parts (unequal ones would bias the mean over the ranks).
+    """
+    if rows % count:
+        raise ValueError(f"share: a batch of {rows} does not divide over {count} data ranks; change --batch or --mesh")
+    return slice(rows * index // count, rows * (index + 1) // count)
+
+
 @dataclass(frozen=True)
 class Batches:
     """Training batches by number: each epoch visits every window of the text once, in its own order.
@@ -85,15 +96,9 @@ class Batches:
     seed: int = 0
 
     def __call__(self, step: int, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor]:
-        """Return inputs and next bytes, `[batch / count, length]` each.
-
-        Raises:
-            ValueError: `batch` does not divide into `count` equal parts (unequal ones would bias the mean).
-        """
-        if self.batch % count:
-            raise ValueError(f"Batches: batch={self.batch} does not divide over {count} data ranks; change --batch")
+        """Return inputs and next bytes, `[batch / count, length]` each."""
         windows = (len(self.text) - 1) // self.length
-        rows = range(self.batch * index // count, self.batch * (index + 1) // count)
+        rows = range(self.batch)[share(self.batch, index, count)]
         numbers = [divmod(step * self.batch + row, windows) for row in rows]
         starts = [_window_order(windows, self.seed, epoch)[place] * self.length for epoch, place in numbers]
         return _pairs(self.text, torch.stack(starts), self.length)
@@ -107,7 +112,7 @@ def validation_batches(text: Tensor, windows: int, batch: int, length: int) -> l
     """
     last = len(text) - length - 1
     if last < 0 or windows < batch:
-        raise ValueError(f"validation_batches: {windows} windows of {length} in batches of {batch} from {len(text)} bytes")
+        raise ValueError(f"validation_batches: {windows} windows of {length} by {batch} from {len(text)} bytes")
     starts = torch.linspace(0, last, windows // batch * batch, dtype=torch.float64).long()
     return [_pairs(text, part, length) for part in starts.split(batch)]
 

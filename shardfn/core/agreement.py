@@ -16,20 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import pytree
 from shardfn.core.collectives import gather_flat
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import Grid, axes_of
+from shardfn.core.mesh import Grid, axes_of, not_in_mesh
 from shardfn.core.plan import Plan
 
 
-def agree(mesh: DeviceMesh, made: Plan | Exception) -> int:
+def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -> int:
     """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
+
+    `facts` are further lines that must be equal, such as `"src=0"`.
 
     Raises:
         ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
     """
-    if isinstance(made, Exception) and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None or mesh.get_coordinate() is None):
+    if isinstance(made, Exception) and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None):
         raise made
+    if mesh.get_coordinate() is None:
+        raise made if isinstance(made, Exception) else not_in_mesh(mesh)
     error = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else None
-    digest = None if isinstance(made, Exception) else made.digest
+    digest = None if isinstance(made, Exception) else (made.digest, *_mesh_lines(mesh), *facts)
     answers = _exchange(mesh, (dist.get_rank(), digest, error, torch.initial_seed()))
     if isinstance(made, Exception):
         raise made
@@ -37,13 +41,21 @@ def agree(mesh: DeviceMesh, made: Plan | Exception) -> int:
     if failed:
         raise ShardError(f"shard: rank {failed[0][0]} of {[rank for rank, _ in failed]} failed, so no rank goes on: {failed[0][1]}")
     if len({plan_digest for _, plan_digest, _, _ in answers}) > 1:
-        described = _exchange(mesh, (dist.get_rank(), _lines(made)))
+        described = _exchange(mesh, (dist.get_rank(), [*_mesh_lines(mesh), *_lines(made), *facts]))
         raise ShardError(f"shard: ranks have different models or policies: {_first_difference(described)}")
     return answers[0][3]
 
 
 def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """The values of all ranks of the mesh, in mesh order: gathered along one axis after another."""
+    """The values of all ranks of the mesh, in mesh order.
+
+    A mesh of all ranks exchanges over all of them at once, so that ranks with different meshes meet; another one along
+    one axis after another.
+    """
+    if mesh.size() == dist.get_world_size():
+        everyone: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(everyone, value)
+        return [everyone[rank] for rank in mesh.mesh.flatten().tolist()]
     values: list[Any] = [value]
     for axis in reversed(list(axes_of(mesh))):
         group = mesh.get_group(axis)
@@ -54,9 +66,20 @@ def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
 
 
 def _lines(made: Plan) -> list[str]:
-    settings = [f"{name}={value}" for name, value in zip(("regather", "compute_dtype", "reduce_dtype", "output_dtype"), made.key[4], strict=False)]
-    params = [f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}'" for x in made.layouts.values()]
-    return [f"mesh {made.axes}", *params, *(f"unit '{unit.name}'" for unit in made.units), *settings]
+    names = ("regather", "compute_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "offload")
+    settings = [f"{name}={getattr(made.policy, name)}" for name in names]
+    settings += [f"acts[{pattern!r}]={rule!r}" for pattern, rule in made.policy.acts.items()]
+    settings += [f"compute for {pattern!r}" for pattern in made.policy.compute]
+    params = [
+        f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}', stored as {[leaf.shape for leaf in x.leaves]}"
+        f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
+        for x in made.layouts.values()
+    ]
+    return [*params, *(f"unit '{unit.name}' of {list(unit.params)}" for unit in made.units), *settings]
+
+
+def _mesh_lines(mesh: DeviceMesh) -> list[str]:
+    return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
 
 
 def _first_difference(described: Sequence[tuple[int, list[str]]]) -> str:
@@ -76,23 +99,21 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    mine = torch.tensor([_fingerprint(batch), problem is not None], dtype=torch.int64, device=places.device)
-    rows = mine.view(1, 2)
-    differ: str | None = None
-    for axis in (*compute, *(axis for axis in places.sizes if axis not in compute)):
-        rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 2)
-        if axis in compute and differ is None and len(set(rows[:, 0].tolist())) > 1:
-            differ = axis
+    rows = torch.tensor([[_fingerprint(batch), problem is not None, 0]], dtype=torch.int64, device=places.device)
+    for number, axis in enumerate((*compute, *(axis for axis in places.sizes if axis not in compute)), 1):
+        rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 3)  # [ranks so far, (hash, problem, axis)]
+        if number <= len(compute) and len(set(rows[:, 0].tolist())) > 1:
+            rows[:, 2].clamp_(min=number)
     if problem is not None:
         raise ShardError(problem)
-    bad = rows[:, 1].sum().item()
+    bad, differ = int(rows[:, 1].sum()), int(rows[:, 2].max())
     if bad:
         raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
-    if differ is not None:
+    if differ:
         where = ", ".join(f"{axis}={coord}" for axis, coord in places.coords.items())
         raise ShardError(
-            f"apply: the inputs differ between ranks along '{differ}' (this is {where}). Those ranks work on the same samples; "
-            f"load batches by sf.data.rank(mesh), which counts data axes only."
+            f"apply: the inputs differ between ranks along '{compute[differ - 1]}' (this is {where}). Those ranks work on the "
+            f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
         )
 
 

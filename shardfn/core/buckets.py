@@ -104,13 +104,17 @@ def _moves(leaves: Sequence[Leaf], grid: Grid, axis: str, keep: Sequence[str]) -
     return moves
 
 
-def gather_leaves(leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid) -> list[Tensor]:
-    """Whole tensors over `axes` (outermost first; innermost splits of every leaf), all in one new storage.
+def gather_leaves(
+    leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()
+) -> list[Tensor]:
+    """Whole tensors over `axes` (outermost first), all in one new storage.
+
+    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone.
 
     One all-gather an axis larger than one. Axes of one rank cost nothing: the shards themselves come back.
     """
     tensors = list(shards)
-    kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes))
+    kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1:

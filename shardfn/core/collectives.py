@@ -7,14 +7,16 @@ Not here: DTensor, buckets, anything that decides which collective to use. Layer
 No function communicates on a meta tensor (a dry run sees the right shapes) or over a single rank.
 """
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from shardfn._torch import all_gather_single, all_to_all_single, linear_levels, materialized, reduce_scatter_single
+from shardfn._torch import all_gather_single, all_to_all_single, materialized, reduce_scatter_single, traces_first_order
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
 
@@ -28,7 +30,15 @@ _ADDABLE = {*_HALVES, torch.float32, torch.float64, torch.uint8, torch.int8, tor
 
 
 def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[n] -> [W*n]`: every rank's shard, in rank order. One all-gather, any dtype; W = 1 returns the shard itself."""
+    """`[n] -> [W*n]`: every rank's shard, in rank order, outside autograd. Any dtype.
+
+    One all-gather: each rank sends its n elements to W - 1 others. W = 1 returns the shard itself.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", tp=1)
+        >>> sf.collectives.gather_flat(torch.arange(3), mesh.get_group("tp"))
+        tensor([0, 1, 2])
+    """
     size = group.size()
     shard = shard.detach().contiguous()  # [n]
     if size == 1:
@@ -40,10 +50,21 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[W*n] -> [W*n]`: part i goes to rank i, part i of the result is from rank i. One all-to-all; W = 1 returns x itself."""
+    """`[W*n] -> [W*n]`: part i goes to rank i, part i of the result came from rank i, outside autograd. Any dtype.
+
+    One all-to-all: each rank sends n elements to each of W - 1 others. W = 1 returns x itself.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", tp=1)
+        >>> sf.collectives.exchange_flat(torch.arange(3), mesh.get_group("tp"))
+        tensor([0, 1, 2])
+
+    Raises:
+        ShardError: W does not divide the length.
+    """
     size = group.size()
     _check_parts("exchange_flat", x, size)
-    x = x.detach().contiguous()
+    x = x.detach().contiguous()  # [W*n]
     if size == 1:
         return x
     received = torch.empty_like(x)
@@ -53,10 +74,19 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[W*n] -> [n]`: the sum over ranks, of which each rank gets its part. W = 1 returns `full` itself.
+    """`[W*n] -> [n]`: the sum over ranks, of which each rank gets its part, outside autograd. Floats and integers.
 
-    Off gloo one reduce-scatter. On gloo, which emulates that with an all-reduce, one all-to-all and a local
-    sum in rank order, in float32 for halves: measured 1.5 to 4 times faster, more precise, the same every run.
+    On NCCL one reduce-scatter. On gloo, which emulates that with an all-reduce, one all-to-all and a local sum in rank
+    order, in float32 for 16-bit floats: measured 1.5 to 4 times faster, more precise, and the same in every run.
+    Either way each rank sends n elements to each of W - 1 others. W = 1 returns `full` itself.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", tp=1)
+        >>> sf.collectives.scatter_sum_flat(torch.arange(3), mesh.get_group("tp"))
+        tensor([0, 1, 2])
+
+    Raises:
+        ShardError: W does not divide the length, or the dtype is none that adds (bool, float8).
     """
     size = group.size()
     _check_parts("scatter_sum_flat", full, size)
@@ -66,7 +96,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         return full
     if full.is_meta:
         return full.new_empty(full.numel() // size)
-    if not _reduces_natively(full, group):
+    if not _adds_natively(full, group):
         return _sum_parts(exchange_flat(full, group), size)
     wide = full.to(_WIDER.get(full.dtype, full.dtype))
     part = wide.new_empty(wide.numel() // size)  # [n]
@@ -75,12 +105,23 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Replaces x, of any shape, by its sum over ranks, and returns it. One all-reduce, on gloo in float32 for halves."""
+    """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Floats and integers.
+
+    One all-reduce, on gloo in float32 for 16-bit floats.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", tp=1)
+        >>> sf.collectives.sum_flat_(torch.arange(3), mesh.get_group("tp"))
+        tensor([0, 1, 2])
+
+    Raises:
+        ShardError: the dtype is none that adds (bool, float8).
+    """
     _check_addable("sum_flat_", x)
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
-    half_on_gloo = x.dtype in _HALVES and not _reduces_natively(x, group)
+    half_on_gloo = x.dtype in _HALVES and not _adds_natively(x, group)
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     dist.all_reduce(wide, group=group)
     if wide is not target:
@@ -88,8 +129,8 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def _reduces_natively(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the backend that serves x adds well by itself (NCCL), or we help it (gloo)."""
+def _adds_natively(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the backend that serves x scatters sums, and adds 16-bit floats, well by itself (NCCL; gloo does not)."""
     return x.device.type != "cpu" and (torch.compiler.is_compiling() or dist.get_backend(group) != "gloo")
 
 
@@ -115,18 +156,20 @@ def _check_addable(name: str, x: Tensor) -> None:
         raise ShardError(f"{name}: cannot add {x.dtype} over ranks. Convert it, for example with x.to(torch.float32).")
 
 
-# Pairs: one tensor over one named axis. Each has a linear forward, so forward mode applies it to the tangent and
+# Pairs: one tensor over one named axis. Each has a linear forward, so that forward mode applies it to the tangent and
 # reverse mode applies its declared transpose to the cotangent. W is the size of the axis.
 #
 # [Note: varying and invariant]
 # As in JAX's `shard_map`, a value is *invariant* over an axis when it is the same on all its ranks, and so is its
-# cotangent; otherwise it is *varying*. `psum` makes varying invariant and transposes to `pvary`, the identity that makes
-# invariant varying, whose transpose is `psum`. An all-reduce that transposed to an all-reduce, as torch's does, would
-# give a loss that every rank computes alike a gradient W times too large.
+# cotangent; otherwise it is *varying*. `psum` makes varying invariant and transposes to `pvary`, the identity that
+# makes invariant varying, whose transpose is `psum`. An all-reduce that transposed to an all-reduce, as torch's does,
+# would give a loss that every rank computes alike a gradient W times too large.
 #
 # [Note: two sets of Functions]
 # torch.compile refuses a Function that defines `jvp`. The classes below have none and are what a traced graph uses;
-# `_full` adds `jvp` and `vmap` for eager code. Drop the split when Dynamo accepts custom `jvp` (true of torch 2.13: no).
+# `_full` adds `jvp` and `vmap` for eager code. Drop the split when Dynamo takes a custom `jvp` (torch 2.13 does not).
+# A graph holds first derivatives only: `vmap`, `jvp` and a `grad` inside a `grad` are refused, since Dynamo would
+# compute them wrongly in silence. Not detected: `autograd.grad(create_graph=True)` traced with `trace_autograd_ops`.
 
 Mesh = DeviceMesh | MeshSpec  # a MeshSpec serves meta tensors only
 
@@ -283,6 +326,9 @@ def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
 def _full(plain: type[_Pair]) -> type[_Pair]:
     """The same Function with forward mode and batching, see [Note: two sets of Functions]."""
 
+    # `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
+    plain.forward.__dict__["__signature__"] = inspect.signature(plain.forward)
+
     class Full(plain):
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -304,48 +350,194 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
         return _FULL[pair].apply(x, mesh, axis, *dims)
-    if linear_levels():
-        raise ShardError("a collective inside vmap or jvp inside torch.compile would be silently wrong; compile less.")
+    if not traces_first_order():
+        raise ShardError(
+            "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
+            "Transform outside the compiled function, or let the graph break there (fullgraph=False)."
+        )
     # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
     return pair.apply(x.view_as(x), mesh, axis, *dims)
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
-    """Number of ranks along an axis."""
+    """Number of ranks along an axis.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.axis_size(sf.MeshSpec(fsdp=4, tp=2), "tp")
+        2
+
+    Raises:
+        ShardError: the mesh has no such axis.
+    """
     return _size("axis_size", mesh, axis)
 
 
 def axis_index(mesh: DeviceMesh, axis: str) -> int:
+    """This rank's place along an axis, from 0 to `axis_size(mesh, axis) - 1`.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.axis_index(sf.make_mesh("cpu", tp=1), "tp")
+        0
+
+    Raises:
+        ShardError: the mesh has no such axis.
+    """
     _size("axis_index", mesh, axis)
     return mesh.get_local_rank(axis)
 
 
 def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The sum over the ranks of an axis: varying in, invariant out.
+
+    Transpose: `pvary`, so that a loss that every rank computes alike from the sum has the right gradient. One
+    all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.psum(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
+        tensor([1., 1.])
+
+    Args:
+        x: `[...]`, floating or integer; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis. Over an axis of size 1 this is x itself.
+
+    Returns:
+        `[...]`, the same on every rank of the axis.
+
+    Raises:
+        ShardError: the mesh has no such axis, or the dtype is none that adds (bool, float8).
+    """
     _check_addable("psum", x)
-    return x if _size("psum", mesh, axis) == 1 else _bind(_Psum, x, mesh, axis)
+    return x if _size("psum", mesh, axis, x) == 1 else _bind(_Psum, x, mesh, axis)
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The mean over the ranks of an axis, `psum(x) / W`: varying in, invariant out.
+
+    Transpose: `pvary` divided by W. One all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.pmean(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
+        tensor([1., 1.])
+
+    Args:
+        x: `[...]`, floating; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis. Over an axis of size 1 this is x itself.
+
+    Returns:
+        `[...]`, the same on every rank of the axis.
+
+    Raises:
+        ShardError: the mesh has no such axis, or the dtype has no mean (integers, bool, float8).
+    """
+    if not x.is_floating_point():
+        raise ShardError(f"pmean: {x.dtype} has no mean. Convert x with x.float(), or use psum.")
     _check_addable("pmean", x)
-    size = _size("pmean", mesh, axis)
+    size = _size("pmean", mesh, axis, x)
     return x if size == 1 else _bind(_Psum, x, mesh, axis) / size
 
 
 def pvary(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    return x if _size("pvary", mesh, axis) == 1 else _bind(_Pvary, x, mesh, axis)
+    """The identity that marks where a value the ranks share enters computation in which they differ.
+
+    Invariant in, varying out. Transpose: `psum`, which adds what each rank contributes to the gradient. Applied once
+    to a tensor that several layers read, it costs one all-reduce in backward; nothing in forward.
+
+        >>> import shardfn as sf
+        >>> sf.collectives.pvary(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
+        tensor([1., 1.])
+
+    Args:
+        x: `[...]`, any dtype, the same on every rank of the axis.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis. Over an axis of size 1 this is x itself.
+
+    Returns:
+        `[...]`, a view of x. Not to be written in place, which torch refuses.
+
+    Raises:
+        ShardError: the mesh has no such axis.
+    """
+    return x if _size("pvary", mesh, axis, x) == 1 else _bind(_Pvary, x, mesh, axis)
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    size, dim = _size("all_gather", mesh, axis), _dim("all_gather", x, "dim", dim)
+    """Concatenates the ranks' tensors in rank order, for use in which the ranks differ: varying in, varying out.
+
+    Transpose: `psum_scatter`. One all-gather, x.nbytes to each other rank; one reduce-scatter in backward.
+
+        >>> import shardfn as sf
+        >>> x = torch.empty(2, 3, device="meta")
+        >>> sf.collectives.all_gather(x, sf.MeshSpec(tp=4), "tp", 1).shape
+        torch.Size([2, 12])
+
+    Args:
+        x: `[.., n, ..]`, any dtype; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        dim: where n is; negative counts from the end.
+
+    Returns:
+        `[.., W*n, ..]`.
+
+    Raises:
+        ShardError: the mesh has no such axis, or x no such dim.
+    """
+    size, dim = _size("all_gather", mesh, axis, x), _dim("all_gather", x, "dim", dim)
     return x if size == 1 else _bind(_AllGather, x, mesh, axis, dim)
 
 
 def all_gather_invariant(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    size, dim = _size("all_gather_invariant", mesh, axis), _dim("all_gather_invariant", x, "dim", dim)
+    """Concatenates the ranks' tensors in rank order, for use that is the same on every rank: varying in, invariant out.
+
+    Transpose: `shard_slice`. One all-gather, x.nbytes to each other rank; nothing in backward. Where the ranks go on
+    to compute different things with the result, `all_gather` is the right one: this one would lose their gradients.
+
+        >>> import shardfn as sf
+        >>> x = torch.empty(2, 3, device="meta")
+        >>> sf.collectives.all_gather_invariant(x, sf.MeshSpec(tp=4), "tp", 1).shape
+        torch.Size([2, 12])
+
+    Args:
+        x: `[.., n, ..]`, any dtype; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        dim: where n is; negative counts from the end.
+
+    Returns:
+        `[.., W*n, ..]`, the same on every rank of the axis.
+
+    Raises:
+        ShardError: the mesh has no such axis, or x no such dim.
+    """
+    size, dim = _size("all_gather_invariant", mesh, axis, x), _dim("all_gather_invariant", x, "dim", dim)
     return x if size == 1 else _bind(_AllGatherInvariant, x, mesh, axis, dim)
 
 
 def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """The sum over ranks, of which each rank keeps its part: varying in, varying out.
+
+    Transpose: `all_gather`. One reduce-scatter (on gloo an all-to-all), x.nbytes / W to each other rank; one
+    all-gather in backward.
+
+        >>> import shardfn as sf
+        >>> x = torch.empty(2, 12, device="meta")
+        >>> sf.collectives.psum_scatter(x, sf.MeshSpec(tp=4), "tp", 1).shape
+        torch.Size([2, 3])
+
+    Args:
+        x: `[.., W*n, ..]`, floating or integer; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        dim: where W*n is; negative counts from the end.
+
+    Returns:
+        `[.., n, ..]`.
+
+    Raises:
+        ShardError: the mesh has no such axis, x no such dim, W does not divide it, or the dtype is none that adds.
+    """
     _check_addable("psum_scatter", x)
     dim = _dim("psum_scatter", x, "dim", dim)
     size = _split("psum_scatter", x, mesh, axis, dim)
@@ -353,19 +545,66 @@ def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 
 
 def shard_slice(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """This rank's part of a value that every rank has: invariant in, varying out.
+
+    Transpose: `all_gather_invariant`. Nothing in forward; one all-gather in backward, x.nbytes / W to each other rank.
+
+        >>> import shardfn as sf
+        >>> x = torch.empty(2, 12, device="meta")
+        >>> sf.collectives.shard_slice(x, sf.MeshSpec(tp=4), "tp", 1).shape
+        torch.Size([2, 3])
+
+    Args:
+        x: `[.., W*n, ..]`, any dtype, the same on every rank of the axis.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        dim: where W*n is; negative counts from the end.
+
+    Returns:
+        `[.., n, ..]`, a copy.
+
+    Raises:
+        ShardError: the mesh has no such axis, x no such dim, or W does not divide it.
+    """
     dim = _dim("shard_slice", x, "dim", dim)
     size = _split("shard_slice", x, mesh, axis, dim)
     return x if size == 1 else _bind(_ShardSlice, x, mesh, axis, dim)
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
+    """Moves the sharding from one dim to another: part i along `split_dim` goes to rank i, which concatenates.
+
+    Varying in, varying out. Transpose: `all_to_all` with the dims swapped. One all-to-all, x.nbytes / W to each other
+    rank; the same in backward.
+
+        >>> import shardfn as sf
+        >>> x = torch.empty(2, 12, device="meta")
+        >>> sf.collectives.all_to_all(x, sf.MeshSpec(tp=4), "tp", split_dim=1, concat_dim=0).shape
+        torch.Size([8, 3])
+
+    Args:
+        x: `[.., W*n, .., m, ..]`, any dtype; the same shape and dtype on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        split_dim: where W*n is; negative counts from the end.
+        concat_dim: where m is; negative counts from the end. May equal `split_dim`.
+
+    Returns:
+        `[.., n, .., W*m, ..]`.
+
+    Raises:
+        ShardError: the mesh has no such axis, x no such dim, or W does not divide `split_dim`.
+    """
     split_dim = _dim("all_to_all", x, "split_dim", split_dim)
     concat_dim = _dim("all_to_all", x, "concat_dim", concat_dim)
     size = _split("all_to_all", x, mesh, axis, split_dim)
     return x if size == 1 else _bind(_AllToAll, x, mesh, axis, split_dim, concat_dim)
 
 
-def _size(name: str, mesh: Mesh, axis: str) -> int:
+def _size(name: str, mesh: Mesh, axis: str, x: Tensor | None = None) -> int:
+    """The size of the axis, after a look at all three arguments."""
+    if isinstance(x, DTensor):
+        raise ShardError(f"{name}: takes this rank's plain tensor, got a DTensor. Pass x.to_local().")
     sizes = axes_of(mesh)
     if axis not in sizes:
         listed = ", ".join(f"{known}={size}" for known, size in sizes.items())
@@ -376,14 +615,14 @@ def _size(name: str, mesh: Mesh, axis: str) -> int:
 def _dim(name: str, x: Tensor, parameter: str, dim: int) -> int:
     """The dim counted from the front."""
     if not -x.ndim <= dim < x.ndim:
-        fits = f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "none, unsqueeze(0) gives it one"
-        raise ShardError(f"{name}: {parameter}={dim}, but the tensor of shape {tuple(x.shape)} has dims {fits}")
+        fix = f"Dims are {-x.ndim} to {x.ndim - 1}." if x.ndim else "It has no dim; x.unsqueeze(0) gives it one."
+        raise ShardError(f"{name}: {parameter}={dim} does not fit a tensor of shape {tuple(x.shape)}. {fix}")
     return dim % x.ndim
 
 
 def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int) -> int:
     """The size of the axis, which must divide the dim."""
-    size, length = _size(name, mesh, axis), x.shape[dim]
+    size, length = _size(name, mesh, axis, x), x.shape[dim]
     if length % size:
         raise ShardError(
             f"{name}: shape {tuple(x.shape)} splits dim {dim} over {axis}={size}, {length} % {size} = {length % size}. "

@@ -248,7 +248,7 @@ class _GatherCompute(torch.autograd.Function):
 
     @staticmethod
     def forward(spot: BucketOnGrid, axes: Sequence[str], *parts: Tensor) -> tuple[Tensor, ...]:
-        wholes = gather_leaves(spot.leaves, parts, axes, spot.grid)
+        wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
         return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Filling meta tensors one module at a time, with values that do not depend on the mesh. Layer 3."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,24 +22,39 @@ def initialized(
     Raises:
         ShardError: `init` left a tensor unfilled.
     """
-    canonical: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        canonical.setdefault(id(tensor), name)
+        first_names.setdefault(id(tensor), name)
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        own_buffers = dict(module.named_buffers(recurse=False))
-        if not any(tensor.is_meta for tensor in (*own.values(), *own_buffers.values())):
-            continue
-        copy = shallow_copy(module, {n: _blank(p, device) for n, p in own.items()}, {n: _blank(b, device) for n, b in own_buffers.items()})
-        _run(init, copy, _module_seed(seed, path), device)
-        prefix = f"{path}." if path else ""
-        _require_filled(prefix, copy)
-        for attribute, buffer in copy.named_buffers(recurse=False):
-            if own_buffers[attribute].is_meta:
-                buffers[prefix + attribute] = buffer.detach()
-        for attribute, tensor in own.items():
-            if tensor.is_meta and canonical[id(tensor)] == prefix + attribute:
-                yield prefix + attribute, getattr(copy, attribute).detach()
+        owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in owned):
+            filled = _filled(module, path, init, _module_seed(seed, path), device)
+            for name, buffer in tuple(buffers.items()):
+                buffers[name] = filled.get(id(buffer), buffer)  # under all of its names
+            for tensor in module.parameters(recurse=False):
+                prefix, _, attribute = first_names[id(tensor)].rpartition(".")
+                if prefix == path and id(tensor) in filled:
+                    yield f"{path}.{attribute}" if path else attribute, filled.pop(id(tensor))
+            filled = {}  # or this module would still be whole while the next one is filled
+
+
+def _filled(
+    module: nn.Module, path: str, init: Callable[[nn.Module], Any], seed: int, device: torch.device
+) -> dict[int, Tensor]:
+    """id of a meta tensor that `module` owns -> what `init` puts in its place."""
+    own = {kind: module.__dict__[kind] for kind in ("_parameters", "_buffers")}
+    copy = shallow_copy(module, _blanks(own["_parameters"], device), _blanks(own["_buffers"], device))
+    _run(init, copy, seed, device)
+    filled: dict[int, Tensor] = {}
+    for attribute, meta in (*own["_parameters"].items(), *own["_buffers"].items()):
+        if meta is not None and meta.is_meta:
+            filled.setdefault(id(meta), _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta))
+    return filled
+
+
+def _blanks(own: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor | None]:
+    """Memory for the tensors of one module; what it leaves out (a bias that is None) stays out."""
+    return {name: None if tensor is None else _blank(tensor, device) for name, tensor in own.items()}
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
@@ -64,7 +79,11 @@ def _module_seed(seed: int, path: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "little")
 
 
-def _require_filled(prefix: str, module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        if tensor.is_meta or (tensor.is_floating_point() and bool(tensor.isnan().any())):
-            raise ShardError(f"shard: init left '{prefix}{name}' unfilled; it must fill every tensor of the module it is given")
+def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:
+    """What `init` made of a meta tensor, if it is one that can stand for it."""
+    if tensor is None or tensor.is_meta or (tensor.is_floating_point() and bool(tensor.isnan().any())):
+        raise ShardError(f"shard: init left '{name}' unfilled; it must fill every tensor of the module it is given")
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        was, now = (f"{tuple(x.shape)} {x.dtype}" for x in (meta, tensor))
+        raise ShardError(f"shard: init replaced '{name}', {was}, by a tensor {now}; it must keep shapes and dtypes")
+    return tensor.detach()

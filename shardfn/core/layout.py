@@ -13,6 +13,7 @@ Functions on tensors here only reshape, narrow and pad; none communicates.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -144,6 +145,18 @@ def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes:
     return out
 
 
+def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
+    """The shape of what a module computes with."""
+    shapes = []
+    for leaf in layout.leaves:
+        split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
+        shapes.append(_merged_shape(leaf, compute_shape(leaf, split, data)))
+    whole = list(shapes[0])
+    for shape in shapes[1:]:
+        whole[layout.block_dim] += shape[layout.block_dim]
+    return tuple(whole)
+
+
 def compute_shape(leaf: Leaf, gathered: Sequence[int], data: Sequence[str]) -> tuple[int, ...]:
     """The gathered shape of a leaf without the padding of dims that no compute axis splits."""
     return tuple(
@@ -186,11 +199,12 @@ def _merge_dims(leaf: Leaf, x: Tensor) -> Tensor:
     """[3, heads, d, c] -> [3*heads*d, c]."""
     if all(merge == 1 for merge in leaf.merges):
         return x
-    shape, at = [], 0
-    for merge in leaf.merges:
-        shape.append(prod(x.shape[at : at + merge]))
-        at += merge
-    return x.reshape(shape)
+    return x.reshape(_merged_shape(leaf, x.shape))
+
+
+def _merged_shape(leaf: Leaf, shape: Sequence[int]) -> tuple[int, ...]:
+    ends = list(accumulate(leaf.merges))
+    return tuple(prod(shape[end - merge : end]) for merge, end in zip(leaf.merges, ends, strict=True))
 
 
 def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -220,7 +220,7 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
 def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     sizes = axes_of(mesh)
     if mesh.get_coordinate() is None:
-        raise ShardError(f"rank {dist.get_rank()} is not part of the mesh {tuple(sizes.items())} over ranks {mesh.mesh.tolist()}")
+        raise not_in_mesh(mesh)
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) for axis in sizes}
     if tuple(sizes) == order:
@@ -230,6 +230,12 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
         [groups[axis] for axis in order], mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=order
     )
     return Grid(mesh, storage, sizes, coords, groups)
+
+
+def not_in_mesh(mesh: DeviceMesh) -> ShardError:
+    """The error of a process that is asked to work on a mesh of other ranks."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in axes_of(mesh).items())
+    return ShardError(f"rank {dist.get_rank()} is not part of the mesh ({sizes}) over ranks {mesh.mesh.tolist()}")
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:

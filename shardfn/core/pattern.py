@@ -1,12 +1,13 @@
 """Name patterns: `*` one segment, `**` any number, `{a,b}` alternatives, `re:...`; anchored at both ends. Layer 0."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from shardfn.core.errors import ShardError
 
-_PIECE = re.compile(r"\*\*|\*|\{[^{}]*\}|[^*{}]+|[{}]")
+_PIECE = re.compile(r"\*\*|\*|\{[^{}]*\}|\.|[^*{}.]+|[{}]")
+_ANY = ".*"
 
 
 @lru_cache(maxsize=4096)
@@ -25,17 +26,32 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             return re.compile(pattern[3:])
         except re.error as error:
             raise ShardError(f"bad pattern {pattern!r}: {error}") from None
-    text = ""
+    segments = [""]
     for piece in _PIECE.findall(pattern):
-        text += _translate(piece, pattern)
-    # "**." and ".**" also stand for no segment at all: "layers.**.weight" matches "layers.weight"
-    text = text.replace(r"\.<ANY>\.", r"\.(?:.*\.)?").replace(r"\.<ANY>", r"(?:\..*)?").replace(r"<ANY>\.", r"(?:.*\.)?")
-    return re.compile(text.replace("<ANY>", ".*"))
+        if piece == ".":
+            segments.append("")
+        else:
+            segments[-1] += _translate(piece, pattern)
+    return re.compile(_join(segments))
+
+
+def _join(segments: Sequence[str]) -> str:
+    """Segments with dots between; a `**` of its own also stands for no segment: "layers.**.weight" is "layers.weight" too."""
+    text = ""
+    last = len(segments) - 1
+    for i, segment in enumerate(segments):
+        if segment != _ANY:
+            text += segment + (r"\." if i < last else "")
+        elif i < last:
+            text += r"(?:.*\.)?"
+        else:
+            text = text.removesuffix(r"\.") + r"(?:\..*)?" if i and segments[i - 1] != _ANY else text + _ANY
+    return text
 
 
 def _translate(piece: str, pattern: str) -> str:
     if piece == "**":
-        return "<ANY>"
+        return _ANY
     if piece == "*":
         return r"[^.]*"
     if piece in "{}":

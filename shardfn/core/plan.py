@@ -298,11 +298,32 @@ def _rules(
         problems += [f"{param.name}: {why}" for why in wrong]
         if wrong:
             del found[param.name]
+    found |= _bias_rules(info, found, policy, role)
     names = [name for param in info.params for name in param.names]
     for pattern in policy.rules:
         if pattern not in used:
             problems.append(f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}")
     return found
+
+
+def _bias_rules(
+    info: ModelInfo, found: Mapping[str, tuple[Spec, str]], policy: Policy, role: Roles
+) -> dict[str, tuple[Spec, str]]:
+    """The bias of a linear whose weight splits its outputs over a compute axis is split alike, when no rule says how."""
+    derived: dict[str, tuple[Spec, str]] = {}
+    for module in info.modules:
+        names = dict(module.params)
+        weight, bias = names.get("weight", ""), names.get("bias", "")
+        if module.kind != "linear" or weight not in found or bias not in found or policy.default == "error":
+            continue
+        dim = found[weight][0].dims[0]
+        if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith("default"):
+            factor = dim.factors[0]
+            if len(dim.factors) == 1 and policy.default == "auto" and not any(axis in role.data for axis in factor.axes):
+                dim = Dim((Block((replace(factor, axes=(*factor.axes, *role.shardable)),)),))
+            spec = Spec((dim,))
+            derived[bias] = (replace(spec, source=str(spec)), f"the rule of '{weight}'")
+    return derived
 
 
 def _examples(names: Sequence[str]) -> str:
@@ -545,6 +566,15 @@ def _uncomputable(
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
     problems = []
     for module in info.modules:
+        names = dict(module.params)
+        bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
+        if module.kind == "linear" and bias is not None and weight is not None:
+            have, want = ([a for a in x.model_axes(0) if a in role.compute and axes[a] > 1] for x in (bias, weight))
+            if have != want:
+                problems.append(
+                    f"{bias.name}: rule '{bias.rule}' must split it over the compute axes of dim 0 of '{weight.name}' "
+                    f"('{weight.rule}'): {', '.join(want) or 'none'}"
+                )
         if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
             continue
         for attribute, name in module.params:

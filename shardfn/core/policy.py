@@ -87,6 +87,10 @@ class Policy:
             if not isinstance(value, Mapping):
                 raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
             object.__setattr__(self, name, dict(value))
+        for name in ("rules", "acts"):
+            for pattern, rule in getattr(self, name).items():
+                if not isinstance(pattern, str) or not isinstance(rule, str):
+                    raise TypeError(f"Policy({name}={{{pattern!r}: {rule!r}}}): a pattern and a rule, both strings, are needed")
         batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
         object.__setattr__(self, "batch", batch)
         for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
@@ -104,7 +108,7 @@ class Policy:
             raise ValueError(f"Policy(regather={self.regather!r}): True, False, or over how many ranks to keep a shard")
         for name in ("sizes", "pad"):
             for key, value in getattr(self, name).items():
-                if not isinstance(value, int) or value < (name == "pad"):
+                if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
                     raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
 
     def __or__(self, other: "Policy") -> "Policy":

@@ -245,7 +245,7 @@ def parse(rule: str) -> Spec:
 
 def repeated_axes(spec: Spec) -> list[str]:
     """Problems of mesh axes that split more than one factor; the blocks of a fused dim count one by one."""
-    seen = {axis: 1 for axis in spec.partial}
+    seen = {axis: spec.partial.count(axis) for axis in spec.partial}
     for dim in spec.dims:
         here: dict[str, int] = {}
         for block in dim.blocks:
@@ -309,8 +309,9 @@ class Sizes:
         if rest or value < 0:
             unknown = unknowns[0].split(" ")[0]
             why = f"a dim of size {size} is not {coefficient} x {unknown}{f' + {constant}' if constant else ''}"
-            arithmetic = f"({size} - {constant}) % {coefficient} = {rest}"
-            problems.append((tensor, f"{tensor}: {why}: {arithmetic}\n{spec.caret(dim.span)}"))
+            rest_of = f"({size} - {constant})" if constant else f"{size}"
+            arithmetic = f"{rest_of} % {coefficient} = {rest}" if value >= 0 else f"{size} < {constant}"
+            problems.append((tensor, f"{tensor}: {why}: {arithmetic}{self._origins(dim)}\n{spec.caret(dim.span)}"))
             return True
         self.known[unknowns[0]] = value
         self._origin[unknowns[0]] = tensor
@@ -339,16 +340,21 @@ class Sizes:
     def _clash(self, equation: tuple[str, Spec, int, int], product: int) -> str:
         tensor, spec, at, size = equation
         dim = spec.dims[at]
-        names = [f.name for f in dim.factors if f.literal is None and f.name != "_"]
-        known = ", ".join(f"{name}={self.known[name]} (from {self._origin[name]})" for name in dict.fromkeys(names))
-        return f"{tensor}: dim {at} of size {size} does not match {product}{f': {known}' if known else ''}\n{spec.caret(dim.span)}"
+        return f"{tensor}: dim {at} of size {size} does not match {product}{self._origins(dim)}\n{spec.caret(dim.span)}"
+
+    def _origins(self, dim: Dim) -> str:
+        """Where the sizes known in a dim come from: `": c=8 (from 'up.weight')"`."""
+        names = dict.fromkeys(f.name for f in dim.factors if f.name in self.known)
+        known = ", ".join(f"{name}={self.known[name]} (from {self._origin[name]})" for name in names)
+        return f": {known}" if known else ""
 
     def _cannot_infer(self, equation: tuple[str, Spec, int, int]) -> str:
         tensor, spec, at, size = equation
         dim = spec.dims[at]
         names = list(dict.fromkeys(key.split(" ")[0] for key in self._linear(tensor, at, dim)[2]))
-        ask = ", ".join(f"'{name}': ..." for name in names[:-1] or names)
-        return f"{tensor}: cannot infer {', '.join(names)} from a dim of size {size}; pass sizes={{{ask}}}\n{spec.caret(dim.span)}"
+        ask = ", ".join(f"'{name}': ..." for name in [name for name in names if name != "_"][: len(names) - 1 or 1])
+        remedy = f"pass sizes={{{ask}}}" if ask else "write a number or a name for it"
+        return f"{tensor}: cannot infer {', '.join(names)} from a dim of size {size}; {remedy}\n{spec.caret(dim.span)}"
 
 
 def _key(tensor: str, dim: int, index: int, factor: Factor) -> str:

@@ -1,0 +1,206 @@
+"""Differentiation with respect to trees of shards. Layer 4."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import DTensorSpec, pytree, unwrap_local, wrap_local
+from shardfn.core.buckets import leaf_spec
+from shardfn.core.collectives import pmean
+from shardfn.core.data import Mean
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import Grid, grid
+from shardfn.core.plan import Plan
+from shardfn.core.tree import Params
+
+Reduction = Literal["mean", "sum"] | None
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, reduce: Reduction = "mean"
+) -> Callable[..., Any]:
+    """A function that returns the loss and its gradients with respect to a tree of shards.
+
+    `loss_fn(params, *batch)` is ordinary code that calls `apply`; it returns this data rank's mean loss, a scalar, or
+    `sf.data.Mean(total, count)` for an exact mean over ranks with unequal counts.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> step = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())
+        >>> loss, grads = step(params, torch.ones(3, 4))
+        >>> grads["weight"].placements == params["weight"].placements
+        True
+
+    Args:
+        loss_fn: the function; the loss is a scalar tensor, or `(loss, aux)` with `has_aux`.
+        argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors.
+        has_aux: whether `loss_fn` also returns something that is passed through.
+        reduce: gradients are the mean or the sum over data ranks, with their parameters' placements; `None` leaves
+            them as pending sums (`+fsdp`) to be added over microbatches and given to `reduce_grads` once.
+
+    Returns:
+        `f(*args) -> (loss, grads)`, or `((loss, aux), grads)`. The loss is averaged over the data axes. Frozen
+        parameters and those the loss does not depend on have zeros.
+
+    Raises:
+        ShardError: the loss is not a scalar.
+        TypeError: an argument holds nothing to differentiate.
+
+    Communication: what `apply` needs, and one all-reduce of a scalar a data axis for the loss.
+    """
+    if reduce not in ("mean", "sum", None):
+        raise ValueError(f"value_and_grad(reduce={reduce!r}): 'mean', 'sum' or None")
+    single = isinstance(argnums, int)
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(loss_fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = list(args)
+        for position in positions:
+            if position >= len(args):
+                raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
+            inputs[position] = _differentiable(args[position], reduce)
+        with torch.enable_grad():
+            result = loss_fn(*inputs, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
+            loss, value = _objective(loss, owner)
+        grads = _gradients(loss, [inputs[p] for p in positions])
+        value = _averaged(value, owner)
+        return ((value, aux) if has_aux else value), (grads[0] if single else tuple(grads))
+
+    return call
+
+
+def grad(
+    loss_fn: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, reduce: Reduction = "mean"
+) -> Callable[..., Any]:
+    """Like `value_and_grad` without the value: `f(*args) -> grads`, or `(grads, aux)`.
+
+    >>> import torch, shardfn as sf
+    >>> from torch import nn
+    >>> model = nn.Linear(4, 1)
+    >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+    >>> sf.grad(lambda p, x: sf.apply(model, p, x).sum())(params, torch.ones(3, 4))["bias"].full_tensor()
+    tensor([3.])
+
+    Args:
+        loss_fn, argnums, has_aux, reduce: as in `value_and_grad`.
+    """
+    both = value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux, reduce=reduce)
+
+    @wraps(loss_fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return call
+
+
+def _differentiable(tree: Any, reduce: Reduction) -> Any:
+    """The same tree with fresh leaves that ask for a gradient; leaves inside an outer differentiation stay connected."""
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        return leaf if leaf.grad_fn is not None else leaf.detach().requires_grad_()
+
+    if not isinstance(tree, Params):
+        return pytree.tree_map(fresh, tree)
+    plan, places = replace(tree.plan, reduction=reduce), grid(tree.mesh, tree.plan.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    for name, leaf in tree.items():
+        wanted = plan.leaves[name][0].trainable and leaf.is_floating_point()
+        if leaf.grad_fn is not None or not isinstance(leaf, DTensor):
+            leaves[name] = leaf
+        else:
+            local = unwrap_local(leaf).detach()
+            leaves[name] = wrap_local(local, leaf_spec(plan, places, name, leaf.dtype), requires_grad=wanted)
+    return Params(leaves, plan, tree.mesh, tree.buffers)
+
+
+def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor]:
+    """(what to differentiate, this rank's value): for a `Mean`, scaled so that the mean over ranks is exact."""
+    if isinstance(loss, Mean):
+        count = torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach()
+        for axis in owner.plan.roles.data if owner is not None else ():
+            count = pmean(count, owner.mesh, axis)  # type: ignore[union-attr]
+        loss = loss.total / count.to(loss.total.dtype)
+    if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        what = "a DTensor" if isinstance(loss, DTensor) else what
+        raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
+    return loss, loss.detach()
+
+
+def _averaged(value: Tensor, owner: Params | None) -> Tensor:
+    for axis in owner.plan.roles.data if owner is not None else ():
+        value = pmean(value, owner.mesh, axis)  # type: ignore[union-attr]
+    return value
+
+
+def _gradients(loss: Tensor, trees: Sequence[Any]) -> list[Any]:
+    flat = [pytree.tree_flatten(tree) for tree in trees]
+    wanted = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not wanted:
+        raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+    outer = any(leaf.grad_fn is not None for leaf in wanted)
+    if loss.grad_fn is None:
+        found = [None] * len(wanted)
+    else:
+        found = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
+    by_leaf = dict(zip(map(id, wanted), found, strict=True))
+    return [
+        _as_tree(tree, pytree.tree_unflatten([_gradient(leaf, by_leaf.get(id(leaf))) for leaf in leaves], spec))
+        for tree, (leaves, spec) in zip(trees, flat, strict=True)
+    ]
+
+
+def _gradient(leaf: Any, found: Tensor | None) -> Any:
+    """The gradient of one leaf; plain zeros for a plain leaf that has none."""
+    if found is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        return found
+    return torch.zeros_like(leaf, requires_grad=False)
+
+
+def _as_tree(tree: Any, grads: Any) -> Any:
+    """Gradients under the caller's plan, with placements that are those of the parameters."""
+    if not isinstance(tree, Params):
+        return grads
+    plan, places = replace(tree.plan, reduction="mean"), grid(tree.mesh, tree.plan.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    for name, gradient in grads.items():
+        pending = tree.plan.reduction is None and tree[name].requires_grad
+        spec = leaf_spec(plan, places, name, tree[name].dtype, pending)
+        if gradient is None:
+            leaves[name] = _zeros(plan, places, name, spec, pending, tree[name].requires_grad)
+        elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
+            leaves[name] = _placed(name, gradient, spec, tree.plan.reduction)
+        else:
+            leaves[name] = gradient
+    return Params(leaves, plan, tree.mesh, tree.buffers)
+
+
+def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
+    """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
+    keep = plan.roles.compute if pending else None
+    shape = plan.leaves[name][1].local_shape(places.sizes, places.coords, keep)
+    dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
+    zero = torch.zeros((), dtype=dtype, device=places.device)
+    return wrap_local(torch.zeros(shape, dtype=dtype, device=places.device) if trainable else zero.expand(shape), spec)
+
+
+def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:
+    """A gradient that arithmetic on the DTensor itself made, in its parameter's placements."""
+    if not isinstance(gradient, DTensor):
+        raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")
+    if reduce is None:
+        raise ShardError(f"value_and_grad(reduce=None): '{name}' is used outside apply and gather; reduce its gradient at once")
+    return gradient.redistribute(gradient.device_mesh, list(spec.placements))
