@@ -34,7 +34,6 @@ def materialized(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if not torch.compiler.is_compiling() and x._is_zerotensor() else x
 
 
-@torch.compiler.assume_constant_result
 def traces_first_order() -> bool:
     """Whether the graph being traced is at most one `func.grad` deep. Answered while tracing, a constant of the graph.
 
@@ -43,6 +42,10 @@ def traces_first_order() -> bool:
     """
     kinds = [level.key() for level in get_interpreter_stack() or ()]
     return len(kinds) <= 1 and all(kind == TransformType.Grad for kind in kinds)
+
+
+# What `torch.compiler.assume_constant_result` does, without the 0.7 s that importing Dynamo takes.
+traces_first_order.__dict__["_dynamo_marked_constant"] = True
 
 
 # DTensor from a local tensor without a check or a collective: 125 us for 50 leaves against 1 382 us for `from_local`.

@@ -379,24 +379,31 @@ def graphs_on_a_rank() -> None:
     for a, b in zip(compiled(lambda x, w: gradient(x, w), fullgraph=True)(x, w), wants, strict=True):
         assert_close(a, b)
 
-    def per_sample(xs: Tensor) -> Tensor:
-        return vmap(lambda x: sfc.psum(x, mesh, "tp"))(xs)
-
-    def pushed(x: Tensor) -> Tensor:
-        return jvp(lambda x: sfc.all_gather(x, mesh, "tp", 0), (x,), (x,))[1]
-
-    def curved(x: Tensor) -> Tensor:
-        return grad(lambda x: grad(lambda x: sfc.psum(x, mesh, "tp").sin().sum())(x).square().sum())(x)
-
     for f in (per_sample, pushed, curved):
         with pytest.raises(Unsupported, match="cannot take vmap, jvp or a second derivative"):
-            torch.compile(f, backend="eager", fullgraph=True)(x)
-        assert_close(torch.compile(f, backend="eager")(x), f(x))  # breaks the graph there, and is right
+            torch.compile(f, backend="eager", fullgraph=True)(x, mesh)
+
+    @torch.compiler.disable
+    def apart(x: Tensor) -> Tensor:
+        return curved(x, mesh)
+
+    assert_close(torch.compile(lambda x: apart(x) * 2, backend="eager")(x), 2 * curved(x, mesh))
 
 
-# Dynamo makes an instance of `autograd.Function` for its own use, and looks for `grad` on every tensor.
+def per_sample(xs: Tensor, mesh: DeviceMesh) -> Tensor:
+    return vmap(lambda x: sfc.psum(x, mesh, "tp"))(xs)
+
+
+def pushed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return jvp(lambda x: sfc.all_gather(x, mesh, "tp", 0), (x,), (x,))[1]
+
+
+def curved(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return grad(lambda x: grad(lambda x: sfc.psum(x, mesh, "tp").sin().sum())(x).square().sum())(x)
+
+
+# Dynamo makes an instance of `autograd.Function` for its own use.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_pairs_compile() -> None:
     run(graphs_on_a_rank, ranks=2, timeout=100)
 

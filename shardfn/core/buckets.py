@@ -224,7 +224,9 @@ class BucketOnGrid:
         the other data axes.
         """
         grid, axes = self.grid, self.bucket.axes
-        dtype = self.plan.policy.reduce_dtype or self.bucket.dtype
+        dtype = self.bucket.dtype
+        if dtype.is_floating_point:
+            dtype = self.plan.policy.reduce_dtype or dtype
         filled = []
         for leaf, whole in zip(self.leaves, wholes, strict=True):
             shape = leaf.local_shape(grid.sizes, grid.coords, self.plan.roles.compute)

@@ -353,7 +353,7 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
     if not traces_first_order():
         raise ShardError(
             "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
-            "Transform outside the compiled function, or let the graph break there (fullgraph=False)."
+            "Transform outside the compiled function, or put @torch.compiler.disable on the part that transforms."
         )
     # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
     return pair.apply(x.view_as(x), mesh, axis, *dims)

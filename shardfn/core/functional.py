@@ -5,7 +5,6 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -17,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.core.agreement import agree
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, gather_leaves, leaf_spec
-from shardfn.core.errors import ShardError
+from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
-from shardfn.core.layout import Layout, from_compute_view, from_leaves, local_slice, to_leaves
+from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice, to_leaves
 from shardfn.core.mesh import Grid, axes_of, grid
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
@@ -71,9 +70,9 @@ def shard(
     made: Plan | Exception
     try:
         made = _checked_plan(model, mesh, policy, init, src)
-    except (ShardError, ValueError, TypeError) as error:
+    except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
-    seed = agree(mesh, made)
+    seed = agree(mesh, made, _facts(model, init, src))
     assert isinstance(made, Plan)
     places = grid(mesh, made.roles.storage)
     leaves: dict[str, Tensor] = {}
@@ -83,6 +82,7 @@ def shard(
             local = local_slice(leaf, whole, places.sizes, places.coords).detach()
             copied = torch.empty(local.shape, dtype=local.dtype, device=places.device).copy_(local)
             leaves[leaf.name] = wrap_local(copied, leaf_spec(made, places, leaf.name))
+        del full, whole, local  # the next tensor is not made before this one is gone
     return Params({name: leaves[name] for name in made.leaves}, made, mesh, buffers)
 
 
@@ -102,14 +102,35 @@ def _checked_plan(
     ranks = mesh.mesh.flatten().tolist()
     if src is not None and src not in ranks:
         raise ShardError(f"shard: src={src} is not a rank of the mesh, which has {ranks}")
-    named = dict(_named_tensors(model))
-    meta = [name for name in made.layouts if named[name].is_meta]
-    if meta and init is None and (src is None or dist.get_rank() == src):
+    _require_values(model, made, init, src)
+    return made
+
+
+def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: Any, src: int | None) -> None:
+    named, buffers = dict(_named_tensors(model)), _named_buffers(model)
+    meta = [name for name in made.layouts if named[name].is_meta] + [name for name, x in buffers.items() if x.is_meta]
+    if not meta or (src is not None and dist.get_rank() != src):
+        return
+    if src is not None:
+        raise ShardError(f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, or drop src")
+    if init is None:
         raise ShardError(
-            f"shard: {len(meta)} parameters are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
+            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
             f"Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
         )
-    return made
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values")
+
+
+def _facts(model: object, init: Any, src: int | None) -> list[str]:
+    """What the ranks must have in common besides the plan, so that they issue the same collectives."""
+    buffers = _named_buffers(model).items()
+    lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers]
+    return [*lines, f"src={src}", "an init function" if init is not None else "no init function"]
+
+
+def _named_buffers(model: object) -> dict[str, Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
@@ -127,12 +148,13 @@ def _full_tensors(
 ) -> Iterator[tuple[Layout, Tensor]]:
     """Every parameter whole, one at a time; fills `buffers` on the way."""
     named = dict(_named_tensors(model))
-    own_buffers = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
+    own_buffers = _named_buffers(model)
     done: set[str] = set()
     if init is not None and isinstance(model, nn.Module) and src is None:
         for name, full in initialized(model, init, seed, places.device, own_buffers):
             done.add(name)
             yield made.layouts[name], full
+            del full
     for layout in made.layouts.values():
         if layout.name not in done:
             yield layout, _from_src(named[layout.name], layout.shape, layout.dtype, src, places)
@@ -205,7 +227,7 @@ def gather(
     places = grid(tree.mesh, tree.plan.roles.storage)
     for layout in layouts:
         for leaf in layout.leaves:
-            _require_reduced(leaf.name, tree[leaf.name])
+            _require_reduced("gather", leaf.name, tree[leaf.name])
     keep = to != "rank0" or dist.get_rank() == places.ranks()[0]
     out: dict[str, Tensor] = {}
     for group in _groups(layouts, tree, 0 if to != "all" else _MAX_BUCKET_BYTES):
@@ -227,7 +249,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     plan_ = tree.plan
     layouts = {name: plan_.leaves[name] for name in names}
     out: dict[str, Tensor] = {}
-    keys = {name: (leaf.axes, tree[name].dtype) for name, (_, leaf) in layouts.items()}
+    keys = {name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype) for name, (_, leaf) in layouts.items()}
     for axes, dtype in dict.fromkeys(keys.values()):
         members = tuple(name for name in names if keys[name] == (axes, dtype))
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
@@ -235,6 +257,8 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
         gathered = GatherBucket.apply(spot, None, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _GatherCompute.apply(spot, compute, *gathered) if compute else gathered
+        if all(places.sizes[axis] == 1 for axis in axes):
+            wholes = [whole.clone() for whole in wholes]  # nothing moved: these are the shards' own memory
         out |= dict(zip(members, wholes, strict=True))
     return [out[name] for name in names]
 
@@ -295,9 +319,9 @@ def _require_params(verb: str, tree: object) -> Params:
     return tree
 
 
-def _require_reduced(name: str, leaf: Tensor) -> None:
+def _require_reduced(verb: str, name: str, leaf: Tensor) -> None:
     if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
-        raise ShardError(f"gather: '{name}' is a sum that is still pending; call reduce_grads(tree) first")
+        raise ShardError(f"{verb}: '{name}' is a sum that is still pending; call reduce_grads(tree) first")
 
 
 def reduce_grads(
@@ -325,8 +349,8 @@ def reduce_grads(
         a tree like the parameters'.
 
     Raises:
-        TypeError: plain tensors without `like`; the mean of integers.
-        ShardError: names or shapes that are not the parameters'.
+        TypeError: plain tensors without `like`; the mean of integers; something else than a tensor.
+        ShardError: names, shapes or placements that are not the parameters'.
 
     Communication: one reduce-scatter a bucket over the axes that split it and one all-reduce over the other data axes,
     in `reduce_dtype`.
@@ -339,8 +363,10 @@ def reduce_grads(
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
     for name, grad in pending.items():
-        if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
+        if op == "mean" and not grad.is_floating_point():
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
+        if grad.dtype == torch.bool:
+            raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, which cannot be added")
     for unit in plan_.units:
         for bucket in unit.buckets:
             for dtype in dict.fromkeys(pending[name].dtype for name in bucket.leaves if name in pending):
@@ -357,30 +383,40 @@ def _sort_grads(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tup
     pending: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
     for name, grad in grads.items():
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"reduce_grads: '{name}' holds {type(grad).__name__}, not a tensor; leave parameters without a gradient out")
+        if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
+            raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
-            if name not in plan_.leaves:
-                raise ShardError(f"reduce_grads: there is no parameter '{name}'")
-            partial = any(isinstance(placement, Partial) for placement in grad.placements)
+            partial = _is_pending(name, grad, owner, places)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
-        elif name in plan_.canonical:
-            layout = plan_.layouts[plan_.canonical[name]]
-            parts = from_compute_view(layout, _checked_shape(layout, grad, owner, places), plan_.roles.data, places.sizes)
-            pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
-        else:
-            raise ShardError(f"reduce_grads: there is no parameter '{name}'")
+            continue
+        layout = plan_.layouts[plan_.canonical[name]]
+        if layout.leaves[0].name in pending:
+            raise ShardError(f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one")
+        parts = from_compute_view(layout, _checked_shape(layout, grad, owner, places), plan_.roles.data, places.sizes)
+        pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
 
 
+def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid) -> bool:
+    """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one."""
+    reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
+    for spec, answer in ((reduced, False), (pending, True)):
+        if grad.placements == spec.placements and grad.shape == spec.shape:
+            return answer
+    raise ShardError(
+        f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "
+        f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements}"
+    )
+
+
 def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) -> Tensor:
-    compute = owner.plan.roles.compute
-    wanted = list(layout.shape)
-    for dim in range(len(wanted)):
-        wanted[dim] //= prod(places.sizes[axis] for axis in layout.model_axes(dim) if axis in compute)
-    padded = any(leaf.shape != leaf.extent for leaf in layout.leaves)
-    if list(grad.shape) != wanted and not padded:
+    wanted = compute_view_shape(layout, owner.plan.roles.data, places.sizes)
+    if grad.shape != wanted:
         raise ShardError(
             f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is whole over the "
-            f"data axes and split over the compute axes by '{layout.rule}': {tuple(wanted)}"
+            f"data axes and split over the compute axes by '{layout.rule}': {wanted}"
         )
     return grad
 
@@ -425,7 +461,9 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     if sorted(old) != sorted(new):
         raise ShardError(f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead")
     places = grid(target_mesh, made.roles.storage)
-    layouts = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
+    layouts = _selected(tree, None)
+    for name, leaf in tree.items():
+        _require_reduced("reshard", name, leaf)
     from_places = grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -445,8 +483,8 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
     if isinstance(to, Plan):
         if to.axes != axes_of(mesh):
             raise ShardError(f"reshard: the plan is for a mesh {to.axes}, the mesh is {axes_of(mesh)}")
-        if set(to.layouts) != set(tree.plan.layouts):
-            raise ShardError("reshard: the plan is for another model")
+        if to.info.params != tree.plan.info.params:
+            raise ShardError(f"reshard: the plan is for another model\n{tree.plan.diff(to)}")
         return to
     if not isinstance(to, Policy):
         raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import pytree, unwrap_local, with_local
-from shardfn.core.errors import ShardError
+from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
 
@@ -81,10 +81,19 @@ class Params(dict[str, Tensor]):
         return self.like(self)
 
     def __or__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+        self._require_fits(other)
         return self.like({**self, **other})
 
     def __ror__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+        self._require_fits(other)
         return self.like({**other, **self})
+
+    def _require_fits(self, other: Mapping[str, Tensor]) -> None:
+        if isinstance(other, Params) and other.plan != self.plan:
+            raise ShardError(f"params | other: the layouts differ; reshard one of them\n{self.plan.diff(other.plan)}")
+        unknown = next((name for name in other if name not in self.plan.leaves), None)
+        if unknown is not None:
+            raise ShardError(f"params | other: the model has no '{unknown}'{did_you_mean(unknown, self.plan.leaves)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Params":
         copies = {name: with_local(leaf, unwrap_local(leaf).detach().clone()) for name, leaf in self.items()}
@@ -149,13 +158,14 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 - t
     Raises:
         ShardError: the trees have other names or layouts.
     """
-    try:
-        return pytree.tree_map(fn, tree, *rest)
-    except ValueError as error:
-        problem = next((why for other in rest if (why := _difference(tree, other))), None)
-        if problem is None:
-            raise
-        raise ShardError(f"tree.map: {problem}") from error
+    flat, structure = pytree.tree_flatten(tree)
+    others = []
+    for other in rest:
+        try:
+            others.append(structure.flatten_up_to(other))
+        except ValueError as error:
+            raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
+    return structure.unflatten([fn(*leaves) for leaves in zip(flat, *others, strict=True)])
 
 
 def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:

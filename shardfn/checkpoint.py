@@ -1,0 +1,5 @@
+"""Checkpoints: `save`, `load`, `latest`. The code is in `shardfn/core/checkpoint.py`."""
+
+from shardfn.core.checkpoint import latest as latest
+from shardfn.core.checkpoint import load as load
+from shardfn.core.checkpoint import save as save

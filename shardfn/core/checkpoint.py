@@ -1,0 +1,240 @@
+"""Trees to checkpoint directories and back, on any mesh. Layer 4.
+
+torch.distributed.checkpoint writes the files and reshards on load. A save goes into a new directory beside the others
+and is renamed into place when every rank has written, so that a name always stands for a whole checkpoint. What is
+written has the model's names and shapes, whatever the layout.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardfn._torch import dtensor_spec, pytree, unwrap_local, wrap_local
+from shardfn.core.buckets import leaf_spec
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import gather
+from shardfn.core.layout import Layout, local_slice, to_leaves
+from shardfn.core.mesh import Grid, chunk, grid
+from shardfn.core.tree import Params
+
+STEP = "step-{:08d}"
+
+
+def to_state_dict(params: Params, aliases: bool = True) -> dict[str, Tensor]:
+    """The tree under the model's names and in the model's shapes, still sharded.
+
+    A parameter stored in the model's shape is the leaf itself; one that is stored with one dim per factor, in blocks or
+    padded is gathered and split evenly on its first dim.
+
+    Args:
+        params: a tree made by `shard`, or one with its layouts.
+        aliases: whether tied parameters appear under each of their names.
+    """
+    out: dict[str, Tensor] = {}
+    for layout in params.plan.layouts.values():
+        if all(leaf.name in params for leaf in layout.leaves):
+            tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
+            out |= dict.fromkeys((layout.name, *layout.aliases) if aliases else (layout.name,), tensor)
+    return out
+
+
+def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
+    """The tree with the layout of `like` from tensors under the model's names: `DTensor`s or full tensors."""
+    places = grid(like.mesh, like.plan.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    for layout in like.plan.layouts.values():
+        if not all(leaf.name in like for leaf in layout.leaves):
+            continue
+        value = next(state[name] for name in (layout.name, *layout.aliases) if name in state)
+        own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
+        if own is not None and isinstance(value, DTensor) and tuple(value.placements) == own.placements:
+            leaves[layout.name] = wrap_local(unwrap_local(value), own)
+            continue
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
+            local = local_slice(leaf, whole, places.sizes, places.coords).detach().to(places.device)
+            spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
+            leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
+    return like.like((name, leaves[name]) for name in like if name in leaves)
+
+
+def _model_shaped(params: Params, layout: Layout) -> Tensor:
+    full = gather(params, layout.name)[layout.name].detach()
+    places = grid(params.mesh, params.plan.roles.storage)
+    return _split_evenly(full, params, places)
+
+
+def _split_evenly(full: Tensor, params: Params, places: Grid) -> Tensor:
+    """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
+    order = params.plan.roles.storage
+    split = [axis == order[-1] and full.dim() > 0 for axis in order]
+    local = full
+    if split[-1]:
+        local = full.narrow(0, *chunk(full.shape[0], places.sizes[order[-1]], places.coords[order[-1]])).clone()
+    return wrap_local(local, dtensor_spec(places.storage, [Shard(0) if s else Replicate() for s in split], full.shape, full.dtype))
+
+
+def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None) -> Path:
+    """Write a tree into a new checkpoint directory; it appears under its name when it is whole.
+
+        >>> import tempfile, shardfn as sf
+        >>> from torch import nn
+        >>> params = sf.shard(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> path = sf.checkpoint.save(tempfile.mkdtemp() + "/step-1", {"params": params})
+        >>> restored = sf.checkpoint.load(path, {"params": params})
+        >>> sf.gather(restored["params"])["bias"].equal(sf.gather(params)["bias"])
+        True
+
+    Args:
+        path: the directory to make; the same for every rank, on storage that all see. One that exists is replaced.
+        tree: `Params`, and containers of them, of tensors and of numbers.
+        mesh: whose ranks save together; default: that of the first `Params` in the tree.
+
+    Returns:
+        the path.
+
+    Raises:
+        TypeError: a leaf that is neither a tensor nor a number.
+        ShardError: the mesh does not cover all ranks.
+
+    Communication: that of torch.distributed.checkpoint, and two barriers.
+    """
+    target = Path(path)
+    state, first = _flat_state(tree), _is_first(tree, mesh)
+    temporary = target.parent / f".writing-{target.name}"
+    if first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+    _barrier()
+    dcp.save(state, checkpoint_id=str(temporary))
+    if first:
+        _rename(temporary, target)
+    _barrier()
+    return target
+
+
+def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None) -> Any:
+    """Read a checkpoint into a new tree with the layouts of `like`, which may be on another mesh than it was saved on.
+
+    Args:
+        path: a directory made by `save`.
+        like: a tree of the same structure; its values are not used or changed.
+        mesh: as in `save`.
+
+    Returns:
+        the tree.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ShardError: naming the leaves that are missing or have another shape or dtype, before anything is read.
+    """
+    _is_first(like, mesh)
+    reader = dcp.FileSystemReader(str(path))
+    if not (Path(path) / ".metadata").is_file():
+        raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
+    state = {name: _empty(tensor) for name, tensor in _flat_state(like).items()}
+    _require_same(str(path), reader.read_metadata(), state)
+    dcp.load(state, storage_reader=reader)
+    flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
+    return pytree.tree_unflatten([_restored(_name(key), leaf, state) for key, leaf in flat], spec)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint `step-N` in a directory, or None."""
+    found = [p for p in Path(directory).glob("step-*") if (p / ".metadata").is_file() and p.name[5:].isdecimal()]
+    return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def _is_params(node: Any) -> bool:
+    return isinstance(node, Params)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+def _flat_state(tree: Any) -> dict[str, Tensor]:
+    """One flat dict of tensors: `params.layers.0.wq.weight`, `optimizer.mu.layers.0...`, `step`."""
+    state: dict[str, Tensor] = {}
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_params)[0]:
+        name = _name(path)
+        if isinstance(leaf, Params):
+            own = {f"{name}.{key}" if name else key: value for key, value in to_state_dict(leaf).items()}
+            state |= {key: value.detach() for key, value in own.items()}
+        elif isinstance(leaf, Tensor):
+            state[name] = leaf.detach()
+        elif isinstance(leaf, int | float):
+            state[name] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+        elif leaf is not None:
+            raise TypeError(f"checkpoint: '{name}' is a {type(leaf).__name__}; a checkpoint holds tensors and numbers")
+    return state
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor)
+    local = torch.empty_like(unwrap_local(tensor))
+    return wrap_local(local, dtensor_spec(tensor.device_mesh, list(tensor.placements), tensor.shape, tensor.dtype))
+
+
+def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
+    if isinstance(leaf, Params):
+        prefix = f"{name}." if name else ""
+        return from_state_dict(leaf, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+    if isinstance(leaf, int | float):
+        return type(leaf)(state[name].item())
+    return state.get(name)
+
+
+def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
+    """Every wanted tensor is there with its shape and dtype; more may be there."""
+    problems = []
+    for name, tensor in state.items():
+        have = metadata.state_dict_metadata.get(name)
+        if not isinstance(have, TensorStorageMetadata):
+            problems.append(f"'{name}' is not in it")
+        elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
+            problems.append(f"'{name}' is {tuple(have.size)} {have.properties.dtype}, wanted {tuple(tensor.shape)} {tensor.dtype}")
+    if problems:
+        listed = "\n  ".join(problems[:8]) + ("\n  ..." if len(problems) > 8 else "")
+        raise ShardError(f"checkpoint.load: '{path}' does not fit, {len(problems)} leaves:\n  {listed}")
+
+
+def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
+    """Whether this is the rank that makes and renames directories; checks that all ranks take part."""
+    if mesh is None:
+        leaves = pytree.tree_leaves(tree, is_leaf=_is_params)
+        mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Params)), None)
+    if mesh is not None and dist.is_initialized() and mesh.size() != dist.get_world_size():
+        raise ShardError(f"checkpoint: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; all ranks must save and load together")
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    """Put the written directory in place; an older one of that name goes first aside, then away."""
+    aside = target.parent / f".replaced-{target.name}"
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    temporary.rename(target)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(aside, ignore_errors=True)

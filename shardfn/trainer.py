@@ -1,0 +1,358 @@
+"""`Trainer`, the only stateful object: it holds what the functions are given. Layer 5.
+
+It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `step` on the same trees.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import pytree, unwrap_local
+from shardfn.core import checkpoint, optim
+from shardfn.core.apply import apply
+from shardfn.core.checkpoint import from_state_dict, to_state_dict
+from shardfn.core.collectives import pmean
+from shardfn.core.data import Mean
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import gather, shard
+from shardfn.core.mesh import make_mesh
+from shardfn.core.plan import Plan
+from shardfn.core.policy import Policy
+from shardfn.core.transforms import value_and_grad
+from shardfn.core.tree import Params, map_local
+
+
+class Trainer(nn.Module):
+    """A sharded model that trains: an `nn.Module` whose parameters are shards, or, given a loss, a training loop's body.
+
+    It takes the model over: its parameters become `nn.Parameter(DTensor)` shards in place, under the same names. So any
+    `torch.optim` optimizer, learning-rate schedule, `state_dict` and torch.distributed.checkpoint work on it, and
+    `trainer(x)` followed by `loss.backward()` fills `.grad` with gradients averaged over the data axes.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> def loss_fn(params, x, y):
+        ...     return (sf.apply(model, params, x) - y).square().mean()
+        >>> trainer = sf.Trainer(model, sf.make_mesh("cpu", fsdp=1), optimizer=sf.optim.adamw(1e-2), loss_fn=loss_fn)
+        >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+        >>> losses = [float(trainer.step(x, y)["loss"]) for _ in range(20)]
+        >>> losses[-1] < losses[0]
+        True
+
+    Args:
+        model: the module; may be on the meta device when `init` is given.
+        mesh: default `make_mesh(fsdp=-1)`.
+        policy: default `Policy()`.
+        optimizer: from `sf.optim`; needed by `step`.
+        loss_fn: `loss_fn(params, *batch)` as for `value_and_grad`; needed by `step` and `evaluate`.
+        accumulate: microbatches a step: `step` cuts its batch on dim 0 into so many equal parts.
+        clip: largest global norm of the gradients.
+        ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
+        compile: compile the step.
+        init, src: as for `shard`.
+
+    Raises:
+        ShardError: as `shard`.
+        ValueError, TypeError: a setting that means nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None = None,
+        policy: Policy | Plan | None = None,
+        *,
+        optimizer: optim.Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        accumulate: int = 1,
+        clip: float | None = None,
+        ema: float | None = None,
+        compile: bool = False,
+        init: Callable[[nn.Module], Any] | None = None,
+        src: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_settings(model, accumulate, clip, ema, compile)
+        mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
+        params = shard(model, mesh, policy if policy is not None else Policy(), init=init, src=src)
+        self.plan, self.mesh = params.plan, mesh
+        self.optimizer, self.loss_fn = optimizer, loss_fn
+        self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
+        self.steps = 0
+        # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
+        self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
+        self.training = model.training
+        self._slots = _install(model, params)
+        self.ema: Params | None = map_local(torch.clone, self.params) if ema is not None else None
+        self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; its parameters are the shards."""
+        return self.__dict__["_model"]
+
+    @property
+    def params(self) -> Params:
+        """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
+        leaves = {name: owner._parameters[attribute] for name, (owner, attribute) in self._slots.items()}
+        return Params(leaves, self.plan, self.mesh, dict(self.module.named_buffers(remove_duplicate=False)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`apply(module, params, ...)`."""
+        return apply(self.module, self.params, *args, **kwargs)
+
+    def step(self, *batch: Any) -> dict[str, Any]:
+        """One update on this data rank's batch.
+
+        Returns:
+            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors, `tokens`: elements of
+            the last tensor of the batch, summed over data ranks.
+
+        Raises:
+            ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts.
+        """
+        optimizer = self._require("optimizer", self.optimizer)
+        differentiate = value_and_grad(self._require("loss_fn", self.loss_fn))
+        parts = _microbatches(batch, self.accumulate)
+        params = self.params
+        loss, grads = differentiate(params, *parts[0])
+        for part in parts[1:]:
+            more_loss, more = differentiate(params, *part)
+            loss, grads = loss + more_loss, map_local(torch.add, grads, more)
+        if len(parts) > 1:
+            loss, grads = loss / len(parts), map_local(lambda g: g / len(parts), grads)
+        grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
+        _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
+        self._update_ema(params)
+        self.steps += 1
+        return {"loss": loss, "grad_norm": norm, "tokens": self._tokens(batch)}
+
+    @torch.no_grad()
+    def evaluate(self, *batch: Any) -> dict[str, Any]:
+        """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
+        loss_fn, training = self._require("loss_fn", self.loss_fn), self.training
+        self.eval()
+        try:
+            loss = loss_fn(self.params, *batch)
+        finally:
+            self.train(training)
+        total, count = loss if isinstance(loss, Mean) else (loss, torch.ones_like(loss))
+        for axis in self.plan.roles.data:
+            total = pmean(total, self.mesh, axis)
+            count = pmean(torch.as_tensor(count, dtype=total.dtype, device=total.device), self.mesh, axis)
+        return {"loss": total / count, "tokens": self._tokens(batch)}
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write `directory/step-N`: parameters, buffers, optimizer state, average and step count.
+
+        Returns:
+            the new checkpoint's path.
+
+        Communication: see `sf.checkpoint.save`.
+        """
+        return checkpoint.save(Path(directory) / checkpoint.STEP.format(self.steps), self._state())
+
+    def load(self, directory: str | os.PathLike[str]) -> Path:
+        """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
+
+        Nothing changes unless everything was read.
+
+        Returns:
+            the path that was read.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ShardError: it is of another model or optimizer.
+        """
+        path = Path(directory) if (Path(directory) / ".metadata").is_file() else checkpoint.latest(directory)
+        if path is None:
+            raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+        state = checkpoint.load(path, self._state())
+        self._copy_in(state["params"])
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
+        return path
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer_state
+        return state | ({"ema": self.ema} if self.ema is not None else {})
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        special = [layout for layout in self.plan.layouts.values() if not layout.plain]
+        if special:
+            shaped = to_state_dict(self.params)
+            for layout in special:
+                for leaf in layout.leaves:
+                    for name in (leaf.name, *(leaf.name.replace(layout.name, alias, 1) for alias in layout.aliases)):
+                        state.pop(prefix + name, None)
+                state |= {prefix + name: shaped[name].detach() for name in (layout.name, *layout.aliases)}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy in tensors under the model's names: full ones, or `DTensor`s of any layout on this mesh.
+
+        Args:
+            state_dict: name -> tensor.
+            strict: whether missing and unexpected names are an error.
+            assign: not supported, the parameters stay the same objects.
+
+        Raises:
+            ShardError: with `strict`, the names that do not fit; shapes that do not fit.
+        """
+        if assign:
+            raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        wanted = {*self.plan.canonical, *(name for name in buffers if name in self.module.state_dict())}
+        held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in (x.name, *x.aliases))]
+        given = {name for layout in held for name in (layout.name, *layout.aliases)}
+        missing = sorted(wanted - given - set(state_dict))
+        unexpected = sorted(set(state_dict) - wanted)
+        if strict and (missing or unexpected):
+            raise ShardError(f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}")
+        for layout in held:
+            value = next(state_dict[name] for name in (layout.name, *layout.aliases) if name in state_dict)
+            if tuple(value.shape) != layout.shape:
+                raise ShardError(f"Trainer.load_state_dict: '{layout.name}' is {tuple(value.shape)}, the model has {layout.shape}")
+        names = [leaf.name for layout in held for leaf in layout.leaves]
+        tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
+        self._copy_in(from_state_dict(tree, state_dict))
+        for name in buffers.keys() & state_dict.keys():
+            buffers[name].copy_(state_dict[name])
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    @torch.no_grad()
+    def _copy_in(self, tree: Params) -> None:
+        params = self.params
+        for name, leaf in tree.items():
+            unwrap_local(params[name]).copy_(unwrap_local(leaf))
+
+    def train(self, mode: bool = True) -> "Trainer":
+        """Training mode of the trainer and the module."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For scripts that accumulate under it: gradients of each backward are reduced and added, with the same sum."""
+        yield
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Within it, the module holds full, ordinary parameters; changes are cut into shards again unless not wanted.
+
+        Args:
+            writeback: whether changes count.
+
+        Communication: one all-gather a bucket and axis on entry.
+        """
+        full = gather(self.params)
+        tables = [(owner, dict(owner._parameters)) for owner in self.module.modules()]
+        made: dict[str, nn.Parameter] = {}
+        for path, attribute, name in _owned(self.plan):
+            layout = self.plan.layouts[name]
+            made.setdefault(name, nn.Parameter(full[name].detach().clone(), layout.trainable))
+            owner = self.module.get_submodule(path)
+            for key in [key for key in owner._parameters if key == attribute or key.startswith(f"{attribute}[")]:
+                del owner._parameters[key]
+            owner._parameters[attribute] = made[name]
+        try:
+            yield
+        finally:
+            for owner, table in tables:
+                owner._parameters.clear()
+                owner._parameters.update(table)
+        if writeback:
+            self._copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
+
+        Communication: one scalar all-reduce.
+        """
+        grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
+        clipped, norm = optim.clip(grads, max_norm)
+        for name, leaf in grads.items():
+            unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
+        return norm
+
+    def _require(self, what: str, value: Any) -> Any:
+        if value is None:
+            raise ShardError(f"Trainer: step and evaluate need {what}; pass Trainer(..., {what}=...)")
+        return value
+
+    def _tokens(self, batch: Any) -> int:
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        ranks = 1
+        for axis in self.plan.roles.data:
+            ranks *= self.plan.axes[axis]
+        return tensors[-1].numel() * ranks if tensors else 0
+
+    @torch.no_grad()
+    def _update_ema(self, params: Params) -> None:
+        if self.ema is None or self.ema_decay is None:
+            return
+        for name, average in self.ema.items():
+            if average.is_floating_point():
+                unwrap_local(average).lerp_(unwrap_local(params[name]).detach(), 1 - self.ema_decay)
+
+
+def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None, compile: bool) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"Trainer(accumulate={accumulate!r}): how many microbatches a step has, at least 1")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
+    if ema is not None and not 0 <= ema < 1:
+        raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
+    if compile:
+        raise ShardError("Trainer(compile=True): compiling the step is not available yet; leave it out")
+
+
+def _owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(module path, attribute, parameter) of every place where a module holds a parameter."""
+    return ((module.name, attribute, name) for module in plan.info.modules for attribute, name in module.params)
+
+
+def _install(model: nn.Module, params: Params) -> dict[str, tuple[nn.Module, str]]:
+    """Put the shards into the model; returns where each leaf is."""
+    made = {name: nn.Parameter(leaf, params.plan.leaves[name][0].trainable) for name, leaf in params.items()}
+    slots: dict[str, tuple[nn.Module, str]] = {}
+    for path, attribute, name in _owned(params.plan):
+        owner = model.get_submodule(path)
+        del owner._parameters[attribute]
+        for leaf in params.plan.layouts[name].leaves:
+            key = attribute + leaf.name.removeprefix(name)
+            owner._parameters[key] = made[leaf.name]
+            slots.setdefault(leaf.name, (owner, key))
+    for name, buffer in params.buffers.items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = buffer
+    return {name: slots[name] for name in params}
+
+
+def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """The batch cut on dim 0 into equal parts."""
+    if count == 1:
+        return [batch]
+    leaves, spec = pytree.tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] % count):
+            size = leaf.shape[0] if leaf.dim() else "no dim"
+            raise ShardError(f"Trainer.step: accumulate={count} parts of a batch of shape {tuple(leaf.shape)} ({size} % {count})")
+    cut = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(count)]
