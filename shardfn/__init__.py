@@ -1,5 +1,10 @@
 """shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts."""
 
+from shardfn import checkpoint as checkpoint
+from shardfn import collectives as collectives
+from shardfn import data as data
+from shardfn import optim as optim
+from shardfn import tree as tree
 from shardfn.core.apply import apply as apply
 from shardfn.core.errors import ShardError as ShardError
 from shardfn.core.functional import gather as gather
@@ -11,7 +16,8 @@ from shardfn.core.mesh import make_mesh as make_mesh
 from shardfn.core.plan import Plan as Plan
 from shardfn.core.plan import plan as plan
 from shardfn.core.policy import Policy as Policy
-from shardfn.core.tree import Params as Params
 from shardfn.core.tensor_parallel import cross_entropy as cross_entropy
 from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad
+from shardfn.core.tree import Params as Params
+from shardfn.trainer import Trainer as Trainer

@@ -5,6 +5,7 @@ that names agree over a model by construction.
 """
 
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,10 +197,10 @@ def layouts_for(draw: st.DrawFn, shapes: Sequence[tuple[int, ...]], ranks: int) 
 
 @st.composite
 def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> Case:
-    ranks = draw(st.integers(1, 4))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 4]))
     count = draw(st.integers(1, 3))
-    shape = st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple)
-    shapes = tuple(draw(shape) for _ in range(count))
+    ndims = [draw(st.integers(0, 4)) for _ in range(count)]
+    shapes = tuple(tuple(draw(st.integers(0, 9)) for _ in range(ndim)) for ndim in ndims)
     kinds = tuple(draw(st.sampled_from(list(dtypes))) for _ in range(count))
     chosen = tuple(draw(layouts_for(shapes, ranks)) for _ in range(layouts))
     return Case(draw(st.integers(0, 10**6)), shapes, kinds, chosen, draw(st.booleans()), draw(st.booleans()))
@@ -241,6 +242,31 @@ def failures_on_a_rank(law: Callable[[Case], None], batch: Sequence[Case]) -> li
             if case.ranks > 1:
                 break  # the other ranks may wait in another collective
     return found
+
+
+def errors_on_a_rank(fn: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> list[tuple[list[str], str]]:
+    """The classes and the message of what `fn(*args)` raises, call by call."""
+    found: list[tuple[list[str], str]] = []
+    for args in calls:
+        try:
+            fn(*args)
+            found.append((["nothing"], ""))
+        except Exception as error:
+            found.append(([kind.__name__ for kind in type(error).__mro__], str(error)))
+    return found
+
+
+def assert_all_raise(
+    fn: Callable[..., object], table: Sequence[tuple[tuple[Any, ...], type[Exception], str]], ranks: int = 4
+) -> list[list[str]]:
+    """Every rank raises `kind` with a message that matches, for each `(args, kind, match)`; returns the messages."""
+    said = run(errors_on_a_rank, fn, [args for args, _, _ in table], ranks=ranks)
+    for i, (args, kind, match) in enumerate(table):
+        for rank, answers in enumerate(said):
+            kinds, message = answers[i]
+            assert kind.__name__ in kinds, f"{args}: rank {rank} raised {kinds[0]}: {message}"
+            assert re.search(match, message), f"{args}: rank {rank} said {message!r}, which does not match {match!r}"
+    return [[message for _, message in answers] for answers in said]
 
 
 def assert_same_bits(got: Tensor, want: Tensor, name: str = "") -> None:

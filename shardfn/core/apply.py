@@ -192,7 +192,8 @@ class _Call:
         except ShardError:
             raise
         except Exception as error:
-            raise ShardError(_trial_message(variance.failed_at, error, self.plan, self.compute)) from error
+            where = variance.failed_at or type(self.model).__name__
+            raise ShardError(_trial_message(where, error, self.plan, self.compute)) from error
         check_outputs(variance, output)
         return variance.findings
 

@@ -70,7 +70,7 @@ class _Move:
 
     def unpack(self, parts: Tensor, out: Tensor) -> None:
         """[W, numel] -> whole"""
-        joined = parts.view(-1, *self.chunk).movedim(0, self.dim)  # [..., W, chunk, ...]
+        joined = parts.view(parts.shape[0], *self.chunk).movedim(0, self.dim)  # [..., W, chunk, ...]
         step, size = self.chunk[self.dim], self.whole[self.dim]
         full, rest = divmod(size, step) if step else (0, 0)
         if full:
@@ -81,7 +81,7 @@ class _Move:
 
     def split(self, whole: Tensor, out: Tensor) -> None:
         """whole -> [W, numel]; the transpose of `unpack`"""
-        parts = out.view(-1, *self.chunk)
+        parts = out.view(out.shape[0], *self.chunk)
         step, size = self.chunk[self.dim], self.whole[self.dim]
         for i in range(parts.shape[0]):
             length = max(0, min(step, size - i * step))

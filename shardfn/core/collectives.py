@@ -35,6 +35,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     One all-gather: each rank sends its n elements to W - 1 others. W = 1 returns the shard itself.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> sf.collectives.gather_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -55,6 +56,7 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     One all-to-all: each rank sends n elements to each of W - 1 others. W = 1 returns x itself.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> sf.collectives.exchange_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -81,6 +83,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     Either way each rank sends n elements to each of W - 1 others. W = 1 returns `full` itself.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> sf.collectives.scatter_sum_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -110,6 +113,7 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     One all-reduce, on gloo in float32 for 16-bit floats.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> sf.collectives.sum_flat_(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -325,7 +329,6 @@ def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
 
 def _full(plain: type[_Pair]) -> type[_Pair]:
     """The same Function with forward mode and batching, see [Note: two sets of Functions]."""
-
     # `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
     plain.forward.__dict__["__signature__"] = inspect.signature(plain.forward)
 
@@ -393,6 +396,7 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> sf.collectives.psum(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
         tensor([1., 1.])
 
@@ -417,6 +421,7 @@ def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     Transpose: `pvary` divided by W. One all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> sf.collectives.pmean(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
         tensor([1., 1.])
 
@@ -445,6 +450,7 @@ def pvary(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     to a tensor that several layers read, it costs one all-reduce in backward; nothing in forward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> sf.collectives.pvary(torch.ones(2), sf.make_mesh("cpu", tp=1), "tp")
         tensor([1., 1.])
 
@@ -468,6 +474,7 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     Transpose: `psum_scatter`. One all-gather, x.nbytes to each other rank; one reduce-scatter in backward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> x = torch.empty(2, 3, device="meta")
         >>> sf.collectives.all_gather(x, sf.MeshSpec(tp=4), "tp", 1).shape
         torch.Size([2, 12])
@@ -495,6 +502,7 @@ def all_gather_invariant(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     to compute different things with the result, `all_gather` is the right one: this one would lose their gradients.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> x = torch.empty(2, 3, device="meta")
         >>> sf.collectives.all_gather_invariant(x, sf.MeshSpec(tp=4), "tp", 1).shape
         torch.Size([2, 12])
@@ -522,6 +530,7 @@ def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     all-gather in backward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> x = torch.empty(2, 12, device="meta")
         >>> sf.collectives.psum_scatter(x, sf.MeshSpec(tp=4), "tp", 1).shape
         torch.Size([2, 3])
@@ -550,6 +559,7 @@ def shard_slice(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     Transpose: `all_gather_invariant`. Nothing in forward; one all-gather in backward, x.nbytes / W to each other rank.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> x = torch.empty(2, 12, device="meta")
         >>> sf.collectives.shard_slice(x, sf.MeshSpec(tp=4), "tp", 1).shape
         torch.Size([2, 3])
@@ -578,6 +588,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     rank; the same in backward.
 
         >>> import shardfn as sf
+        >>> import torch
         >>> x = torch.empty(2, 12, device="meta")
         >>> sf.collectives.all_to_all(x, sf.MeshSpec(tp=4), "tp", split_dim=1, concat_dim=0).shape
         torch.Size([8, 3])
@@ -609,6 +620,8 @@ def _size(name: str, mesh: Mesh, axis: str, x: Tensor | None = None) -> int:
     if axis not in sizes:
         listed = ", ".join(f"{known}={size}" for known, size in sizes.items())
         raise ShardError(f"{name}: axis={axis!r} is not an axis of the mesh ({listed}){did_you_mean(str(axis), sizes)}")
+    if sizes[axis] > 1 and isinstance(mesh, MeshSpec) and x is not None and not x.is_meta:
+        raise ShardError(f"{name}: {mesh} has no processes, so it serves meta tensors only. Pass a DeviceMesh.")
     return sizes[axis]
 
 

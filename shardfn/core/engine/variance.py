@@ -79,8 +79,8 @@ class Variance(TorchDispatchMode):
 
     @property
     def failed_at(self) -> str:
-        """The module in which the run failed."""
-        return self._failed_at or "(the model)"
+        """The path of the module in which the run failed; empty for the model itself."""
+        return self._failed_at or ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,0 +1,493 @@
+"""`apply` and `value_and_grad` against one process, on every mesh; what they communicate; what they refuse."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Decoder, decoder, policy, token_loss, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.core import buckets
+from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
+
+MESHES = ({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2},
+          {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1})  # fmt: skip
+
+
+def _loss(model: nn.Module) -> Any:
+    return lambda params, x, y: sf.cross_entropy(sf.apply(model, params, x), y)
+
+
+def _mine(mesh: DeviceMesh, *batch: Tensor) -> tuple[Tensor, ...]:
+    return sf.data.local_batch(batch, mesh)
+
+
+def _without_noise(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A key bias shifts all scores of a query alike: its gradient is rounding noise."""
+    return {name: value for name, value in tree.items() if "wk.bias" not in name}
+
+
+def _reference_grads(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+
+
+@pytest.mark.parametrize("kv", [4, 1])
+@on_meshes(*MESHES)
+def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
+    model, reference = decoder(kv), decoder(kv)
+    optimizer, ref_optimizer = sf.optim.adamw(1e-2, weight_decay=0.1), torch.optim.AdamW(reference.parameters(), 1e-2, weight_decay=0.1)
+    params = sf.shard(model, mesh, policy())
+    state = optimizer.init(params)
+    step = sf.value_and_grad(_loss(model))
+    for i in range(10):
+        x, y = tokens(i)
+        loss, grads = step(params, *_mine(mesh, x, y))
+        ref_optimizer.zero_grad()
+        ref_loss = token_loss(reference(x), y)
+        ref_loss.backward()
+        assert_parity({"loss": loss}, {"loss": ref_loss.detach()})
+        assert {n: g.placements for n, g in grads.items()} == {n: p.placements for n, p in params.items()}
+        assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(reference)))
+        params, state = optimizer.step(params, grads, state)
+        ref_optimizer.step()
+        expected = {n: p.detach() for n, p in reference.named_parameters(remove_duplicate=False)}
+        assert_parity(_without_noise(sf.gather(params)), _without_noise(expected))
+
+
+@pytest.mark.parametrize("fields", [{"regather": False}, {"units": ("layers.*.attn", "layers.*")}, {"units": ()}])
+@on_meshes()
+def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    model = decoder()
+    x, y = tokens()
+    loss, grads = sf.value_and_grad(_loss(model))(sf.shard(model, mesh, policy(**fields)), *_mine(mesh, x, y))
+    ref_loss = token_loss(model(x), y)
+    ref_loss.backward()
+    assert_parity({"loss": loss}, {"loss": ref_loss.detach()})
+    assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
+
+
+@on_meshes({"replicate": 2, "fsdp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "data": 2}, {"dp_replicate": 2, "tp": 2})
+def test_other_axis_names_and_orders(mesh: DeviceMesh) -> None:
+    model = decoder()
+    rules = {} if "tp" not in (mesh.mesh_dim_names or ()) else {
+        pattern: rule.replace("@fsdp", "") for pattern, rule in policy().rules.items()
+    }  # fmt: skip
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, sizes={"d": 3}))
+    x, y = tokens()
+    loss, grads = sf.value_and_grad(_loss(model))(params, *_mine(mesh, x, y))
+    ref_loss = token_loss(model(x), y)
+    ref_loss.backward()
+    assert_parity({"loss": loss}, {"loss": ref_loss.detach()})
+    assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_pending_gradients_are_reduced_once(mesh: DeviceMesh) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, policy())
+    pending = sf.value_and_grad(_loss(model), reduce=None)
+    total = None
+    for i in range(3):
+        _, grads = pending(params, *_mine(mesh, *tokens(i)))
+        total = grads if total is None else sf.tree.map(torch.add, total, grads)
+    with count_collectives() as counts:
+        reduced = sf.reduce_grads(total)
+    assert counts.total == sum(
+        bool(bucket.axes) or any(params.plan.layouts[name].trainable for name in bucket.leaves)
+        for unit in params.plan.units
+        for bucket in unit.buckets
+    )
+    for i in range(3):
+        x, y = tokens(i)
+        token_loss(model(x), y).backward()
+    assert {n: g.placements for n, g in reduced.items()} == {n: p.placements for n, p in params.items()}
+    assert_parity(_without_noise(sf.gather(reduced)), _without_noise(_reference_grads(model)))
+    assert sf.reduce_grads(reduced)["emb.weight"] is reduced["emb.weight"]
+
+
+@on_meshes({"fsdp": 4}, {"fsdp": 3})
+def test_a_mean_over_unequal_counts_is_exact(mesh: DeviceMesh) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, sf.Policy())
+    x, y = tokens()
+    y[:, 3:] = torch.where(torch.arange(12)[:, None] % 4 == 0, torch.tensor(-100), y[:, 3:])
+    y[:5] = -100
+
+    def loss_fn(p: sf.Params, x: Tensor, y: Tensor) -> sf.data.Mean:
+        return sf.data.Mean(sf.cross_entropy(sf.apply(model, p, x), y, reduction="sum"), (y != -100).sum())
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, *_mine(mesh, x, y))
+    ref_loss = token_loss(model(x), y)
+    ref_loss.backward()
+    assert_parity({"loss": loss}, {"loss": ref_loss.detach()})
+    assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
+
+
+def _counts_of_a_step(axes: dict[str, int], regather: bool) -> tuple[dict[str, int], dict[str, int]]:
+    mesh = sf.make_mesh("cpu", **axes)
+    model = decoder()
+    params = sf.shard(model, mesh, policy(regather=regather))
+    batch = _mine(mesh, *tokens())
+    step = sf.value_and_grad(_loss(model))
+    for _ in range(2):
+        step(params, *batch)  # the first calls compare the batch
+    with count_collectives() as counts:
+        step(params, *batch)
+    buckets = [(u.name, bool(b.axes), any(params.plan.leaves[n][0].trainable for n in b.leaves)) for u in params.plan.units for b in u.buckets]
+    expected = {
+        "gathers": sum((1 + (regather and bool(unit))) for unit, sharded, _ in buckets if sharded),
+        "scatters": sum(sharded and trainable for _, sharded, trainable in buckets),
+        "replicated": sum(not sharded and trainable for _, sharded, trainable in buckets),
+    }
+    found = {"all_gather": counts.all_gather, "scatter": counts.all_to_all + counts.reduce_scatter, "all_reduce": counts.all_reduce}
+    return found, expected
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_one_collective_a_bucket_and_direction(regather: bool) -> None:
+    for counts, expected in run(_counts_of_a_step, {"fsdp": 4, "tp": 1}, regather, ranks=4):
+        assert counts["all_gather"] == expected["gathers"]
+        assert counts["scatter"] == expected["scatters"]
+        assert counts["all_reduce"] == expected["replicated"] + 1  # the loss
+
+
+def test_one_all_reduce_a_shared_input_and_row_parallel_output() -> None:
+    layers = 2
+    for counts, _ in run(_counts_of_a_step, {"fsdp": 1, "tp": 4}, True, ranks=4):
+        # forward: the embedding, and two row-parallel outputs a layer; backward: two shared inputs a layer, q_norm's
+        # weight a layer, and the head's input; the logits are gathered
+        assert counts == {"all_gather": 1, "scatter": 0, "all_reduce": 1 + 2 * layers + 2 * layers + layers + 1}
+
+
+def _largest_live_bytes(regather: bool) -> tuple[int, int, int]:
+    """(most bytes of gathered weights alive at once in forward and backward, bytes of a unit, of all units)."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    params = sf.shard(model, mesh, sf.Policy(regather=regather))
+    storages: list[weakref.ref[Any]] = []
+    peak = 0
+    original = buckets.empty_in_one
+
+    def counted(shapes: Any, like: Tensor) -> list[Tensor]:
+        nonlocal peak
+        made = original(shapes, like)
+        storages.append(weakref.ref(made[0].untyped_storage()))
+        peak = max(peak, sum(storage.nbytes() for ref in storages if (storage := ref()) is not None))
+        return made
+
+    buckets.empty_in_one = counted
+    try:
+        step = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())
+        step(params, torch.randn(3, 64, requires_grad=True))
+    finally:
+        buckets.empty_in_one = original
+    assert len(storages) == (16 if regather else 8)
+    unit = (64 * 64 + 64) * 4
+    return peak, unit, 8 * unit
+
+
+def test_no_full_tree_is_alive_with_regather() -> None:
+    for peak, unit, _ in run(_largest_live_bytes, True, ranks=2):
+        assert unit <= peak <= 3 * unit
+    for peak, _, everything in run(_largest_live_bytes, False, ranks=2):
+        assert peak == everything
+
+
+class _Many(nn.Module):
+    """A unit used twice, keyword arguments, trees in and out, another method, an attribute assigned in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.norm = nn.BatchNorm1d(6)
+        self.seen = 0.0
+
+    def forward(self, batch: dict[str, Tensor], *, scale: float = 1.0) -> dict[str, Tensor]:
+        x = batch["x"]
+        for block in (*self.blocks, self.blocks[0]):
+            x = torch.tanh(block(x)) * scale
+        self.seen = float(x.detach().sum())
+        return {"y": self.norm(x), "w": self.blocks[1].weight.sum()}
+
+    def other(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.blocks[1].weight, self.blocks[0].bias)
+
+
+@on_meshes({"fsdp": 2})
+def test_module_features(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, reference = _Many().double(), _Many().double()
+    reference.load_state_dict(model.state_dict())
+    params = sf.shard(model, mesh, sf.Policy(units="blocks.*"))
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss_fn(p: sf.Params, x: Tensor) -> Tensor:
+        out = sf.apply(model, p, {"x": x}, scale=0.5)
+        return out["y"].square().mean() * 3 + out["w"].sin() + sf.apply(model, p, x, method="other").mean()
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, x)
+    out = reference({"x": x}, scale=0.5)
+    ref_loss = out["y"].square().mean() * 3 + out["w"].sin() + reference.other(x).mean()
+    ref_loss.backward()
+    assert_parity({"loss": loss}, {"loss": ref_loss.detach()})
+    assert_parity(sf.gather(grads), _reference_grads(reference))
+    assert model.seen == reference.seen != 0.0
+    assert params.buffers["norm.num_batches_tracked"].item() == 1 == reference.norm.num_batches_tracked.item()
+    assert torch.equal(params.buffers["norm.running_mean"], reference.norm.running_mean)
+    assert model.norm.num_batches_tracked.item() == 0, "the model's own buffers are copied, not used"
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@on_meshes({"fsdp": 2})
+def test_activation_checkpointing_inside(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Checkpointed(reentrant=False).double()
+    params = sf.shard(model, mesh, sf.Policy(units="blocks.*"))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with torch.no_grad():  # values that the template does not have: recomputation must use the shards
+        params = sf.tree.map(lambda leaf: leaf * 1.5, params)
+        for p in model.parameters():
+            p.mul_(1.5)
+    loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, x)
+    for p in model.parameters():
+        p.data.mul_(1.0)
+    ref = model(x).square().mean()
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert_parity(sf.gather(grads), _reference_grads(model))
+
+
+@on_meshes({"fsdp": 2})
+def test_checkpoint_recomputes_with_the_tree_not_the_template(mesh: DeviceMesh) -> None:
+    model = _Checkpointed(reentrant=False).double()
+    params = sf.shard(model, mesh, sf.Policy(units="blocks.*"))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    _, before = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, x)
+    for p in model.parameters():
+        p.data.fill_(float("nan"))
+    _, after = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, x)
+    assert_parity(sf.gather(after), sf.gather(before))
+
+
+@on_meshes({"fsdp": 2})
+def test_double_backward_and_two_forwards(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+    params = sf.shard(model, mesh, sf.Policy(units=("0", "2")))
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+
+    def penalty(run: Any) -> Tensor:
+        (gx,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        return gx.square().mean() + run(2 * x).mean()
+
+    loss, grads = sf.value_and_grad(lambda p: penalty(lambda x: sf.apply(model, p, x)))(params)
+    ref = penalty(model)
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert_parity(sf.gather(grads), _reference_grads(model))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_mixed_precision_dtypes(mesh: DeviceMesh) -> None:
+    model = decoder(dtype=torch.float32)
+    seen: dict[str, torch.dtype] = {}
+    params = sf.shard(model, mesh, policy(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32))
+    hook = model.layers[0].down.register_forward_hook(lambda module, args, out: seen.update(x=args[0].dtype, y=out.dtype))
+    loss, grads = sf.value_and_grad(_loss(model))(params, *_mine(mesh, *tokens()))
+    hook.remove()
+    assert seen == {"x": torch.bfloat16, "y": torch.bfloat16}
+    assert loss.dtype == torch.float32
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    x, y = tokens()
+    ref = token_loss(model(x), y)
+    ref.backward()
+    assert abs(float(loss) - ref.item()) < 0.02
+    full = sf.gather(grads)
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.grad.norm() > 0.05:
+            assert F.cosine_similarity(full[name].flatten(), p.grad.flatten(), 0) > 0.99, name
+
+
+@on_meshes({"fsdp": 2})
+def test_nothing_outlives_a_call(mesh: DeviceMesh) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, policy_without_tp())
+    shape = model.layers[0].up.weight.shape
+    gc.collect()
+    gc.disable()  # what only the cycle collector would free counts as a leak
+    try:
+        for _ in range(3):
+            loss, grads = sf.value_and_grad(_loss(model))(params, *_mine(mesh, *tokens()))
+            del loss, grads
+            with torch.no_grad():
+                sf.apply(model, params, tokens()[0])
+        assert [o for o in gc.get_objects() if type(o) is Tensor and o.shape == shape] == []
+    finally:
+        gc.enable()
+
+
+def policy_without_tp() -> sf.Policy:
+    return sf.Policy()
+
+
+@on_meshes({"fsdp": 2})
+def test_the_model_is_not_changed_after_an_error(mesh: DeviceMesh) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, policy_without_tp())
+    tables = {name: dict(module.__dict__) for name, module in model.named_modules()}
+
+    class Boom(Exception):
+        pass
+
+    def explode(*_: object) -> None:
+        raise Boom
+
+    hook = model.layers[1].down.register_forward_hook(explode)
+    with pytest.raises(Boom):
+        sf.value_and_grad(_loss(model))(params, *_mine(mesh, *tokens()))
+    hook.remove()
+    for name, module in model.named_modules():
+        assert {k: v for k, v in module.__dict__.items() if v is not tables[name][k]} == {}
+    loss, _ = sf.value_and_grad(_loss(model))(params, *_mine(mesh, *tokens()))
+    assert_parity({"loss": loss}, {"loss": token_loss(model(tokens()[0]), tokens()[1]).detach()})
+
+
+@on_meshes({"fsdp": 2})
+def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = sf.shard(model, mesh, sf.Policy())
+    working = sf.tree.map(lambda leaf: leaf.requires_grad_(), params)
+    loss = sf.apply(model, working, torch.ones(2, 4)).sum()
+    with torch.no_grad():
+        params["0.weight"].to_local().add_(1)
+        params["1.weight"].to_local().add_(1)
+    with pytest.raises(RuntimeError, match="changed in place between the forward and the backward"):
+        loss.backward()
+
+
+class _Fixed(Decoder):
+    """Head counts from the configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.attn.forward = lambda x, a=layer.attn: a.wo(a.wq(x).view(*x.shape[:2], 4, 3).flatten(2))
+
+
+def _apply_on(axes: dict[str, int], kind: str) -> None:
+    mesh = sf.make_mesh("cpu", **axes)
+    x, y = tokens()
+    if kind == "closure":
+        model = _Fixed().double()
+        sf.apply(model, sf.shard(model, mesh, sf.Policy()), x)
+    model = decoder()
+    params = sf.shard(model, mesh, policy())
+    rank = torch.distributed.get_rank()
+    if kind == "batch":
+        sf.apply(model, params, tokens(rank)[0])
+    elif kind == "device":
+        sf.apply(model, params, x.to("meta") if rank == 1 else x)
+    elif kind == "other model":
+        sf.apply(nn.Linear(3, 3), params, x)
+    elif kind == "scalar":
+        sf.value_and_grad(lambda p: sf.apply(model, p, x))(params)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "match"),
+    [
+        ({"fsdp": 2, "tp": 2}, "batch", "inputs differ between ranks along 'tp'"),
+        ({"fsdp": 1, "tp": 4}, "batch", "sf.data.rank"),
+        ({"fsdp": 2, "tp": 2}, "device", "is on 'meta'|1 other ranks cannot use their inputs|other ranks"),
+        ({"fsdp": 2, "tp": 2}, "other model", "was made for another model"),
+        ({"fsdp": 2, "tp": 2}, "scalar", "must be a scalar"),
+        ({"fsdp": 4, "tp": 1}, "closure", "read from the model itself"),
+    ],
+)
+def test_bad_input_raises_on_every_rank(axes: dict[str, int], kind: str, match: str) -> None:
+    run_raises(sf.ShardError, _apply_on, axes, kind, match=match, ranks=4)
+
+
+class _HardCoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.wq(x).view(-1, 4, 2).flatten(1))
+
+
+class _Direct(_HardCoded):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(F.linear(x, self.wq.weight))
+
+
+class _Unsummed(_HardCoded):
+    """Joins a split value with one that all ranks share: the gradient of x would be a part of the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wq(x)
+        return self.wo(h * torch.tanh(x[..., : h.shape[-1]] * self.wo.bias.sum()))
+
+
+def _broken(kind: type[nn.Module]) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=2)
+    model = kind()
+    params = sf.shard(model, mesh, sf.Policy(rules={"wq.weight": "h@tp c@fsdp", "wo.weight": "c@fsdp h@tp"}))
+    with count_collectives() as counts:
+        try:
+            sf.grad(lambda p, x: sf.apply(model, p, x).sum())(params, torch.ones(3, 8))
+        finally:
+            assert counts.all_gather <= 4 and counts.total == counts.all_gather  # only the comparison of batches
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (_HardCoded, "failed in '_HardCoded': shape '.-1, 4, 2.' is invalid"),
+        (_Direct, "reads 'weight' of 'wq' itself"),
+        (_Unsummed, "gradients would be partial sums"),
+    ],
+)
+def test_models_that_do_not_fit_are_found_before_any_data_moves(kind: type[nn.Module], match: str) -> None:
+    run_raises(sf.ShardError, _broken, kind, match=match, ranks=2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@on_meshes({"fsdp": 1, "tp": 4}, {"fsdp": 2, "tp": 2})
+def test_split_logits_and_their_loss(mesh: DeviceMesh, smoothing: float) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, policy(acts={"head": "b s vocab@tp"}))
+    x, y = tokens()
+    y[0, :3] = -100
+    local = _mine(mesh, x, y)
+    logits = sf.apply(model, params, local[0])
+    assert sf.typeof(logits) == f"f64[{local[0].shape[0]} 5 24@tp]"
+
+    def loss_fn(p: sf.Params, x: Tensor, y: Tensor) -> sf.data.Mean:
+        total = sf.cross_entropy(sf.apply(model, p, x), y, reduction="sum", label_smoothing=smoothing)
+        return sf.data.Mean(total, (y != -100).sum())
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, *local)
+    ref = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), label_smoothing=smoothing)
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
