@@ -12,11 +12,10 @@ Killed at any time, the same command goes on from the last checkpoint, with the 
 
 import argparse
 import json
-import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,17 +84,6 @@ def parse_mesh(value: str) -> dict[str, int]:
     return axes
 
 
-def schedule(steps: int, peak: float) -> Callable[[int], float]:
-    """Return step -> learning rate: up over a tenth of the steps, down on a cosine to a fiftieth of the peak."""
-    warm = max(steps // 10, 1)
-
-    def rate(step: int) -> float:
-        done = min(max(step - warm, 0) / max(steps - warm, 1), 1.0)
-        return peak * min((step + 1) / warm, 1.0) * (0.51 + 0.49 * math.cos(math.pi * done))
-
-    return rate
-
-
 @dataclass(frozen=True)
 class Job:
     """One run on one mesh: what every function below works on."""
@@ -109,6 +97,11 @@ class Job:
     def rank0(self) -> bool:
         """Whether this process is the one that prints and writes."""
         return self.mesh.get_rank() == 0
+
+    def local(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows of a global batch, on its device; tp neighbours get the same ones."""
+        inputs, targets = sf.data.local_batch(batch, self.mesh)
+        return inputs.to(self.mesh.device_type), targets.to(self.mesh.device_type)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,36 +118,34 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> sf.Trainer:
         return sf.cross_entropy(sf.apply(model, params, inputs), targets)
 
     policy = sf.Policy(rules=RULES, sizes={"d": model.head_dim})
-    optimizer = sf.optim.adamw(lr=schedule(options.steps, options.lr), betas=(0.9, 0.95), weight_decay=0.1)
+    rate = sf.optim.warmup_cosine(options.lr, options.steps // 10, options.steps, floor=options.lr / 50)
+    optimizer = sf.optim.adamw(rate, b2=0.95, weight_decay=0.1)
     return sf.Trainer(model, mesh, policy, optimizer=optimizer, loss_fn=loss_fn, clip=1.0)
 
 
 def train(job: Job) -> list[report.Record]:
     """Go on from the last checkpoint to `--steps`; return a record of every step since the very first one."""
     options, trainer = job.options, job.trainer
-    start = resume(job)
-    records = report.read_history(options.out / "losses.jsonl", start)
     batches = text.Batches(job.corpus.train, options.batch, options.length, options.seed)
-    index, count = sf.data.rank(job.mesh)  # tp neighbours share an index, and so the batch
+    records, start = resume(job), trainer.steps
     progress = report.Progress(options.steps, start, shown=job.rank0)
-    for step in range(start + 1, options.steps + 1):
-        inputs, targets = (t.to(job.mesh.device_type) for t in batches(step - 1, index, count))
-        loss = float(trainer.step(inputs, targets)["loss"])
-        records.append({"step": step, "loss": loss})
-        moved = trainer.params.plan.comm_bytes * (step - start)
-        progress.update(step, loss=loss, tokens=options.batch * options.length, comm_bytes=moved)
-        if step % options.every == 0 or step == options.steps:
+    while trainer.steps < options.steps:
+        inputs, targets = job.local(batches(trainer.steps))
+        out = trainer.step(inputs, targets)
+        records.append({"step": trainer.steps, "loss": float(out["loss"])})
+        moved = trainer.plan.comm_bytes * (trainer.steps - start)
+        progress.update(trainer.steps, loss=records[-1]["loss"], tokens=out["tokens"], comm_bytes=moved)
+        if trainer.steps % options.every == 0 or trainer.steps == options.steps:
             records[-1]["valid"] = validate(job)
-            save(job, step, records)
+            save(job, records)
     progress.close()
     return records
 
 
 def validate(job: Job) -> float:
-    """Return the mean loss over the validation windows, each data rank computing its share of every batch."""
-    rows = text.share(job.options.batch, *sf.data.rank(job.mesh))
-    mine = [[t[rows].to(job.mesh.device_type) for t in pair] for pair in validation(job)]
-    return float(job.trainer.evaluate(mine))
+    """Return the mean loss over the validation windows, each data rank computing its rows of every batch."""
+    losses = [float(job.trainer.evaluate(*job.local(pair))["loss"]) for pair in validation(job)]
+    return sum(losses) / len(losses)
 
 
 def validation(job: Job) -> list[tuple[Tensor, Tensor]]:
@@ -199,30 +190,25 @@ def open_run(options: argparse.Namespace, mesh: DeviceMesh, corpus: text.Corpus)
         path.write_text(json.dumps(now))
 
 
-def checkpoints(out: Path) -> list[tuple[int, Path]]:
-    """Return the finished checkpoints as (steps done, folder), oldest first."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*"))
-    return sorted((int(match[1]), out / "checkpoints" / match[0]) for match in found if match)
-
-
-def save(job: Job, step: int, records: Sequence[report.Record]) -> None:
+def save(job: Job, records: Sequence[report.Record]) -> None:
     """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkpoints."""
-    out = job.options.out
-    job.trainer.save(out / "checkpoints" / f"step-{step:06d}")
+    folder = job.options.out / "checkpoints"
+    job.trainer.save(folder)
     if job.rank0:
-        report.write_history(out / "losses.jsonl", records)
-        for _, path in checkpoints(out)[:-CHECKPOINTS_KEPT]:
+        report.write_history(job.options.out / "losses.jsonl", records)
+        for path in sorted(folder.glob("step-*"))[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(path)
 
 
-def resume(job: Job) -> int:
-    """Load the newest checkpoint, from whatever mesh it was saved on, and return how many steps it has behind it."""
-    step, path = max(checkpoints(job.options.out), default=(0, None))
-    if path:
-        job.trainer.load(path)
-        if job.rank0:
-            print(f"going on from {path}", flush=True)
-    return step
+def resume(job: Job) -> list[report.Record]:
+    """Load the newest checkpoint, from whatever mesh it was saved on; return the losses that led to it."""
+    folder = job.options.out / "checkpoints"
+    if sf.checkpoint.latest(folder) is None:
+        return []
+    path = job.trainer.load(folder)
+    if job.rank0:
+        print(f"going on from {path}", flush=True)
+    return report.read_history(job.options.out / "losses.jsonl", job.trainer.steps)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from shardfn.core.functional import gather as gather
 from shardfn.core.functional import reduce_grads as reduce_grads
 from shardfn.core.functional import reshard as reshard
 from shardfn.core.functional import shard as shard
+from shardfn.core.inspect import typeof as typeof
+from shardfn.core.inspect import visualize as visualize
 from shardfn.core.mesh import MeshSpec as MeshSpec
 from shardfn.core.mesh import make_mesh as make_mesh
 from shardfn.core.plan import Plan as Plan

@@ -1,7 +1,7 @@
 """Bytes to train on: the sources of Python's own standard library, split by file, cut into windows, drawn by number.
 
-Everything here is a pure function of its arguments. Every rank reads the same files and takes its own rows, so
-nothing has to be sent, and a restart needs only the number of the next step to go on with the same bytes.
+Everything here is a pure function of its arguments. Every rank reads the same files, so nothing has to be sent, and a
+restart needs only the number of the next step to go on with the same bytes.
 """
 
 import sysconfig
@@ -71,23 +71,11 @@ def _pairs(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def share(rows: int, index: int, count: int) -> slice:
-    """Return which of `rows` rows of a global batch belong to data rank `index` of `count`.
-
-    Raises:
-        ValueError: they do not divide into equal parts (unequal ones would bias the mean over the ranks).
-    """
-    if rows % count:
-        raise ValueError(f"share: a batch of {rows} does not divide over {count} data ranks; change --batch or --mesh")
-    return slice(rows * index // count, rows * (index + 1) // count)
-
-
 @dataclass(frozen=True)
 class Batches:
     """Training batches by number: each epoch visits every window of the text once, in its own order.
 
-    The global batch of a step is the same on every mesh; `batches(step, index, count)` are its rows for data rank
-    `index` of `count`. Ranks that share `index` (tp neighbours) get the same rows.
+    `batches(step)` is the global batch, the same on every rank and every mesh; each rank then takes its rows.
     """
 
     text: Tensor
@@ -95,11 +83,10 @@ class Batches:
     length: int
     seed: int = 0
 
-    def __call__(self, step: int, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor]:
-        """Return inputs and next bytes, `[batch / count, length]` each."""
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and next bytes, `[batch, length]` each."""
         windows = (len(self.text) - 1) // self.length
-        rows = range(self.batch)[share(self.batch, index, count)]
-        numbers = [divmod(step * self.batch + row, windows) for row in rows]
+        numbers = [divmod(step * self.batch + row, windows) for row in range(self.batch)]
         starts = [_window_order(windows, self.seed, epoch)[place] * self.length for epoch, place in numbers]
         return _pairs(self.text, torch.stack(starts), self.length)
 

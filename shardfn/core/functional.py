@@ -461,22 +461,41 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     if sorted(old) != sorted(new):
         raise ShardError(f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead")
     places = grid(target_mesh, made.roles.storage)
-    layouts = _selected(tree, None)
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
-    from_places = grid(tree.mesh, tree.plan.roles.storage)
-    leaves: dict[str, Tensor] = {}
     with torch.no_grad():
-        for group in _groups(layouts, tree, _MAX_BUCKET_BYTES):
-            names = [leaf.name for layout in group for leaf in layout.leaves]
-            wholes = dict(zip(names, _gather_whole(tree, names, from_places), strict=True))
-            for layout in group:
-                full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
-                target = made.layouts[layout.name]
-                for leaf, whole in zip(target.leaves, to_leaves(target, full), strict=True):
-                    local = local_slice(leaf, whole, places.sizes, places.coords).clone(memory_format=torch.contiguous_format)
-                    leaves[leaf.name] = wrap_local(local, leaf_spec(made, places, leaf.name, local.dtype))
+        leaves = _moved_leaves(tree, made, places)
     return Params({name: leaves[name] for name in made.leaves if name in leaves}, made, target_mesh, tree.buffers)
+
+
+def _moved_leaves(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
+    """The leaves of `tree` as the plan `made` stores them, in new memory."""
+    from_places = grid(tree.mesh, tree.plan.roles.storage)
+    stays = from_places.storage == places.storage
+    leaves: dict[str, Tensor] = {}
+    changed: list[Layout] = []
+    for layout in _selected(tree, None):
+        if stays and _stored_alike(layout, made.layouts[layout.name]):
+            copies = {leaf.name: unwrap_local(tree[leaf.name]).clone() for leaf in layout.leaves}
+            leaves |= {n: wrap_local(x, leaf_spec(made, places, n, x.dtype)) for n, x in copies.items()}
+        else:
+            changed.append(layout)
+    for group in _groups(changed, tree, _MAX_BUCKET_BYTES):
+        names = [leaf.name for layout in group for leaf in layout.leaves]
+        wholes = dict(zip(names, _gather_whole(tree, names, from_places), strict=True))
+        for layout in group:
+            full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
+            target = made.layouts[layout.name]
+            for leaf, whole in zip(target.leaves, to_leaves(target, full), strict=True):
+                local = local_slice(leaf, whole, places.sizes, places.coords).clone(memory_format=torch.contiguous_format)
+                leaves[leaf.name] = wrap_local(local, leaf_spec(made, places, leaf.name, local.dtype))
+    return leaves
+
+
+def _stored_alike(a: Layout, b: Layout) -> bool:
+    """Whether two layouts of one parameter differ in the words of their rules at most."""
+    first, second = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (a, b))
+    return first == second
 
 
 def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:

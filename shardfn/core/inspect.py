@@ -11,8 +11,9 @@ tensor's values. A layout becomes a `View` first; text and picture are two ways 
 import os
 import re
 from bisect import bisect_left
-from colorsys import hls_to_rgb
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, islice, pairwise, product
@@ -79,9 +80,8 @@ def pieces(
     """
     runs = groupby(_nested(shape, extent, splits, sizes), key=lambda piece: piece.at)
     for at, run in runs:
-        first = last = next(run)
-        for last in run:  # noqa: B007 - the last one is what is wanted
-            pass
+        first = next(run)
+        (last,) = deque(run, maxlen=1) or (first,)
         yield Piece(first.start, last.stop, at)
 
 
@@ -232,7 +232,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     return re.sub(r"^(bfloat|float|uint|int|complex)(\d+)_?", lambda m: short[m[1]] + m[2], name)
 
 
-def _views(verb: str, x: Any, name: str | None) -> dict[str, View]:
+def views(verb: str, x: Any, name: str | None) -> dict[str, View]:
     """Name -> view: of one tensor (under the empty name), of one leaf of a tree, or of all of them."""
     if isinstance(x, Tensor):
         if name is not None:
@@ -242,7 +242,11 @@ def _views(verb: str, x: Any, name: str | None) -> dict[str, View]:
         raise TypeError(f"{verb}: expected a tree made by shard, a plan or a tensor, got {type(x).__name__}")
     if isinstance(x, Plan | Params):
         plan = x if isinstance(x, Plan) else x.plan
-        here = [n for n, p in plan.canonical.items() if isinstance(x, Plan) or any(f.name in x for f in plan.layouts[p].leaves)]
+        here = [
+            n
+            for n, p in plan.canonical.items()
+            if isinstance(x, Plan) or any(f.name in x for f in plan.layouts[p].leaves)
+        ]
         known = {**dict.fromkeys(here), **{n: None for n in plan.leaves if isinstance(x, Plan) or n in x}}
         every = dict.fromkeys(plan.canonical[n] for n in here)
     else:
@@ -406,7 +410,7 @@ def typeof(x: Any, name: str | None = None) -> str:
         known = list(x.layouts if isinstance(x, Plan) else x)
         example = f", for example typeof(x, {known[0]!r})" if known else ""
         raise TypeError(f"typeof: {type(x).__name__} is a tree; pass the name of a parameter{example}")
-    return next(iter(_views("typeof", x, name).values())).type
+    return next(iter(views("typeof", x, name).values())).type
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,14 +428,19 @@ class _Strip:
     @property
     def lengths(self) -> list[int]:
         """Indices of each piece; 0 for a gap, which takes the least room."""
-        return [stop - start if at is not None else 0 for start, stop, at in zip(self.cuts, self.cuts[1:], self.held, strict=False)]
+        return [
+            stop - start if at is not None else 0
+            for start, stop, at in zip(self.cuts, self.cuts[1:], self.held, strict=False)
+        ]
 
     def short(self, most: int) -> "_Strip":
         """At most `most` pieces: the first ones, a gap, the last one."""
         if len(self.held) <= most:
             return self
         first = max(most - 2, 1)
-        return replace(self, cuts=(*self.cuts[: first + 1], *self.cuts[-2:]), held=(*self.held[:first], None, self.held[-1]))
+        return replace(
+            self, cuts=(*self.cuts[: first + 1], *self.cuts[-2:]), held=(*self.held[:first], None, self.held[-1])
+        )
 
     def place(self, index: int, positions: Sequence[int]) -> int:
         """Where an index lies when the cuts are drawn at `positions`."""
@@ -526,7 +535,9 @@ def _draw(view: View) -> list[str]:
     ys = list(accumulate([height + 1 for height in heights], initial=2 if columns.labels else 0))
     canvas = _Canvas()
     _draw_grid(canvas, xs, ys)
-    for (row, y), (column, x) in product(zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True)):
+    for (row, y), (column, x) in product(
+        zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True)
+    ):
         canvas.put((y[0] + y[1]) // 2, x[0] + 1, _cell_text(view, row, column).center(x[1] - x[0] - 1).rstrip())
     _name_columns(canvas, columns, xs)
     if rows.labels:
@@ -595,7 +606,12 @@ def _text(views: Mapping[str, View]) -> str:
     blocks = []
     for view, names in _groups(views):
         on = [f"on {view.mesh}"] if view.axes else []
-        lines = [*names_text([name for name in names if name]), "  ".join([_heading(view), *on]), *_draw(view), *view.notes]
+        lines = [
+            *names_text([name for name in names if name]),
+            "  ".join([_heading(view), *on]),
+            *_draw(view),
+            *view.notes,
+        ]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) or "(an empty tree)"
 
@@ -639,7 +655,7 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
 
     Communication: none.
     """
-    views = _views("visualize", x, name)
+    views = views("visualize", x, name)
     if name is not None:
         views = {name: views[name]}
     if file is not None:
@@ -662,7 +678,9 @@ def _figure(views: Mapping[str, View]) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]") from None
+        raise ImportError(
+            "visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]"
+        ) from None
     groups = _groups(views)
     shown = groups[:_MAX_TILES]
     across = min(4, max(ceil(len(shown) ** 0.5), 1))
@@ -696,7 +714,9 @@ def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
         colours = [_colour(rank, max(view.ranks)) for rank in ranks[:: ceil(len(ranks) / 16)]] if ranks else [_EMPTY]
         step = (right - left) / len(colours)
         for i, colour in enumerate(colours):
-            tile.add_patch(Rectangle((left + i * step, top), step, bottom - top, facecolor=colour, edgecolor=colour, linewidth=0.2))
+            tile.add_patch(
+                Rectangle((left + i * step, top), step, bottom - top, facecolor=colour, edgecolor=colour, linewidth=0.2)
+            )
         tile.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=1.5))
         text = _cell_text(view, row, column)
         _write(tile, text, ((left + right) / 2, (top + bottom) / 2), (right - left, bottom - top))
@@ -732,7 +752,7 @@ def _name_tile(tile: "Axes", view: View, names: Sequence[str]) -> None:
     """Names and rule above the picture, notes below."""
 
     def write(text: str, y: int, corner: tuple[float, float], size: float, colour: str, weight: str = "normal") -> None:
-        size = min(size, 72 * (_TILE[0] + 0.7) / (0.61 * max(len(text), 1)))
+        size = min(size, 72 * (_TILE[0] + 0.6) / (0.63 * max(len(text), 1)))
         tile.annotate(
             text,
             corner,

@@ -146,6 +146,15 @@ def _require_tensors(verb: str, params: Tree) -> None:
             raise TypeError(f"{verb}: params[{name!r}] is a {type(leaf).__name__}; a tree is flat, name -> tensor")
 
 
+def _require_some(verb: str, params: Tree) -> None:
+    """An optimizer without anything to do is a mistake: most often a mapping of plain tensors was sharded."""
+    if len(params) and not _trainable(params):
+        raise ShardError(
+            f"{verb}: none of {len(params)} parameters trains, they are integers or have requires_grad=False in the model. "
+            f"sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there."
+        )
+
+
 def _require_match(verb: str, what: str, params: Tree, names: Sequence[str], other: Tree) -> None:
     """Check that `other` has a leaf of the parameter's layout for every name, and none that is no parameter."""
     _require_tree(verb, "params", params)
@@ -505,6 +514,7 @@ class _Elementwise:
     def init(self, params: Tree) -> Any:
         verb = f"{self.rule.name}.init"
         _require_tensors(verb, params)
+        _require_some(verb, params)
         self._require_live_groups(verb, params)
         for name in _trainable(params):
             if params[name].is_complex():
@@ -1212,6 +1222,7 @@ class _FromTorch:
 
     def init(self, params: Tree) -> TorchState:
         _require_tensors("from_torch.init", params)
+        _require_some("from_torch.init", params)
         step = torch.zeros((), dtype=torch.int64)
         found: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
@@ -1239,15 +1250,15 @@ class _FromTorch:
         layout = params.plan.leaves[name][0] if isinstance(params, Params) and name in params.plan.leaves else None
         if layout is not None and not layout.plain:
             raise ShardError(
-                f"from_torch: {self.cls.__name__} looks at whole matrices, but '{layout.name}' is stored in parts by "
+                f"from_torch: {self.cls.__name__} looks at whole matrices; '{layout.name}' is stored in parts by "
                 f"its rule '{layout.rule}'. Leave it to another optimizer with masked(...), or write a rule without parts."
             )
         try:
             return self._tried(torch.zeros_like(params[name]).detach())
-        except Exception as error:
+        except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ShardError(
-                f"from_torch: {self.cls.__name__} cannot update '{name}', {_kind(params[name])} of shape "
-                f"{tuple(params[name].shape)}: {error}. Choose what it can with masked(...)."
+                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {_kind(params[name])} of shape "
+                f"{tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with masked(...)."
             ) from error
 
     def _tried(self, weight: Tensor) -> dict[str, Tensor]:

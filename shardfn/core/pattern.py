@@ -37,16 +37,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def _join(segments: Sequence[str]) -> str:
     """Segments with dots between; a `**` of its own also stands for no segment: "layers.**.weight" is "layers.weight" too."""
+    kept = [segment for i, segment in enumerate(segments) if segment != _ANY or segments[i + 1 : i + 2] != [_ANY]]
     text = ""
-    last = len(segments) - 1
-    for i, segment in enumerate(segments):
-        if segment != _ANY:
-            text += segment + (r"\." if i < last else "")
-        elif i < last:
-            text += r"(?:.*\.)?"
-        else:
-            text = text.removesuffix(r"\.") + r"(?:\..*)?" if i and segments[i - 1] != _ANY else text + _ANY
-    return text
+    for segment in kept[:-1]:
+        text += r"(?:.*\.)?" if segment == _ANY else segment + r"\."
+    if kept[-1] == _ANY and text:
+        return text.removesuffix(r"\.") + r"(?:\..*)?"
+    return text + kept[-1]
 
 
 def _translate(piece: str, pattern: str) -> str:

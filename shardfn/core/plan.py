@@ -19,7 +19,7 @@ from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Leaf, Layout
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
-from shardfn.core.pattern import first_match, matches
+from shardfn.core.pattern import compile_pattern, first_match, matches
 from shardfn.core.policy import Policy
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
 
@@ -91,7 +91,7 @@ class Plan:
             self.units,
             settings,
             tuple(p.acts.items()),
-            tuple((name, getattr(fn, "__qualname__", repr(fn))) for name, fn in p.compute.items()),
+            tuple((name, _function_name(fn)) for name, fn in p.compute.items()),
         )
 
     @cached_property
@@ -149,6 +149,8 @@ class Plan:
         Raises:
             KeyError: there is no such parameter.
         """
+        if name not in self.canonical:
+            raise KeyError(f"explain: the model has no parameter '{name}'{did_you_mean(name, self.canonical)}")
         layout = self.layouts[self.canonical[name]]
         lines = [f"{name} {layout.shape} {_dtype(layout.dtype)}: {layout.rule}, by {layout.source}"]
         for leaf in layout.leaves:
@@ -181,6 +183,8 @@ class Plan:
         lines = []
         for name in dict.fromkeys((*self.layouts, *other.layouts)):
             mine, theirs = (str(p.layouts[name].rule) if name in p.layouts else "absent" for p in (self, other))
+            if mine == theirs:  # the same words may stand for other sizes
+                mine, theirs = (_described(p.layouts[name]) for p in (self, other))
             if mine != theirs:
                 lines.append(f"{name}: {mine} -> {theirs}")
         lines.append(f"bytes per rank: {self.bytes_per_rank} -> {other.bytes_per_rank}")
@@ -282,6 +286,13 @@ def _rules(
     """Parameter -> (expanded rule with all axes in place, where it comes from)."""
     found: dict[str, tuple[Spec, str]] = {}
     used: set[str] = set()
+    for pattern in policy.rules:
+        try:
+            compile_pattern(pattern)
+        except ShardError as error:
+            problems.append(str(error))
+    if problems:
+        return found
     for param in info.params:
         used |= {pattern for pattern in policy.rules if any(matches(pattern, name) for name in param.names)}
         pattern = first_match(policy.rules, param.names)
@@ -608,6 +619,17 @@ def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelI
             continue
         problems += [f"Policy.acts[{pattern!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes)}" for axis in unknown]
     return problems
+
+
+def _described(layout: Layout) -> str:
+    stored = " + ".join(str(leaf.shape) for leaf in layout.leaves)
+    return f"{layout.rule} {layout.shape} {_dtype(layout.dtype)}, stored as {stored}, {'trainable' if layout.trainable else 'frozen'}"
+
+
+def _function_name(fn: Callable[..., Any]) -> str:
+    """A name that is equal on all ranks; `repr` would hold an address."""
+    inner = getattr(fn, "func", fn)  # of functools.partial
+    return getattr(inner, "__qualname__", class_name(type(inner)))
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -1,0 +1,137 @@
+"""Meshes: sizes that are inferred, names and roles of axes, the storage order, and how a size is cut into parts."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardfn as sf
+from shardfn.core.mesh import axes_of, chunk, grid, nested_chunk, roles
+from shardfn.core.policy import BATCH_AXES
+from shardfn.testing import run
+
+# MeshSpec and roles
+
+
+def test_a_mesh_spec_is_a_value() -> None:
+    spec = sf.MeshSpec(fsdp=512, tp=8)
+    assert spec.size == 4096 and repr(spec) == "MeshSpec(fsdp=512, tp=8)" and axes_of(spec) == {"fsdp": 512, "tp": 8}
+    assert spec == sf.MeshSpec(fsdp=512, tp=8) and hash(spec) == hash(copy.copy(spec)) and pickle.loads(pickle.dumps(spec)) == spec
+    assert spec != sf.MeshSpec(tp=8, fsdp=512), "the order counts"
+    with pytest.raises(ValueError, match=r"MeshSpec\(tp=0\): an axis has at least one rank"):
+        sf.MeshSpec(tp=0)
+    with pytest.raises(TypeError, match=r"MeshSpec\(tp=2.0\): an axis size is a whole number"):
+        sf.MeshSpec(tp=2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"MeshSpec\(tp=True\)"):
+        sf.MeshSpec(tp=True)
+    with pytest.raises(TypeError, match=r"MeshSpec: name at least one axis"):
+        sf.MeshSpec()
+
+
+def test_roles_of_axes() -> None:
+    role = roles(["pp", "dp_replicate", "fsdp", "x_replicate", "tp"], BATCH_AXES)
+    assert role.data == ("dp_replicate", "fsdp", "x_replicate") and role.compute == ("pp", "tp")
+    assert role.shardable == ("fsdp",), "weights never shard over *_replicate"
+    assert role.storage == ("pp", "tp", "dp_replicate", "fsdp", "x_replicate")
+    assert roles(["rows", "fsdp"], ["ro*"]).data == ("rows",), "only what Policy.batch names"
+
+
+# make_mesh
+
+
+def make_meshes_on_a_rank() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=-1, tp=2)
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and mesh.mesh_dim_names == ("fsdp", "tp"), "tp on neighbouring ranks"
+    assert sf.make_mesh("cpu", tp=4).mesh.tolist() == [0, 1, 2, 3]
+    for axes, match in (
+        ({"fsdp": 4, "tp": 2}, r"make_mesh\(fsdp=4, tp=2\): 4 x 2 = 8, but there are 4 ranks \(WORLD_SIZE\). Start 8 ranks \(set nproc"),
+        ({"fsdp": 1, "tp": 2}, r"1 x 2 = 2, but there are 4 ranks .* write -1 for one axis"),
+        ({"fsdp": -1, "tp": 3}, r"make_mesh\(fsdp=-1, tp=3\): 4 % 3 = 1, but there are 4 ranks"),
+        ({"fsdp": -1, "tp": -1}, r"at most one may be -1"),
+        ({"fsdp": 0, "tp": -1}, r"sizes are at least 1"),
+    ):
+        with pytest.raises(sf.ShardError, match=match):
+            sf.make_mesh("cpu", **axes)
+
+
+def test_make_mesh() -> None:
+    run(make_meshes_on_a_rank)
+
+
+def start_alone() -> None:
+    dist.destroy_process_group()
+    os.environ.pop("RANK", None)
+    os.environ["WORLD_SIZE"] = "2"
+    with pytest.raises(sf.ShardError, match=r"1 x 1 = 1, but there are 2 ranks"):
+        sf.make_mesh("cpu", fsdp=1, tp=1)
+    assert not dist.is_initialized(), "nothing is started before the sizes are right"
+    del os.environ["WORLD_SIZE"]
+    mesh = sf.make_mesh("cpu", fsdp=-1, tp=1)
+    assert axes_of(mesh) == {"fsdp": 1, "tp": 1} and dist.get_backend() == "gloo"
+
+
+def test_without_a_launcher_the_world_is_one_rank() -> None:
+    run(start_alone, ranks=1)
+
+
+def test_what_is_no_mesh() -> None:
+    with pytest.raises(TypeError, match="expected a DeviceMesh or a MeshSpec, got tuple"):
+        axes_of((2, 2))  # type: ignore[arg-type]
+
+
+# Grid
+
+
+def grids_on_a_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    places = grid(mesh, ("tp", "fsdp"))
+    rank = dist.get_rank()
+    assert places.coords == {"fsdp": rank // 2, "tp": rank % 2} and places.sizes == {"fsdp": 2, "tp": 2}
+    assert places.storage.mesh_dim_names == ("tp", "fsdp") and places.storage.mesh.tolist() == [[0, 2], [1, 3]]
+    assert places.storage.get_group("tp") is mesh.get_group("tp") is places.groups["tp"], "no communicator is added"
+    assert places.ranks() == [0, 1, 2, 3] and places.device == torch.device("cpu")
+    assert grid(mesh, ("tp", "fsdp")) is places, "made once"
+    assert grid(mesh, ("fsdp", "tp")).storage is mesh, "already in storage order"
+    twin = copy.deepcopy(mesh)
+    assert grid(twin, ("tp", "fsdp")) is not places and twin == mesh
+    part = DeviceMesh("cpu", [2, 0], mesh_dim_names=("tp",))
+    if rank in (0, 2):
+        assert grid(part, ("tp",)).coords == {"tp": int(rank == 0)}
+    else:
+        with pytest.raises(sf.ShardError, match=rf"rank {rank} is not part of the mesh \(tp=2\) over ranks \[2, 0\]"):
+            grid(part, ("tp",))
+
+
+def test_storage_meshes() -> None:
+    run(grids_on_a_rank)
+
+
+# Cutting a size
+
+
+@settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 20), st.lists(st.integers(1, 5), max_size=3))
+def test_parts_are_those_of_torch_chunk(size: int, splits: list[int]) -> None:
+    parts = [(torch.arange(size), [])]
+    for ways in splits:
+        cut = []
+        for whole, path in parts:
+            step = -(-len(whole) // ways)
+            cut += [(whole[step * i : step * (i + 1)], [*path, (ways, i)]) for i in range(ways)]
+        parts = cut
+    for part, path in parts:
+        start, length = nested_chunk(size, path)
+        assert length == len(part) and (not length or part.tolist() == list(range(start, start + length)))
+    assert sum(len(part) for part, _ in parts) == size
+
+
+def test_chunks_of_a_short_dim() -> None:
+    assert [chunk(3, 2, i) for i in range(2)] == [(0, 2), (2, 1)]
+    assert [chunk(2, 4, i) for i in range(4)] == [(0, 1), (1, 1), (2, 0), (2, 0)]
+    assert [chunk(0, 2, i) for i in range(2)] == [(0, 0), (0, 0)]

@@ -1,0 +1,71 @@
+"""A model as plain data: names, ties, kinds of modules, lists of like modules."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from shardfn.core.model import ParamInfo, class_name, describe, kind_of
+
+
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Same(nn.Linear):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.mixed = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        self.quiet = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+
+def test_parameters_with_their_ties() -> None:
+    info = describe(Net())
+    by_name = {param.name: param for param in info.params}
+    assert by_name["emb.weight"] == ParamInfo("emb.weight", (5, 3), torch.float32, True, ("head.weight",))
+    assert by_name["emb.weight"].names == ("emb.weight", "head.weight") and "head.weight" not in by_name
+    assert by_name["scale"] == ParamInfo("scale", (), torch.float32, False)
+    assert info.buffers == (("steps", (2,), torch.int64),)
+    modules = {module.name: module for module in info.modules}
+    assert modules["head"].params == (("weight", "emb.weight"),), "by its first name"
+    assert modules[""].params == (("scale", "scale"),)
+    assert modules["head"].classes[0] == class_name(nn.Linear) and class_name(nn.Module) in modules["head"].classes
+    assert pickle.loads(pickle.dumps(info)) == info
+
+
+def test_lists_of_like_modules() -> None:
+    lists = {module.name: module.list_of for module in describe(Net()).modules}
+    assert lists["layers"] == class_name(nn.Linear)
+    assert lists["mixed"] is None, "members of several classes"
+    assert lists["quiet"] is None, "members without parameters"
+
+
+def test_kinds_of_modules() -> None:
+    assert kind_of(nn.Linear(1, 1)) == kind_of(Same(1, 1)) == "linear" and kind_of(nn.Embedding(1, 1)) == "embedding"
+    assert kind_of(Own(1, 1)) == kind_of(nn.LayerNorm(1)) == "other", "a forward of its own"
+    assert kind_of(nn.MultiheadAttention(2, 1).out_proj) == "other", "its weight is read without a call"
+
+
+def test_mappings() -> None:
+    shared = torch.ones(2)
+    info = describe({"a": shared, "b": torch.ones(3, dtype=torch.int8), "c": shared})
+    assert [(param.names, param.dtype) for param in info.params] == [(("a", "c"), torch.float32), (("b",), torch.int8)]
+    assert info.modules == () and info.buffers == ()
+    with pytest.raises(TypeError, match="expected an nn.Module or a mapping of names to tensors, got Tensor"):
+        describe(shared)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a mapping must hold tensors under names; 'a' holds int"):
+        describe({"a": 1})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="3 holds Tensor"):
+        describe({3: shared})  # type: ignore[dict-item]

@@ -1,0 +1,839 @@
+"""Optimizers on shards against `torch.optim` on one process, pure `update` against fused `step`, norms and clipping."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import shardfn as sf
+from shardfn.core import optim as sfo
+from shardfn.core.buckets import leaf_spec
+from shardfn.core.layout import local_slice, to_leaves
+from shardfn.core.mesh import grid
+from shardfn.core.optim import Optimizer
+from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes, run_raises
+from shardfn._torch import unwrap_local, with_local, wrap_local
+
+MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1})
+F64 = torch.float64
+
+# Every kind of layout: split over tp, over fsdp (6 over 4 leaves the last rank nothing, 5 over 2 and 3 is uneven), over
+# both, over neither; fused with unequal parts, padded, scalar, frozen, integer.
+POLICY = sf.Policy(
+    rules={
+        "emb.weight": "vocab@tp c@fsdp",
+        "qkv.weight": "(q: heads@tp d + k: kv@tp d) c@fsdp",
+        "qkv.bias": "(q: heads@tp d + k: kv@tp d)",
+        "norm.*": "...",
+    },
+    sizes={"d": 2, "heads": 8, "kv": 4},
+    pad={"vocab": 4},
+)
+GROUPS = {"**.bias": {"weight_decay": 0.0}, "qkv.weight": {"lr": 3e-2}}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 6)
+        self.qkv = nn.Linear(6, 24)
+        self.norm = nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 5)
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.frozen.requires_grad_(False)
+
+
+def make_model(dtype: torch.dtype = F64) -> Model:
+    torch.manual_seed(1)
+    return Model().to(dtype)
+
+
+def draw_grads(model: nn.Module, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """Gradients of model shape, some exactly zero; nonsense for what does not train."""
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, p in model.named_parameters():
+        if p.is_floating_point():
+            grad = scale * torch.randn(p.shape, dtype=F64, generator=generator)
+            out[name] = (grad * (grad.abs() > 0.1) if p.requires_grad else grad * math.nan).to(p.dtype)
+        else:
+            out[name] = torch.full_like(p, -7)
+    return out
+
+
+def sharded_like(params: sf.Params, full: Mapping[str, Tensor]) -> sf.Params:
+    """Full tensors in the parameters' layouts, cut without communication."""
+    places = grid(params.mesh, params.plan.roles.storage)
+    leaves: dict[str, Tensor] = {}
+    for layout in params.plan.layouts.values():
+        for leaf, whole in zip(layout.leaves, to_leaves(layout, full[layout.name]), strict=True):
+            local = local_slice(leaf, whole, places.sizes, places.coords).contiguous()
+            leaves[leaf.name] = with_local(params[leaf.name], local)
+    return params.like(leaves)
+
+
+def copied(params: Any) -> Any:
+    return sf.tree.map_local(torch.clone, params) if isinstance(params, sf.Params) else {k: v.clone() for k, v in params.items()}
+
+
+def torch_groups(model: nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Torch's spelling of `groups=`: one group per parameter."""
+    from shardfn.core.pattern import first_match
+
+    groups = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            pattern = first_match(options, [name])
+            groups.append({"params": [p], **(options[pattern] if pattern else {})})
+    return groups
+
+
+def train_torch(model: nn.Module, make: Callable[[Any], Any], steps: range, groups: Mapping[str, Any]) -> Any:
+    """Steps of a torch optimizer, made by `make` if it is not one already."""
+    optimizer = make if isinstance(make, torch.optim.Optimizer) else make(torch_groups(model, groups))
+    for step in steps:
+        for p, grad in zip(model.parameters(), draw_grads(model, step).values(), strict=True):
+            p.grad = grad if p.requires_grad else None
+        optimizer.step()
+    return optimizer
+
+
+def train(opt: Optimizer, params: Any, state: Any, steps: range, model: nn.Module, *, pure: bool) -> tuple[Any, Any]:
+    """The same steps of ours, through `update` or through `step`."""
+    for step in steps:
+        full = draw_grads(model, step)
+        grads = sharded_like(params, full) if isinstance(params, sf.Params) else full
+        if pure:
+            updates, state = opt.update(grads, state, params)
+            params = sfo.apply_updates(params, updates)
+        else:
+            params, state = opt.step(params, grads, state)
+    return params, state
+
+
+def full_of(params: Any) -> dict[str, Tensor]:
+    return sf.gather(params) if isinstance(params, sf.Params) else dict(params)
+
+
+def detached(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def lr_of(step: int) -> float:
+    return 1e-2 / (step + 1)
+
+
+CASES: dict[str, tuple[Callable[[], Optimizer], Callable[[Any], torch.optim.Optimizer], Mapping[str, Any]]] = {
+    "adamw": (
+        lambda: sfo.adamw(1e-2, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 1e-2, (0.8, 0.95), 1e-6, 0.1),
+        {},
+    ),
+    "adamw groups": (
+        lambda: sfo.adamw(1e-2, groups=GROUPS),
+        lambda p: torch.optim.AdamW(p, 1e-2),
+        GROUPS,
+    ),
+    "sgd": (lambda: sfo.sgd(0.1), lambda p: torch.optim.SGD(p, 0.1), {}),
+    "sgd nesterov": (
+        lambda: sfo.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1, groups={"head.*": {"momentum": 0.5}}),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        {"head.*": {"momentum": 0.5}},
+    ),
+    "sgd part momentum": (
+        lambda: sfo.sgd(0.1, groups={"{norm,qkv}.*": {"momentum": 0.9}}),
+        lambda p: torch.optim.SGD(p, 0.1),
+        {"{norm,qkv}.*": {"momentum": 0.9}},
+    ),
+}
+
+
+def assert_equal_to_torch(params: Any, reference: nn.Module, tol: float = 1e-14) -> None:
+    assert_parity(full_of(params), detached(reference), tol=tol)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On meshes, against torch
+
+
+@on_meshes(*MESHES)
+def test_ten_steps_equal_those_of_torch(mesh: DeviceMesh) -> None:
+    for make, make_torch, groups in CASES.values():
+        reference = make_model()
+        train_torch(reference, make_torch, range(10), groups)
+        results = []
+        for pure in (False, True):
+            opt, model = make(), make_model()
+            params = sf.shard(model, mesh, POLICY)
+            with count_collectives() as counts:
+                params, state = train(opt, params, opt.init(params), range(10), model, pure=pure)
+            assert counts.total == 0, counts
+            assert_equal_to_torch(params, reference)
+            assert int(state.step) == 10
+            results.append((full_of(params), *(full_of(tree) for tree in state[1:])))
+        for ours, theirs in zip(*results, strict=True):
+            assert_parity(ours, theirs, tol=1e-14)
+        assert set(results[0][0]) == set(detached(reference)), "gather has the model's names"
+
+
+@on_meshes(*MESHES)
+def test_what_does_not_train_has_no_state_and_stays(mesh: DeviceMesh) -> None:
+    model = make_model()
+    for make in (CASES["adamw"][0], lambda: sfo.lion(0.1), lambda: sfo.from_torch(torch.optim.Adam)):
+        opt, params = make(), sf.shard(model, mesh, POLICY)
+        state = opt.init(params)
+        still = {name: params[name] for name in ("frozen.weight", "frozen.bias", "count")}
+        before = copied(params)
+        trees = [leaf for leaf in pytree.tree_leaves(state, is_leaf=lambda x: isinstance(x, sf.Params))]
+        trees = [tree for tree in trees if isinstance(tree, sf.Params)]
+        for tree in trees:
+            assert tree.plan is params.plan and not set(tree) & set(still)
+            assert all(leaf.placements == params[name].placements for name, leaf in tree.items())
+            assert [name for name in params if name in tree] == list(tree)
+        assert trees
+        updates, _ = opt.update(sharded_like(params, draw_grads(model, 0)), state, params)
+        assert not set(updates) & set(still)
+        assert sfo.apply_updates(params, updates)["count"] is params["count"]
+        assert_trees_close(full_of(params), full_of(before), rtol=0, atol=0)  # update changes nothing
+        opt.step(params, sharded_like(params, draw_grads(model, 0)), state)
+        for name, leaf in still.items():
+            assert params[name] is leaf
+            assert torch.equal(unwrap_local(leaf), unwrap_local(before[name]))
+        for name in set(params) - set(still):
+            changed = not torch.equal(unwrap_local(params[name]), unwrap_local(before[name]))
+            assert changed == (unwrap_local(params[name]).numel() > 0), name
+        assert_zero_padding(params)
+
+
+def assert_zero_padding(params: sf.Params) -> None:
+    """The padded row of the vocabulary is still zero."""
+    places = grid(params.mesh, params.plan.roles.storage)
+    layout, leaf = params.plan.leaves["emb.weight"]
+    start, length = leaf.local_range(places.sizes, places.coords)[0]
+    row = 11 - start
+    if 0 <= row < length:
+        assert not unwrap_local(params["emb.weight"])[row].any()
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_step_works_in_place(mesh: DeviceMesh) -> None:
+    model = make_model()
+    for make in (*(case[0] for case in CASES.values()), lambda: sfo.from_torch(torch.optim.RMSprop), lambda: sfo.lion(1e-3)):
+        opt = sfo.chain(sfo.clip_by_global_norm(1.0), make())
+        params = sf.shard(model, mesh, POLICY)
+        for name, leaf in params.items():
+            if leaf.is_floating_point():  # as a Trainer keeps them
+                params[name] = nn.Parameter(leaf, requires_grad=params.plan.leaves[name][0].trainable)
+        leaves, memory = dict(params), {name: unwrap_local(leaf).data_ptr() for name, leaf in params.items()}
+        state = opt.init(params)
+        for step in range(2):
+            after, state = opt.step(params, sharded_like(params, draw_grads(model, step)), state)
+            assert after is params
+        assert all(params[name] is leaf for name, leaf in leaves.items())
+        assert {name: unwrap_local(leaf).data_ptr() for name, leaf in params.items()} == memory
+        assert isinstance(params["head.weight"], nn.Parameter) and params["head.weight"].grad_fn is None
+        twin = sf.shard(model, mesh, POLICY)
+        train(opt, twin, opt.init(twin), range(2), model, pure=False)
+        assert_trees_close(full_of(params), full_of(twin), rtol=0, atol=0)
+
+
+@on_meshes(*MESHES)
+def test_state_reshards_with_its_parameters(mesh: DeviceMesh) -> None:
+    for make in (CASES["adamw groups"][0], lambda: sfo.from_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True)):
+        model, opt = make_model(), make()
+        stay = sf.shard(model, mesh, POLICY)
+        stay, _ = train(opt, stay, opt.init(stay), range(6), model, pure=False)
+        params = sf.shard(model, mesh, POLICY)
+        params, state = train(opt, params, opt.init(params), range(3), model, pure=False)
+        other = sf.Policy(rules={"head.weight": "o c@fsdp", "qkv.weight": "o c@tp"})
+        moved = sf.reshard(params, other)
+        state = pytree.tree_map(
+            lambda tree: sf.reshard(tree, other) if isinstance(tree, sf.Params) else tree,
+            state,
+            is_leaf=lambda x: isinstance(x, sf.Params),
+        )
+        moved, _ = train(opt, moved, state, range(3, 6), model, pure=False)
+        assert_parity(full_of(moved), full_of(stay), tol=1e-14)
+
+
+TORCH_CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    (torch.optim.Adadelta, {"lr": 0.1, "foreach": True}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+]
+
+
+@on_meshes(*MESHES)
+def test_torch_optimizers_on_shards(mesh: DeviceMesh) -> None:
+    assert {cls for cls, _ in TORCH_CLASSES} == set(sfo._TORCH_ELEMENTWISE)
+    for cls, kwargs in TORCH_CLASSES:
+        reference = make_model()
+        train_torch(reference, lambda p, cls=cls, kwargs=kwargs: cls(p, **kwargs), range(4), {})
+        for pure in (False, True):
+            model, opt = make_model(), sfo.from_torch(cls, **kwargs)
+            params = sf.shard(model, mesh, POLICY)
+            with count_collectives() as counts:
+                state = opt.init(params)
+                shape = pytree.tree_structure(state)
+                params, state = train(opt, params, state, range(4), model, pure=pure)
+            assert counts.total == 0
+            assert pytree.tree_structure(state) == shape, f"{cls.__name__}: init shows what there will be"
+            assert_equal_to_torch(params, reference, tol=1e-13)
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_torch_optimizers_that_need_whole_matrices(mesh: DeviceMesh) -> None:
+    names = ["head.weight", "emb.weight"]
+    rules = sf.Policy(rules={"emb.weight": "vocab@tp? c@fsdp"})
+    model, reference = make_model(torch.float32), make_model(torch.float32)
+    theirs = torch.optim.Muon([dict(reference.named_parameters())[name] for name in names], lr=0.1)
+    train_torch(reference, theirs, range(2), {})
+    opt = sfo.masked(sfo.from_torch(torch.optim.Muon, lr=0.1), names)
+    for pure in (False, True):
+        params = sf.shard(model, mesh, rules)
+        params, _ = train(opt, params, opt.init(params), range(2), model, pure=pure)
+        full = full_of(params)
+        for name, p in detached(reference).items():
+            tol = 0.02 if name in names else 0.0  # torch orthogonalises in bfloat16
+            torch.testing.assert_close(full[name], p, rtol=0, atol=tol)
+        assert not torch.equal(full["head.weight"], detached(model)["head.weight"])
+    adafactor = sfo.from_torch(torch.optim.Adafactor)
+    with pytest.raises(sf.ShardError, match=r"torch's Adafactor cannot update .* a DTensor of shape"):
+        adafactor.init(params)
+    with pytest.raises(sf.ShardError, match=r"Muon looks at whole matrices; 'qkv.weight' is stored in parts"):
+        sfo.masked(sfo.from_torch(torch.optim.Muon), "qkv.weight").init(sf.shard(model, mesh, POLICY))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms
+
+
+@on_meshes(*MESHES)
+def test_norm_is_one_all_reduce(mesh: DeviceMesh) -> None:
+    model = make_model()
+    params = sf.shard(model, mesh, POLICY)
+    full = {name: torch.randn_like(p) for name, p in detached(model).items() if p.is_floating_point()}
+    tree = sharded_like(params, {**detached(model), **full})
+    expected = torch.cat([x.flatten() for x in full.values()]).norm()
+    for given in (tree, dict(tree), {"a": [tree], "step": torch.tensor(1000)}):
+        if given is not tree and "a" in given:
+            del given["step"]
+        with count_collectives() as counts:
+            norm = sfo.global_norm(given)
+        assert counts.as_dict() == {"all_reduce": 1} and counts.bytes == 8, counts
+        assert not isinstance(norm, DTensor) and norm.dtype == F64
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+    low = sf.tree.cast(tree, torch.bfloat16)
+    full_low = torch.cat([x.bfloat16().float().flatten() for x in full.values()]).norm()
+    torch.testing.assert_close(sfo.global_norm(low), full_low, rtol=1e-6, atol=0)
+    mixed = low.like({**low, "head.weight": tree["head.weight"]})
+    assert sfo.global_norm(mixed).dtype == F64
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_norm_of_what_lives_on_some_ranks(mesh: DeviceMesh) -> None:
+    """One axis only: its own all-reduce, none over the others; equal on all ranks all the same."""
+    params = sf.shard(nn.Linear(3, 5), mesh["fsdp"], sf.Policy())
+    with count_collectives() as counts:
+        norm = sfo.global_norm(params)
+    assert counts.as_dict() == {"all_reduce": 1}
+    torch.testing.assert_close(norm, torch.cat([x.flatten() for x in sf.gather(params).values()]).norm())
+
+
+@on_meshes(*MESHES)
+def test_clip_equals_torch(mesh: DeviceMesh) -> None:
+    model = make_model()
+    for max_norm, scale in ((1.0, 1.0), (1e6, 1.0), (math.inf, 1.0), (1.0, 0.0)):
+        full = draw_grads(model, 0, scale)
+        for name, p in model.named_parameters():
+            p.grad = full[name].clone() if p.requires_grad else None
+        expected = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_norm)
+        params = sf.shard(model, mesh, POLICY)
+        grads = sharded_like(params, full)
+        before = copied(grads)
+        with count_collectives() as counts:
+            clipped, norm = sfo.clip(grads, max_norm)
+        assert counts.as_dict() == {"all_reduce": 1}
+        torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0)
+        assert isinstance(clipped, sf.Params) and list(clipped) == list(grads)
+        result, untouched = sf.gather(clipped), sf.gather(before)
+        for name, p in model.named_parameters():
+            want = p.grad if p.grad is not None else untouched[name]
+            torch.testing.assert_close(result[name], want, rtol=1e-13, atol=0, equal_nan=True)
+            assert torch.equal(unwrap_local(grads["scale"]), unwrap_local(before["scale"]))  # not changed
+        updates, _ = sfo.clip_by_global_norm(max_norm).update(grads, (), params)
+        assert "frozen.weight" not in updates
+        assert all(torch.equal(unwrap_local(updates[name]), unwrap_local(clipped[name])) for name in updates)
+
+
+@on_meshes(*MESHES)
+def test_chain_clips_once_and_steps_fused(mesh: DeviceMesh) -> None:
+    model, reference = make_model(), make_model()
+    trainable = [p for p in reference.parameters() if p.requires_grad]
+    theirs = torch.optim.AdamW(trainable, 1e-2)
+    for step in range(5):
+        for p, grad in zip(reference.parameters(), draw_grads(reference, step).values(), strict=True):
+            p.grad = grad if p.requires_grad else None
+        nn.utils.clip_grad_norm_(trainable, 1.0)
+        theirs.step()
+    opt = sfo.chain(sfo.clip_by_global_norm(1.0), sfo.adamw(1e-2))
+    for pure in (False, True):
+        params = sf.shard(model, mesh, POLICY)
+        with count_collectives() as counts:
+            params, state = train(opt, params, opt.init(params), range(5), model, pure=pure)
+        assert counts.as_dict() == {"all_reduce": 5}
+        assert_equal_to_torch(params, reference, tol=1e-12)  # the norms are added in another order
+        assert int(state[1].step) == 5
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_derivatives_flow_through_update_on_shards(mesh: DeviceMesh) -> None:
+    """The gradient of |p + update|^2 with respect to the gradient and the parameter, against one process."""
+    model = make_model()
+    for make in (lambda: sfo.adamw(1e-2, weight_decay=0.1), lambda: sfo.sgd(0.1, momentum=0.9, weight_decay=0.1)):
+        opt, names = make(), ["emb.weight", "head.weight", "norm.weight", "scale"]
+        full = {name: detached(model)[name] for name in names}
+        grads = {name: draw_grads(model, 3)[name] for name in names}
+        expected = second_order(opt, full, grads)
+        params = sf.shard(model, mesh, POLICY).select(names)
+        sharded = sharded_like(sf.shard(model, mesh, POLICY), draw_grads(model, 3)).select(names)
+        with count_collectives() as counts:
+            found = second_order(opt, params, sharded)
+        assert counts.total == 0
+        for name in names:
+            for ours, theirs in zip(found[name], expected[name], strict=True):
+                assert isinstance(ours, DTensor) and ours.placements == params[name].placements
+                got = sf.gather(params.like({name: ours}))[name]
+                torch.testing.assert_close(got, theirs, rtol=1e-12, atol=1e-14)
+
+
+def second_order(opt: Optimizer, params: Any, grads: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    inputs = {name: (params[name].detach().requires_grad_(), grads[name].detach().requires_grad_()) for name in params}
+    like = params.like if isinstance(params, sf.Params) else dict
+    weights, pushes = (like({name: pair[i] for name, pair in inputs.items()}) for i in range(2))
+    updates, state = opt.update(pushes, opt.init(weights), weights)
+    updates, state = opt.update(pushes, state, sfo.apply_updates(weights, updates))
+    new = sfo.apply_updates(weights, updates)
+    out = {}
+    for name, pair in inputs.items():
+        seed = (2 * new[name].detach()).contiguous()
+        found = torch.autograd.grad(new[name], pair, seed)
+        out[name] = (found[0], found[1])
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors on ranks: the same on all of them
+
+
+def pending_norm(axes: dict[str, int]) -> None:
+    params = sf.shard(make_model(), sf.make_mesh("cpu", **axes), POLICY)
+    places = grid(params.mesh, params.plan.roles.storage)
+    spec = leaf_spec(params.plan, places, "norm.weight", pending=True)
+    sfo.global_norm({**params, "norm.weight": wrap_local(unwrap_local(params["norm.weight"]), spec)})
+
+
+def pending_step(axes: dict[str, int]) -> None:
+    params = sf.shard(make_model(), sf.make_mesh("cpu", **axes), POLICY)
+    places = grid(params.mesh, params.plan.roles.storage)
+    spec = leaf_spec(params.plan, places, "norm.weight", pending=True)
+    grads = params.like({**params, "norm.weight": wrap_local(unwrap_local(params["norm.weight"]), spec)})
+    opt = sfo.sgd(0.1)
+    opt.step(params, grads, opt.init(params))
+
+
+def other_layout(axes: dict[str, int]) -> None:
+    params = sf.shard(make_model(), sf.make_mesh("cpu", **axes), POLICY)
+    grads = sf.reshard(params, sf.Policy(rules=dict(POLICY.rules) | {"head.*": "..."}, sizes=POLICY.sizes, pad=POLICY.pad))
+    before = copied(params)
+    opt = sfo.adamw(0.1)
+    state = opt.init(params)
+    try:
+        opt.step(params, grads, state)
+    finally:
+        assert all(torch.equal(unwrap_local(params[n]), unwrap_local(before[n])) for n in params), "half changed"
+
+
+def plain_and_sharded(axes: dict[str, int]) -> None:
+    params = sf.shard(make_model(), sf.make_mesh("cpu", **axes), POLICY)
+    sfo.global_norm({**params, "more": torch.ones(2)})
+
+
+def plain_grads(axes: dict[str, int]) -> None:
+    params = sf.shard(make_model(), sf.make_mesh("cpu", **axes), POLICY)
+    opt = sfo.sgd(0.1)
+    opt.update({name: torch.ones(leaf.shape) for name, leaf in params.items()}, opt.init(params), params)
+
+
+def test_trees_that_do_not_go_together() -> None:
+    axes = {"fsdp": 2, "tp": 2}
+    run_raises(sf.ShardError, pending_norm, axes, match=r"global_norm: .* shape \(6,\) is a sum that is still pending")
+    run_raises(sf.ShardError, pending_step, axes, match=r"sgd.step: grads\['norm.weight'\] is a sum that is still pending")
+    run_raises(sf.ShardError, other_layout, axes, match=r"(?s)2 problems.*grads\['head.weight'\] has the layout .*reshard")
+    run_raises(sf.ShardError, plain_and_sharded, axes, match="mixes DTensors and plain tensors")
+    run_raises(sf.ShardError, plain_grads, axes, match=r"grads\['\w+.weight.*'\] is a plain tensor, .* like=params")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process, plain dicts
+
+
+def test_plain_dicts_equal_torch() -> None:
+    for make, make_torch, groups in CASES.values():
+        reference = make_model()
+        train_torch(reference, make_torch, range(10), groups)
+        for pure in (False, True):
+            model, opt = make_model(), make()
+            params = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+            params, _ = train(opt, params, opt.init(params), range(10), _only(model, params), pure=pure)
+            assert_parity(params, {name: detached(reference)[name] for name in params}, tol=1e-14)
+
+
+class _Only(nn.Module):
+    """The named parameters of a model, under the same names."""
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.named = named
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self.named.items())
+
+
+def _only(model: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
+    return _Only({name: p for name, p in model.named_parameters() if name in params})
+
+
+@pytest.mark.parametrize("make", [sfo.adamw, sfo.sgd, sfo.lion, lambda lr: sfo.sgd(lr, momentum=0.9)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_pure_equals_fused_in_every_dtype(make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
+    model, opt = make_model(dtype), make(0.05)
+    start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    only = _only(model, start)
+    fused, state = train(opt, copied(start), opt.init(start), range(3), only, pure=False)
+    pure, pure_state = train(opt, copied(start), opt.init(start), range(3), only, pure=True)
+    ulp = torch.finfo(dtype).eps
+    for name, p in fused.items():
+        assert p.dtype == pure[name].dtype == dtype
+        torch.testing.assert_close(p, pure[name], rtol=4 * ulp, atol=4 * ulp)
+    for ours, theirs in zip(state[1:], pure_state[1:], strict=True):
+        assert_trees_close({"x": 0.0, **ours}, {"x": 0.0, **theirs}, rtol=4 * ulp, atol=4 * ulp)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_state_dtype(state_dtype: torch.dtype) -> None:
+    """bfloat16 parameters with a float32 state train like float32 ones that are rounded after every step."""
+    grads = [torch.randn(40, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    wide = torch.bfloat16 if state_dtype == torch.float32 else torch.float32
+    opt = sfo.adamw(0.01, state_dtype=state_dtype)
+    params = {"w": torch.ones(40, dtype=wide), "empty": torch.ones(0, dtype=wide)}
+    state = opt.init(params)
+    twin, twin_state = copied(params), opt.init(params)
+    exact, plain = sfo.adamw(0.01), {"w": torch.ones(40)}
+    memory = exact.init(plain)
+    for grad in grads:
+        g = {"w": grad.to(wide), "empty": params["empty"].clone()}
+        params, state = opt.step(params, g, state)
+        updates, twin_state = opt.update(g, twin_state, twin)
+        assert updates["w"].dtype == torch.float32
+        twin = sfo.apply_updates(twin, updates)
+        plain, memory = exact.step(plain, {"w": grad.to(wide).float()}, memory)
+        if wide == torch.bfloat16:
+            plain = {"w": plain["w"].to(wide).float()}
+        else:
+            memory = memory._replace(mu=round_to(memory.mu, state_dtype), nu=round_to(memory.nu, state_dtype))
+        assert state.mu["w"].dtype == state.nu["w"].dtype == state_dtype
+        torch.testing.assert_close(params["w"].float(), plain["w"], rtol=0, atol=0)
+        torch.testing.assert_close(twin["w"], params["w"], rtol=1e-2, atol=0)
+
+
+def round_to(tree: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: leaf.to(dtype).to(leaf.dtype) for name, leaf in tree.items()}
+
+
+def test_widened_rows_come_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sfo, "_CHUNK", 10)
+    columns = [[torch.ones(n, dtype=torch.bfloat16) for n in (6, 6, 3, 20, 1)] for _ in range(3)]
+    sizes = []
+    for params, grads, slot in sfo._in_one_dtype(columns, torch.float32):
+        sizes.append([p.numel() for p in params])
+        for p, g, s in zip(params, grads, slot, strict=True):
+            assert p.dtype == g.dtype == s.dtype == torch.float32
+            p.add_(1)
+            s.add_(2)
+    assert sizes == [[6], [6, 3], [20], [1]]
+    assert all((p == 2).all() for p in columns[0]) and all((s == 3).all() for s in columns[2])
+
+
+@pytest.mark.parametrize("make", [sfo.adamw, sfo.lion, lambda lr: sfo.sgd(lr, momentum=0.9)])
+def test_strides_do_not_matter(make: Callable[..., Optimizer]) -> None:
+    """torch's fused CPU kernels walk memory and ignore strides: a transposed gradient would be a wrong number."""
+    torch.manual_seed(0)
+    values, grad = torch.randn(4, 6, dtype=F64), torch.randn(4, 6, dtype=F64)
+    results = []
+    for weights in (values.clone(), values.t().contiguous().t()):
+        for push in (grad.clone(), grad.t().contiguous().t(), grad[:1].expand(4, 6)):
+            opt, params = make(0.1), {"w": weights.clone(memory_format=torch.preserve_format)}
+            params, _ = opt.step(params, {"w": push}, opt.init(params))
+            updates, _ = opt.update({"w": push}, opt.init(params), {"w": values})
+            torch.testing.assert_close(params["w"], values + updates["w"], rtol=1e-13, atol=1e-15)
+            results.append(params["w"])
+    torch.testing.assert_close(results[0], results[4], rtol=1e-13, atol=1e-15)
+
+
+def test_lion_by_its_formula() -> None:
+    opt = sfo.lion(0.1, b1=0.9, b2=0.8, weight_decay=0.5, groups={"b": {"b1": 0.0}})
+    params = {"a": torch.tensor([1.0, 1.0], dtype=F64), "b": torch.tensor([1.0], dtype=F64)}
+    state = opt.init(params)
+    steps = [{"a": torch.tensor([1.0, -2.0], dtype=F64), "b": torch.tensor([2.0], dtype=F64)}]
+    steps.append({"a": torch.tensor([-1.0, 0.1], dtype=F64), "b": torch.tensor([-0.1], dtype=F64)})
+    for grads in steps:
+        params, state = opt.step(params, grads, state)
+    # a: mu 0.2, -0.4 after one step; directions +1, -1, then sign(0.9 mu + 0.1 g) = +1, -1. b: +1, then sign(g) = -1.
+    expected = {"a": [0.95 * (0.95 - 0.1) - 0.1, 0.95 * (0.95 + 0.1) + 0.1], "b": [0.95 * (0.95 - 0.1) + 0.1]}
+    for name, values in expected.items():
+        torch.testing.assert_close(params[name], torch.tensor(values, dtype=F64))
+    torch.testing.assert_close(state.mu["a"], torch.tensor([0.16 - 0.2, -0.32 + 0.02], dtype=F64))
+
+
+def test_learning_rates_that_change() -> None:
+    reference = {"w": nn.Parameter(torch.ones(3, dtype=F64))}
+    theirs = torch.optim.AdamW(reference.values(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lr_of)
+    grads = [torch.randn(3, dtype=F64, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    for grad in grads:
+        reference["w"].grad = grad
+        theirs.step()
+        scheduler.step()
+    options: list[Optimizer] = [sfo.adamw(lr_of), sfo.from_torch(torch.optim.AdamW, lr=lr_of)]
+    options.append(sfo.adamw(7.0, groups={"w": {"lr": lr_of}}))
+    options.append(sfo.chain(sfo.adamw(1.0), sfo.schedule(lr_of)))
+    for opt in options:
+        for pure in (False, True):
+            params = {"w": torch.ones(3, dtype=F64)}
+            state = opt.init(params)
+            for grad in grads:
+                if pure:
+                    updates, state = opt.update({"w": grad}, state, params)
+                    params = sfo.apply_updates(params, updates)
+                else:
+                    params, state = opt.step(params, {"w": grad}, state)
+            torch.testing.assert_close(params["w"], reference["w"].detach(), rtol=1e-13, atol=0)
+
+
+def test_warmup_cosine() -> None:
+    rate = sfo.warmup_cosine(2.0, warmup=2, total=10, floor=0.5)
+    assert [rate(0), rate(1), rate(2), rate(6), rate(10), rate(11)] == [1.0, 2.0, 2.0, 1.25, 0.5, 0.5]
+    assert sfo.warmup_cosine(1.0, 0, 1)(0) == 1.0 and sfo.warmup_cosine(1.0, 3, 3)(3) == 0.0
+    for wrong in ((1.0, 5, 4), (1.0, -1, 4), (-1.0, 0, 4), (1.0, 0, 0), (1.0, 1, 4, 2.0)):
+        with pytest.raises(ValueError, match="warmup_cosine"):
+            sfo.warmup_cosine(*wrong)
+
+
+def test_masked_leaves_the_others_alone() -> None:
+    params = {"a.w": torch.ones(2), "a.b": torch.ones(2), "c": torch.ones(2)}
+    grads = {name: torch.full((2,), 3.0) for name in params}
+    for mask in ("a.*", ["a.w", "a.b"], {"a.w": True, "a.b": True, "c": False}):
+        opt, own = sfo.masked(sfo.adamw(0.5), mask), copied(params)
+        state = opt.init(own)
+        assert list(state.mu) == ["a.w", "a.b"]
+        updates, _ = opt.update(grads, state, own)
+        pure = sfo.apply_updates(own, updates)
+        after, state = opt.step(own, grads, state)
+        assert after is own and torch.equal(own["c"], torch.ones(2)) and pure["c"] is own["c"]
+        assert_trees_close(pure, own)
+        assert not torch.equal(own["a.b"], torch.ones(2))
+    # A masked member of a chain passes the others on; the last member decides what is updated.
+    opt = sfo.chain(sfo.masked(sfo.clip_by_global_norm(1.0), "c"), sfo.sgd(1.0))
+    new, _ = opt.step(copied(params), grads, opt.init(params))
+    assert new["a.w"].tolist() == [-2.0, -2.0]
+    assert math.isclose(new["c"].sub(1).norm().item(), 1.0, rel_tol=1e-5)
+
+
+def test_plain_norms_communicate_nothing_and_are_differentiable() -> None:
+    tree = {"a": torch.tensor([3.0], requires_grad=True), "b": (torch.tensor([[4.0]]), None, "text")}
+    norm = sfo.global_norm(tree)
+    norm.backward()
+    assert norm.item() == 5.0 and math.isclose(tree["a"].grad.item(), 0.6, rel_tol=1e-6)
+    assert sfo.global_norm({}).item() == 0.0
+    assert sfo.global_norm({"a": torch.ones(0), "b": torch.tensor(2)}).item() == 0.0
+    assert sfo.global_norm({"a": torch.tensor([3 + 4j])}).item() == 5.0
+    # Halves are added in float32: 10000 times 1 is 100 squared, which bfloat16 cannot count to.
+    assert sfo.global_norm({"a": torch.ones(10_000, dtype=torch.bfloat16)}).item() == 100.0
+
+
+def test_clip_with_what_is_not_finite() -> None:
+    """As torch does it: an infinite norm gives zeros (and nan for inf * 0), a nan makes everything nan."""
+    for bad, kept in ((math.inf, 0.0), (math.nan, math.nan)):
+        grads = {"a": torch.tensor([bad, 1.0]), "b": torch.ones(2, dtype=torch.bfloat16)}
+        twins = [nn.Parameter(torch.zeros_like(g)) for g in grads.values()]
+        for twin, grad in zip(twins, grads.values(), strict=True):
+            twin.grad = grad.clone()
+        nn.utils.clip_grad_norm_(twins, 1.0)
+        clipped, norm = sfo.clip(grads, 1.0)
+        assert not math.isfinite(norm.item()) and clipped["b"].dtype == torch.bfloat16
+        torch.testing.assert_close(clipped["a"], twins[0].grad, equal_nan=True)
+        torch.testing.assert_close(clipped["b"], torch.full((2,), kept, dtype=torch.bfloat16), equal_nan=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transforms through `update`
+
+
+def inner(opt: Optimizer, start: dict[str, Tensor], x: Tensor, steps: int = 3) -> dict[str, Tensor]:
+    """A few steps of learning, by torch.func."""
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return (torch.tanh(x @ params["w"]) + params["b"]).square().mean()
+
+    params, state = start, opt.init(start)
+    for _ in range(steps):
+        updates, state = opt.update(torch.func.grad(loss)(params), state, params)
+        params = sfo.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("make", [lambda: sfo.adamw(0.05), lambda: sfo.sgd(0.1, momentum=0.9, nesterov=True)])
+def test_meta_gradients_equal_finite_differences(make: Callable[[], Optimizer]) -> None:
+    torch.manual_seed(0)
+    start = {"w": torch.randn(3, 2, dtype=F64), "b": torch.randn(2, dtype=F64)}
+    x = torch.randn(5, 3, dtype=F64)
+
+    def outer(w: Tensor) -> Tensor:
+        opt = sfo.chain(sfo.clip_by_global_norm(10.0), make())
+        return inner(opt, {"w": w, "b": start["b"]}, x)["w"].square().sum()
+
+    assert torch.autograd.gradcheck(outer, (start["w"].requires_grad_(),), atol=1e-6)
+    by_func = torch.func.grad(outer)(start["w"].detach())
+    torch.testing.assert_close(by_func, torch.autograd.grad(outer(start["w"]), start["w"])[0])
+    tasks = torch.randn(4, 5, 3, dtype=F64)
+    plain = {name: leaf.detach() for name, leaf in start.items()}
+    many = torch.func.vmap(lambda x: inner(sfo.chain(sfo.clip_by_global_norm(1.0), make()), plain, x)["w"])(tasks)
+    for got, task in zip(many, tasks, strict=True):
+        torch.testing.assert_close(got, inner(sfo.chain(sfo.clip_by_global_norm(1.0), make()), plain, task)["w"])
+
+
+def test_derivative_at_a_zero_gradient_is_not_nan() -> None:
+    grad = torch.zeros(2, dtype=F64, requires_grad=True)
+    opt, params = sfo.adamw(0.1, eps=0.5), {"w": torch.ones(2, dtype=F64)}
+    updates, _ = opt.update({"w": grad}, opt.init(params), params)
+    (found,) = torch.autograd.grad(updates["w"].sum(), grad)
+    torch.testing.assert_close(found, torch.full((2,), -0.1 / 0.5, dtype=F64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_bad_options() -> None:
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "adamw: lr=-1 must be a finite number", lambda: sfo.adamw(-1)),
+        (ValueError, "lr=nan", lambda: sfo.adamw(math.nan)),
+        (TypeError, "lr='x' must be a finite number from 0 up, or a callable", lambda: sfo.adamw("x")),  # type: ignore[arg-type]
+        (ValueError, "b2=1.0 must be from 0 up to", lambda: sfo.adamw(1e-3, b2=1.0)),
+        (ValueError, "weight_decay=-0.1", lambda: sfo.sgd(1e-3, weight_decay=-0.1)),
+        (ValueError, "nesterov=True needs a momentum", lambda: sfo.sgd(1e-3, nesterov=True)),
+        (TypeError, "nesterov=1 is not True or False", lambda: sfo.sgd(1e-3, 0.9, nesterov=1)),  # type: ignore[arg-type]
+        (ValueError, "groups.'a'. has no option 'weigth_decay'; did you mean 'weight_decay'", group_typo),
+        (ValueError, "groups.'a'.: lr=-2.0", lambda: sfo.lion(1e-3, groups={"a": {"lr": -2.0}})),
+        (ValueError, "groups.'a'.: nesterov=True needs", lambda: sfo.sgd(1e-3, groups={"a": {"nesterov": True}})),
+        (TypeError, "groups.'a'. is 0.1; write the options", lambda: sfo.sgd(1e-3, groups={"a": 0.1})),  # type: ignore[dict-item]
+        (TypeError, "groups=.* takes a mapping", lambda: sfo.sgd(1e-3, groups=["a"])),  # type: ignore[arg-type]
+        (sf.ShardError, "bad pattern", lambda: sfo.sgd(1e-3, groups={"a{": {}})),
+        (TypeError, "state_dtype=torch.int32", lambda: sfo.adamw(1e-3, state_dtype=torch.int32)),
+        (ValueError, "max_norm=0 is not a positive number", lambda: sfo.clip_by_global_norm(0)),
+        (ValueError, "max_norm=nan", lambda: sfo.clip({"a": torch.ones(1)}, math.nan)),
+        (TypeError, "schedule: expected a callable", lambda: sfo.schedule(0.1)),  # type: ignore[arg-type]
+        (ValueError, "chain: name at least one", lambda: sfo.chain()),
+        (TypeError, "chain: .* wrap a torch class in from_torch", lambda: sfo.chain(torch.optim.Adam)),  # type: ignore[arg-type]
+        (TypeError, "masked: the mask is a int", lambda: sfo.masked(sfo.sgd(1), 3)),  # type: ignore[arg-type]
+        (TypeError, "from_torch: expected a class", lambda: sfo.from_torch("adam")),  # type: ignore[arg-type]
+        (TypeError, "Adam has no option 'bettas'; did you mean 'betas'", lambda: sfo.from_torch(torch.optim.Adam, bettas=1)),
+        (ValueError, "Invalid learning rate", lambda: sfo.from_torch(torch.optim.Adam, lr=-1.0)),
+        (ValueError, "differentiable=True", lambda: sfo.from_torch(torch.optim.Adam, differentiable=True)),
+        (sf.ShardError, "LBFGS cannot run on shards: it needs a closure", lambda: sfo.from_torch(torch.optim.LBFGS)),
+        (sf.ShardError, "SparseAdam cannot run on shards", lambda: sfo.from_torch(torch.optim.SparseAdam)),
+    ]
+    for kind, match, make in wrong:
+        with pytest.raises(kind, match=match):
+            make()
+
+
+def group_typo() -> Optimizer:
+    return sfo.adamw(1e-3, groups={"a": {"weigth_decay": 0.0}})
+
+
+def test_bad_trees() -> None:
+    params = {"a.w": torch.ones(2), "a.b": torch.ones(2)}
+    grads = {name: torch.ones(2) for name in params}
+    opt = sfo.adamw(0.1)
+    state = opt.init(params)
+    falling = sfo.sgd(lambda step: -1.0 if step else 1.0)
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "params is a list", lambda: opt.init([torch.ones(1)])),
+        (TypeError, r"params\['a'\] is a dict; a tree is flat", lambda: opt.init({"a": params})),
+        (TypeError, "is complex", lambda: opt.init({"a": torch.ones(1, dtype=torch.complex64)})),
+        (sf.ShardError, "none of 1 parameters trains", lambda: opt.init({"a": torch.arange(2)})),
+        (sf.ShardError, "groups: 'a.u' matches no parameter; did you mean", lambda: dead_group("a.u").init(params)),
+        (sf.ShardError, "masked: 'b.*' matches no", lambda: sfo.masked(opt, ["a.*", "b.*"]).init(params)),
+        (sf.ShardError, "the mask has no entry for 'a.b'", lambda: sfo.masked(opt, {"a.w": True}).init(params)),
+        (sf.ShardError, r"grads has no leaf 'a.b'; did you mean", lambda: opt.step(params, {"a.w": grads["a.w"]}, state)),
+        (sf.ShardError, "grads has 'c', which is no", lambda: opt.update({**grads, "c": grads["a.w"]}, state, params)),
+        (sf.ShardError, r"'a.b'\] has shape \(3,\)", lambda: opt.step(params, {**grads, "a.b": torch.ones(3)}, state)),
+        (sf.ShardError, "is None, not a tensor; write zeros", lambda: opt.step(params, {**grads, "a.b": None}, state)),
+        (TypeError, "grads is a list", lambda: opt.step(params, [1], state)),
+        (TypeError, "the state is a tuple, not what adamw.init", lambda: opt.step(params, grads, ())),
+        (sf.ShardError, "state.mu has no leaf 'a.b'", lambda: opt.step(params, grads, opt.init({"a.w": params["a.w"]}))),
+        (TypeError, "chain: expected a tuple of 2 states", lambda: sfo.chain(opt, opt).step(params, grads, state)),
+        (TypeError, "not what from_torch", lambda: sfo.from_torch(torch.optim.Adam).step(params, grads, state)),
+        (sf.ShardError, "updates has 'c'", lambda: sfo.apply_updates(params, {"c": torch.ones(2)})),
+        (ValueError, r"sgd.step: lr\(1\) is -1.0", lambda: steps(falling, params, grads, 2)),
+        (sf.ShardError, "from_torch.update is not differentiable", lambda: torch_update_with_grad(params)),
+    ]
+    for kind, match, make in wrong:
+        before = copied(params)
+        with pytest.raises(kind, match=match):
+            make()
+        if "lr" not in match:
+            assert_trees_close(params, before, rtol=0, atol=0)
+
+
+def dead_group(pattern: str) -> Optimizer:
+    return sfo.adamw(0.1, groups={pattern: {"lr": 0.2}})
+
+
+def steps(opt: Optimizer, params: dict[str, Tensor], grads: dict[str, Tensor], count: int) -> None:
+    state = opt.init(params)
+    for _ in range(count):
+        params, state = opt.step(params, grads, state)
+
+
+def torch_update_with_grad(params: dict[str, Tensor]) -> None:
+    opt = sfo.from_torch(torch.optim.SGD)
+    opt.update({name: leaf.clone().requires_grad_() for name, leaf in params.items()}, opt.init(params), params)
+
+
+def test_namespaces() -> None:
+    from shardfn import collectives, data, optim, tree
+
+    for name in "adamw sgd lion chain clip clip_by_global_norm masked schedule from_torch global_norm".split():
+        assert getattr(optim, name) is getattr(sfo, name)
+    assert tree.ema is sf.core.tree.ema and data.rank is sf.core.data.rank
+    assert collectives.psum is sf.core.collectives.psum

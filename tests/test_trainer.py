@@ -1,0 +1,300 @@
+"""`Trainer` against the functions and against one process; as a module; its checkpoints."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCAB, decoder, policy, token_loss, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardfn as sf
+from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
+
+
+def _loss(model: nn.Module) -> Any:
+    return lambda params, x, y: sf.cross_entropy(sf.apply(model, params, x), y)
+
+
+def _full(trainer: sf.Trainer) -> dict[str, Tensor]:
+    return {name: value for name, value in sf.gather(trainer.params).items() if "wk.bias" not in name}
+
+
+def _of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.detach() for name, p in named if "wk.bias" not in name}
+
+
+@on_meshes()
+def test_the_shell_adds_no_numerics(mesh: DeviceMesh) -> None:
+    model, other = decoder(), decoder()
+    optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(0.5), sf.optim.adamw(1e-2))
+    trainer = sf.Trainer(model, mesh, policy(), optimizer=sf.optim.adamw(1e-2), loss_fn=_loss(model), clip=0.5)
+    params = sf.shard(other, mesh, policy())
+    state, step = optimizer.init(params), sf.value_and_grad(_loss(other))
+    for i in range(3):
+        batch = sf.data.local_batch(tokens(i), mesh)
+        out = trainer.step(*batch)
+        loss, grads = step(params, *batch)
+        norm = sf.optim.global_norm(grads)
+        params, state = optimizer.step(params, grads, state)
+        assert torch.equal(out["loss"], loss) and torch.equal(out["grad_norm"], norm)
+        assert out["tokens"] == 60
+    for name, leaf in trainer.params.items():
+        assert torch.equal(leaf.to_local(), params[name].to_local()), name
+
+
+@on_meshes()
+def test_as_a_module_with_a_torch_optimizer(mesh: DeviceMesh) -> None:
+    trainer, reference = sf.Trainer(decoder(), mesh, policy()), decoder()
+    assert [n for n, _ in trainer.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in trainer.parameters())
+    mine = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], 1e-2)
+    theirs = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 1e-2)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (mine, theirs)]
+    for i in range(3):
+        x, y = tokens(i)
+        local_x, local_y = sf.data.local_batch((x, y), mesh)
+        mine.zero_grad()
+        token_loss(trainer(local_x), local_y).backward()
+        theirs.zero_grad()
+        token_loss(reference(x), y).backward()
+        norm = trainer.clip_grad_norm_(0.3)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+        assert_parity({"norm": norm}, {"norm": expected})
+        for optimizer, schedule in zip((mine, theirs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    assert_parity(_full(trainer), _of(reference))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
+    model, other = decoder(), decoder()
+    trainer = sf.Trainer(model, mesh, policy(), optimizer=sf.optim.adamw(1e-2), loss_fn=_loss(model), accumulate=3)
+    whole = sf.Trainer(other, mesh, policy(), optimizer=sf.optim.adamw(1e-2), loss_fn=_loss(other))
+    batch = sf.data.local_batch(tokens(), mesh)
+    assert_parity({"loss": trainer.step(*batch)["loss"]}, {"loss": whole.step(*batch)["loss"]})
+    assert_parity(_full(trainer), _full(whole))
+    with pytest.raises(sf.ShardError, match=r"accumulate=3 parts of a batch of shape \(4, 5\) \(4 % 3\)"):
+        trainer.step(*(t[:4] for t in batch))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_backward_twice_adds_and_no_sync_has_the_same_sum(mesh: DeviceMesh) -> None:
+    trainer, reference = sf.Trainer(decoder(), mesh, policy()), decoder()
+    for i in range(2):
+        x, y = tokens(i)
+        local_x, local_y = sf.data.local_batch((x, y), mesh)
+        with trainer.no_sync():
+            token_loss(trainer(local_x), local_y).backward()
+        token_loss(reference(x), y).backward()
+    grads = trainer.params.like((n, p.grad) for n, p in trainer.params.items() if p.grad is not None)
+    expected = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
+    full = sf.gather(grads)
+    noise = [n for n in expected if "wk.bias" in n]
+    assert_parity({n: g for n, g in full.items() if n not in noise}, {n: g for n, g in expected.items() if n not in noise})
+
+
+@on_meshes({"fsdp": 4, "tp": 1})
+def test_average_and_evaluation(mesh: DeviceMesh) -> None:
+    model = decoder()
+    trainer = sf.Trainer(model, mesh, policy(), optimizer=sf.optim.sgd(0.1), loss_fn=_loss(model), ema=0.75)
+    assert trainer.ema is not None
+    expected = sf.gather(trainer.params)
+    for i in range(3):
+        trainer.step(*sf.data.local_batch(tokens(i), mesh))
+        expected = sf.tree.ema(expected, sf.gather(trainer.params), 0.75)
+    assert_parity(sf.gather(trainer.ema), expected)
+    before = _full(trainer)
+    x, y = tokens()
+    loss = trainer.evaluate(*sf.data.local_batch((x, y), mesh))["loss"]
+    model.load_state_dict({}, strict=False)
+    full = decoder()
+    full.load_state_dict(sf.gather(trainer.params) | dict(full.named_buffers()))
+    assert_parity({"loss": loss}, {"loss": token_loss(full(x), y).detach()})
+    assert_parity(_full(trainer), before)
+    assert trainer.training and trainer.module.training
+
+
+class _Fused(nn.Module):
+    """A fused projection, stored in blocks, and a stack stored with one dim per factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, 8)
+        self.qkv = nn.Linear(8, 4 * 2 + 2 * 2 * 2)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        qkv = self.qkv(x)
+        d = qkv.shape[-1] // 2
+        return self.out(qkv[..., :d] * qkv[..., d:].tanh()) + x
+
+
+def _fused_policy() -> sf.Policy:
+    return sf.Policy(
+        rules={
+            "qkv.weight": "(q: heads@tp d + k: kv@tp d + v: kv@tp d) c@fsdp",
+            "qkv.bias": "(q: heads@tp d + k: kv@tp d + v: kv@tp d)",
+            "out.weight": "c@fsdp (heads@tp d)",
+            "emb.weight": "(2 half@fsdp) c",
+        },
+        sizes={"d": 2, "heads": 4},
+    )
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_state_dicts_have_the_models_names_and_shapes(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    model = _Fused()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = sf.Trainer(model, mesh, _fused_policy())
+    state = trainer.state_dict()
+    assert {n: v.shape for n, v in state.items()} == {n: v.shape for n, v in wanted.items()}
+    assert all(torch.equal(v.full_tensor(), wanted[n]) for n, v in state.items())
+    other = sf.Trainer(_Fused(), mesh, _fused_policy())
+    other.load_state_dict(state)
+    assert all(torch.equal(v, wanted[n]) for n, v in sf.gather(other.params).items())
+    for value in wanted.values():
+        value.mul_(2)
+    other.load_state_dict(wanted)
+    assert all(torch.equal(v, wanted[n]) for n, v in sf.gather(other.params).items())
+    with pytest.raises(sf.ShardError, match="missing .*emb.weight.*, unexpected .*nope"):
+        other.load_state_dict({"nope": torch.ones(1)} | {n: v for n, v in wanted.items() if n != "emb.weight"})
+    with pytest.raises(sf.ShardError, match=r"'out.bias' is \(3,\), the model has \(8,\)"):
+        other.load_state_dict(wanted | {"out.bias": torch.ones(3)})
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_summon_full_params(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    trainer = sf.Trainer(_Fused(), mesh, _fused_policy())
+    reference = sf.gather(trainer.params)
+    names = [n for n, _ in trainer.named_parameters()]
+    ids = torch.arange(6).view(2, 3)
+    with trainer.summon_full_params():
+        assert all(torch.equal(p, reference[n]) for n, p in trainer.module.named_parameters())
+        whole = trainer.module(ids)
+        with torch.no_grad():
+            trainer.module.qkv.weight.add_(1)
+    assert [n for n, _ in trainer.named_parameters()] == names
+    assert torch.equal(sf.gather(trainer.params)["qkv.weight"], reference["qkv.weight"] + 1)
+    with trainer.summon_full_params(writeback=False), torch.no_grad():
+        trainer.module.qkv.weight.zero_()
+    assert torch.equal(sf.gather(trainer.params)["qkv.weight"], reference["qkv.weight"] + 1)
+    assert whole.shape == (2, 3, 8)
+
+
+def _train(axes: dict[str, int], directory: str, start: int, stop: int, save_at: int) -> list[float]:
+    mesh = sf.make_mesh("cpu", **axes)
+    model = decoder()
+    optimizer = sf.optim.adamw(sf.optim.warmup_cosine(1e-2, 2, 8))
+    trainer = sf.Trainer(model, mesh, policy(), optimizer=optimizer, loss_fn=_loss(model), clip=1.0, ema=0.9)
+    if start:
+        trainer.load(directory)
+        assert trainer.steps == start
+    losses = []
+    for i in range(start, stop):
+        losses.append(trainer.step(*sf.data.local_batch(tokens(i), mesh))["loss"].item())
+        if trainer.steps == save_at:
+            trainer.save(directory)
+    assert trainer.ema is not None
+    return [*losses, float(sf.optim.global_norm(trainer.ema))]
+
+
+@pytest.mark.parametrize("second", [{"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 1}])
+def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path, second: dict[str, int]) -> None:
+    ranks = second["fsdp"] * second["tp"]
+    whole = run(_train, {"fsdp": 2, "tp": 2}, str(tmp_path), 0, 6, 3, ranks=4)
+    resumed = run(_train, second, str(tmp_path), 3, 6, 0, ranks=ranks)
+    assert len(set(map(tuple, resumed))) == 1
+    torch.testing.assert_close(torch.tensor(resumed[0]), torch.tensor(whole[0][3:]), rtol=1e-12, atol=0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003"]
+
+
+def _load_bad(directory: str, kind: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model = _Fused() if kind == "other model" else decoder()
+    trainer = sf.Trainer(model, mesh, sf.Policy(), optimizer=sf.optim.adamw(1e-2), loss_fn=_loss(model))
+    before = sf.gather(trainer.params)
+    if kind == "saved":
+        trainer.save(directory)
+        return
+    try:
+        trainer.load(directory)
+    finally:
+        assert all(torch.equal(v, before[n]) for n, v in sf.gather(trainer.params).items())
+
+
+def test_bad_checkpoints_change_nothing(tmp_path: Path) -> None:
+    run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
+    run(_load_bad, str(tmp_path), "saved", ranks=2)
+    run_raises(sf.ShardError, _load_bad, str(tmp_path), "other model", match="does not fit, .* leaves", ranks=2)
+    # a save that was killed before its rename is not taken for a checkpoint
+    shutil.move(tmp_path / "step-00000000", tmp_path / ".writing-step-00000007")
+    run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
+
+
+def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
+    for name in ("step-00000002", "step-00000010", "step-x", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step-00000011").mkdir()
+    found = sf.checkpoint.latest(tmp_path)
+    assert found is not None and found.name == "step-00000010"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"accumulate": 0}, ValueError, "at least 1"),
+        ({"clip": -1.0}, ValueError, "above 0"),
+        ({"ema": 1.0}, ValueError, r"\[0, 1\)"),
+        ({"compile": True}, sf.ShardError, "not available yet"),
+    ],
+)
+def test_settings_that_mean_nothing(fields: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), **fields)
+
+
+def test_a_step_needs_a_loss_and_an_optimizer() -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    with pytest.raises(sf.ShardError, match="need optimizer"):
+        trainer.step(torch.ones(1, 2))
+    with pytest.raises(sf.ShardError, match="need loss_fn"):
+        trainer.evaluate(torch.ones(1, 2))
+    with pytest.raises(TypeError, match="expected an nn.Module"):
+        sf.Trainer({"w": torch.ones(2)})  # type: ignore[arg-type]
+
+
+@on_meshes({"fsdp": 2})
+def test_a_step_issues_the_collectives_of_the_functions(mesh: DeviceMesh) -> None:
+    model = decoder()
+    trainer = sf.Trainer(model, mesh, sf.Policy(), optimizer=sf.optim.adamw(1e-2), loss_fn=_loss(model), clip=1.0)
+    batch = sf.data.local_batch(tokens(), mesh)
+    for _ in range(2):
+        trainer.step(*batch)
+    with count_collectives() as shell:
+        trainer.step(*batch)
+    with count_collectives() as functions:
+        sf.value_and_grad(_loss(model))(trainer.params, *batch)
+    assert shell.total == functions.total + 1  # the norm
+
+
+def test_meta_model_with_init() -> None:
+    run(_meta, ranks=2)
+
+
+def _meta() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    trainer = sf.Trainer(model, mesh, init=lambda module: module.reset_parameters())
+    assert not any(t.is_meta for t in (*trainer.parameters(), *trainer.buffers()))
+    assert trainer(torch.randn(4, 6)).isfinite().all()
