@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -82,3 +82,44 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# The tables of an nn.Module: what `torch.func.functional_call` swaps too, without a public way to reach them.
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module owns directly, including absent ones (None)."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that a module owns directly, including absent ones (None)."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The direct children of a module."""
+    return module._modules
+
+
+def set_tables(module: nn.Module, **tables: dict[str, Any]) -> None:
+    """Replace `parameters`, `buffers` or `modules` of a module, without the checks of its attributes."""
+    module.__dict__.update({f"_{name}": table for name, table in tables.items()})
+
+
+def refresh_flat_weights(rnn: nn.RNNBase) -> None:
+    """RNNs read their weights from a list made when they were built; make it from their attributes."""
+    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+
+def drop_flat_weights(rnn: nn.RNNBase) -> None:
+    """Let go of the weights in that list."""
+    rnn._flat_weights = []
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+IncompatibleKeys = nn.modules.module._IncompatibleKeys

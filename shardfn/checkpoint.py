@@ -1,4 +1,4 @@
-"""Checkpoints: `save`, `load`, `latest`. The code is in `shardfn/core/checkpoint.py`."""
+"""Checkpoints: `save`, `load`, `latest`. Layer 5. The code is in `shardfn/core/checkpoint.py`."""
 
 from shardfn.core.checkpoint import latest as latest
 from shardfn.core.checkpoint import load as load

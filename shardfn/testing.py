@@ -12,9 +12,10 @@ does not: anything a training run needs. Layer 7: nothing in shardfn imports thi
 
 [Note: a process keeps its group for life]
 torch, and every library above it, caches by mesh: DTensor's sharding propagation, redistribution plans, compiled
-graphs. Process group names start over after `destroy_process_group`, so a process that joins a second group finds the
-first one's entries under equal keys. So a team has one group size, keeps its group between calls, and is replaced by
-newly forked processes after a failure.
+graphs. A process that leaves its group and joins another one finds entries of the first under equal keys; measured on
+2.13, `w.sum().full_tensor()` on a mesh like an earlier one raises "Could not resolve the process group registered under
+the name 5". So a team has one group size, keeps its group between calls, and is replaced by newly forked processes
+after a failure: 0.2 s.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import pytree, unwrap_local
+from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.core import checkpoint, optim
 from shardfn.core.apply import apply
 from shardfn.core.checkpoint import from_state_dict, to_state_dict
@@ -87,7 +87,8 @@ class Trainer(nn.Module):
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.steps = 0
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
-        self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
+        self.__dict__["_model"] = model
+        set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
         self.training = model.training
         self._slots = _install(model, params)
         self.ema: Params | None = map_local(torch.clone, self.params) if ema is not None else None
@@ -101,7 +102,7 @@ class Trainer(nn.Module):
     @property
     def params(self) -> Params:
         """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
-        leaves = {name: owner._parameters[attribute] for name, (owner, attribute) in self._slots.items()}
+        leaves = {name: parameters_of(owner)[attribute] for name, (owner, attribute) in self._slots.items()}
         return Params(leaves, self.plan, self.mesh, dict(self.module.named_buffers(remove_duplicate=False)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +232,7 @@ class Trainer(nn.Module):
         self._copy_in(from_state_dict(tree, state_dict))
         for name in buffers.keys() & state_dict.keys():
             buffers[name].copy_(state_dict[name])
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
     def _copy_in(self, tree: Params) -> None:
@@ -260,21 +261,21 @@ class Trainer(nn.Module):
         Communication: one all-gather a bucket and axis on entry.
         """
         full = gather(self.params)
-        tables = [(owner, dict(owner._parameters)) for owner in self.module.modules()]
+        tables = [(parameters_of(owner), dict(parameters_of(owner))) for owner in self.module.modules()]
         made: dict[str, nn.Parameter] = {}
         for path, attribute, name in _owned(self.plan):
             layout = self.plan.layouts[name]
             made.setdefault(name, nn.Parameter(full[name].detach().clone(), layout.trainable))
-            owner = self.module.get_submodule(path)
-            for key in [key for key in owner._parameters if key == attribute or key.startswith(f"{attribute}[")]:
-                del owner._parameters[key]
-            owner._parameters[attribute] = made[name]
+            held = parameters_of(self.module.get_submodule(path))
+            for key in [key for key in held if key == attribute or key.startswith(f"{attribute}[")]:
+                del held[key]
+            held[attribute] = made[name]
         try:
             yield
         finally:
-            for owner, table in tables:
-                owner._parameters.clear()
-                owner._parameters.update(table)
+            for held, before in tables:
+                held.clear()
+                held.update(before)
         if writeback:
             self._copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
 
@@ -334,14 +335,14 @@ def _install(model: nn.Module, params: Params) -> dict[str, tuple[nn.Module, str
     slots: dict[str, tuple[nn.Module, str]] = {}
     for path, attribute, name in _owned(params.plan):
         owner = model.get_submodule(path)
-        del owner._parameters[attribute]
+        del parameters_of(owner)[attribute]
         for leaf in params.plan.layouts[name].leaves:
             key = attribute + leaf.name.removeprefix(name)
-            owner._parameters[key] = made[leaf.name]
+            parameters_of(owner)[key] = made[leaf.name]
             slots.setdefault(leaf.name, (owner, key))
     for name, buffer in params.buffers.items():
         path, _, attribute = name.rpartition(".")
-        model.get_submodule(path)._buffers[attribute] = buffer
+        buffers_of(model.get_submodule(path))[attribute] = buffer
     return {name: slots[name] for name in params}
 
 

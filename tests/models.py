@@ -1,5 +1,7 @@
 """Small models that hold every case that has bitten somebody, for tests on ranks and in one process."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -88,9 +90,9 @@ def decoder(kv: int = 4, dtype: torch.dtype = torch.float64, **sizes: int) -> De
     return Decoder(kv=kv, **sizes).to(dtype)
 
 
-def policy(**fields: object) -> sf.Policy:
+def policy(**fields: Any) -> sf.Policy:
     """The decoder's policy."""
-    return sf.Policy(rules=RULES, sizes={"d": 3}) | sf.Policy(**fields)  # type: ignore[arg-type]
+    return sf.Policy(rules=RULES, sizes={"d": 3}) | sf.Policy(**fields)
 
 
 def tokens(step: int = 0, batch: int = 12, length: int = 5) -> tuple[Tensor, Tensor]:

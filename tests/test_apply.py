@@ -16,8 +16,7 @@ import shardfn as sf
 from shardfn.core import buckets
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
-MESHES = ({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2},
-          {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1})  # fmt: skip
+MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1)))
 
 
 def _loss(model: nn.Module) -> Any:
@@ -76,9 +75,8 @@ def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str,
 @on_meshes({"replicate": 2, "fsdp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "data": 2}, {"dp_replicate": 2, "tp": 2})
 def test_other_axis_names_and_orders(mesh: DeviceMesh) -> None:
     model = decoder()
-    rules = {} if "tp" not in (mesh.mesh_dim_names or ()) else {
-        pattern: rule.replace("@fsdp", "") for pattern, rule in policy().rules.items()
-    }  # fmt: skip
+    without_fsdp = {pattern: rule.replace("@fsdp", "") for pattern, rule in policy().rules.items()}
+    rules = without_fsdp if "tp" in (mesh.mesh_dim_names or ()) else {}
     params = sf.shard(model, mesh, sf.Policy(rules=rules, sizes={"d": 3}))
     x, y = tokens()
     loss, grads = sf.value_and_grad(_loss(model))(params, *_mine(mesh, x, y))
@@ -329,7 +327,7 @@ def test_mixed_precision_dtypes(mesh: DeviceMesh) -> None:
 @on_meshes({"fsdp": 2})
 def test_nothing_outlives_a_call(mesh: DeviceMesh) -> None:
     model = decoder()
-    params = sf.shard(model, mesh, policy_without_tp())
+    params = sf.shard(model, mesh, sf.Policy())
     shape = model.layers[0].down.weight.shape  # no shard has it
     gc.collect()
     gc.disable()  # what only the cycle collector would free counts as a leak
@@ -344,14 +342,10 @@ def test_nothing_outlives_a_call(mesh: DeviceMesh) -> None:
         gc.enable()
 
 
-def policy_without_tp() -> sf.Policy:
-    return sf.Policy()
-
-
 @on_meshes({"fsdp": 2})
 def test_the_model_is_not_changed_after_an_error(mesh: DeviceMesh) -> None:
     model = decoder()
-    params = sf.shard(model, mesh, policy_without_tp())
+    params = sf.shard(model, mesh, sf.Policy())
     tables = {name: dict(module.__dict__) for name, module in model.named_modules()}
 
     class Boom(Exception):

@@ -1,10 +1,9 @@
 """`typeof` and `visualize`: what they print is a rule, and what they draw is where the values are."""
 
 import sys
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def test_pieces_are_the_indices_of_every_rank(data: st.DataObject) -> None:
         assert [i for p in mine for i in range(p.start, p.stop)] == want
     bounds = [0] + [p.stop for p in found]
     assert [p.start for p in found] == bounds[:-1] and bounds[-1] == prod(extent)  # no gap, no overlap
-    assert all(a.at != b.at for a, b in zip(found, found[1:], strict=False))  # neighbours are joined
+    assert all(a.at != b.at for a, b in pairwise(found))  # neighbours are joined
 
 
 def test_pieces_of_uneven_and_empty_shards() -> None:
@@ -92,9 +91,7 @@ SHAPES = {name: shape for name, (_, shape) in RULES.items()} | {"gqa": (24, 3)}
 
 def numbered() -> dict[str, Tensor]:
     """Every element is its own index, from 1: padding is 0."""
-    return {
-        name: torch.arange(1, prod(shape) + 1, dtype=torch.float64).reshape(shape) for name, shape in SHAPES.items()
-    }
+    return {name: torch.arange(1.0, prod(shape) + 1).reshape(shape) for name, shape in SHAPES.items()}
 
 
 def held_on_this_rank(mesh: DeviceMesh) -> dict[str, list[int]]:
@@ -120,7 +117,7 @@ def test_cells_are_what_the_ranks_hold(axes: dict[str, int]) -> None:
     plan = sf.plan(numbered(), sf.MeshSpec(**axes), POLICY)
     actual = run(shards_of, axes, ranks=4)
     for name, layout in plan.layouts.items():
-        view = inspect.views("test", plan, name)[name]
+        view = inspect.views_of("test", plan, name)[name]
         assert view.shape == layout.shape
         drawn: dict[int, list[int]] = {rank: [] for rank in range(4)}
         index = torch.arange(layout.numel).reshape(layout.shape)
@@ -270,7 +267,7 @@ def test_what_is_not_there() -> None:
         TypeError, match=r"Plan is a tree; pass the name of a parameter, for example typeof\(x, 'scale'\)"
     ):
         typeof(plan)
-    with pytest.raises(TypeError, match="dict is a tree; pass the name of a parameter$"):
+    with pytest.raises(TypeError, match=r"dict is a tree; pass the name of a parameter$"):
         typeof({})
     for see in (typeof, visualize):
         with pytest.raises(KeyError, match=r"no parameter 'wqkv\.wieght'; did you mean 'wqkv\.weight'"):
@@ -302,12 +299,12 @@ def test_a_part_of_a_tree() -> None:
 # visualize
 
 
-def linear(rule: str, rows: int, columns: int, **axes: int) -> Any:
-    return sf.plan({"w": torch.zeros(rows, columns)}, sf.MeshSpec(**axes), sf.Policy(rules={"w": rule}))
+def planned(rule: str, shape: tuple[int, ...], **axes: int) -> sf.Plan:
+    return sf.plan({"w": torch.zeros(shape)}, sf.MeshSpec(**axes), sf.Policy(rules={"w": rule}))
 
 
 def test_picture_of_a_matrix() -> None:
-    assert visualize(linear("ff@tp c@fsdp", 8, 6, fsdp=4, tp=2), "w") == (
+    assert visualize(planned("ff@tp c@fsdp", (8, 6), fsdp=4, tp=2), "w") == (
         "w\n"
         "f32[ff@tp c@fsdp]  8 x 6  on fsdp=4, tp=2\n"
         "                            c@fsdp = 6\n"
@@ -342,19 +339,17 @@ def test_picture_of_a_vector_and_of_a_scalar() -> None:
 
 def test_large_meshes_fit_a_terminal() -> None:
     for rule in ("a@fsdp b@tp", "b@tp a@fsdp", "a@tp@fsdp b", "(1024 a@tp) b@fsdp"):
-        lines = visualize(linear(rule, 8192, 8192, fsdp=512, tp=8), "w").splitlines()
+        lines = visualize(planned(rule, (8192, 8192), fsdp=512, tp=8), "w").splitlines()
         assert max(map(len, lines[2:])) <= 66 and len(lines) < 40, (rule, lines)
         assert any("…" in line for line in lines)
-    last = visualize(linear("a@fsdp b", 512, 8, fsdp=512, tp=8), "w").splitlines()
+    last = visualize(planned("a@fsdp b", (512, 8), fsdp=512, tp=8), "w").splitlines()
     assert "4088-4095" in last[-2] and last[-1].lstrip().startswith("512 └")
 
 
 def test_dims_that_are_not_drawn_are_told() -> None:
-    plan = sf.plan(
-        {"w": torch.zeros(2, 4, 4)}, sf.MeshSpec(ep=2, fsdp=2, tp=2), sf.Policy(rules={"w": "e@ep a@tp b@fsdp"})
-    )
+    plan = planned("e@ep a@tp b@fsdp", (2, 4, 4), ep=2, fsdp=2, tp=2)
     assert "dim 2 (b@fsdp) is split too: the ranks of a cell hold its slices, in order" in visualize(plan, "w")
-    plan = sf.plan({"w": torch.zeros(3, 4, 4)}, sf.MeshSpec(fsdp=2, tp=2), sf.Policy(rules={"w": "e a@tp b@fsdp"}))
+    plan = planned("e a@tp b@fsdp", (3, 4, 4), fsdp=2, tp=2)
     assert "split too" not in visualize(plan, "w")  # what is split is drawn first
 
 
@@ -376,7 +371,7 @@ def test_a_picture_in_a_file(tmp_path: Path) -> None:
     assert visualize(plan, file=tmp_path / "layout.png") == visualize(plan)
     png = (tmp_path / "layout.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and len(png) > 10_000
-    visualize(linear("a@fsdp b@tp", 300, 300, replicate=2, fsdp=64, tp=2), "w", file=str(tmp_path / "one.svg"))
+    visualize(planned("a@fsdp b@tp", (300, 300), replicate=2, fsdp=64, tp=2), "w", file=str(tmp_path / "one.svg"))
     assert "<svg" in (tmp_path / "one.svg").read_text()
     visualize({}, file=tmp_path / "empty.png")
     visualize(torch.zeros(2, 3), file=tmp_path / "plain.png")

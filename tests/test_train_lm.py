@@ -1,13 +1,20 @@
 """The main job `examples/train_lm.py`: its text, batches, baseline, model; then the whole of it on four ranks."""
 
 import importlib
+import importlib.util
 import json
 import math
+import os
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import shardfn as sf
+from shardfn.testing import RankError, run, run_raises
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 if str(EXAMPLES) not in sys.path:
@@ -16,6 +23,7 @@ if str(EXAMPLES) not in sys.path:
 model = importlib.import_module("lm.model")
 report = importlib.import_module("lm.report")
 text = importlib.import_module("lm.text")
+train_lm = importlib.import_module("train_lm")
 
 RAMP = torch.arange(1000).remainder(251).to(torch.uint8)
 
@@ -74,16 +82,6 @@ def test_the_standard_library_is_there() -> None:
 # Batches
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_data_ranks_share_out_the_global_batch(count: int) -> None:
-    batches = text.Batches(RAMP, batch=8, length=7, seed=3)
-    for step in (0, 5, 40):
-        whole = batches(step)
-        parts = [batches(step, index, count) for index in range(count)]
-        for side in (0, 1):
-            assert torch.equal(torch.cat([part[side] for part in parts]), whole[side])
-
-
 def test_targets_are_the_next_bytes() -> None:
     inputs, targets = text.Batches(RAMP, batch=4, length=9)(11)
     assert inputs.shape == targets.shape == (4, 9)
@@ -105,11 +103,6 @@ def test_batches_depend_on_step_and_seed_alone() -> None:
     after = text.Batches(RAMP.clone(), 4, 7, seed=1)
     assert all(torch.equal(after(step)[0], before[step]) for step in reversed(range(80)))
     assert not torch.equal(text.Batches(RAMP, 4, 7, seed=2)(0)[0], before[0])
-
-
-def test_a_batch_that_does_not_divide_says_so() -> None:
-    with pytest.raises(ValueError, match="batch of 6 does not divide over 4 data ranks"):
-        text.Batches(RAMP, batch=6, length=7)(0, 0, 4)
 
 
 def test_validation_windows_are_spread_and_whole() -> None:
@@ -206,3 +199,119 @@ def test_curve_falls_as_the_losses_do() -> None:
     assert lines == [" 3.50 |*", " 2.50 |", " 1.50 | *"]
     assert report.curve([float("nan")]) == "(no losses)"
     assert report.curve([2.0, 2.0]).count("*") == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole of it, tiny
+
+
+def _job(out: Path, *more: str) -> list[str]:
+    """Options of a run of six steps with a checkpoint every second one, on the sources beside its folder."""
+    tiny = "--dim 32 --layers 2 --heads 4 --kv-heads 4 --ff 48 --batch 8 --length 16 --valid 16 --sample 6 --steps 6"
+    return [*tiny.split(), "--every", "2", "--lr", "0.01", "--text", str(out.parent / "sources"), "--out", str(out), *more]
+
+
+def _losses(out: Path) -> list[dict[str, Any]]:
+    return report.read_history(out / "losses.jsonl", 1000)
+
+
+def _die_in_step(number: int, argv: list[str]) -> None:
+    """Run the job; rank 1 ends without a word when step `number` begins."""
+    step = sf.Trainer.step
+
+    def dying_step(trainer: sf.Trainer, *batch: Any) -> dict[str, Any]:
+        if trainer.steps == number - 1 and os.environ["RANK"] == "1":
+            os._exit(1)
+        return step(trainer, *batch)
+
+    sf.Trainer.step = dying_step  # these processes end with the call
+    train_lm.main(argv)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on 2 x 2 that nothing disturbed."""
+    out = tmp_path_factory.mktemp("lm") / "run"
+    (out.parent / "sources").mkdir()
+    _write_sources(out.parent / "sources")
+    run(train_lm.main, _job(out))
+    return out
+
+
+def _copy(finished: Path, name: str, last: int) -> Path:
+    """A folder of its own that looks as if the run had been stopped after the checkpoint of step `last`."""
+    out = finished.parent / name
+    shutil.copytree(finished, out)
+    for path in (out / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > last:
+            shutil.rmtree(path)
+    return out
+
+
+def test_a_run_leaves_losses_checkpoints_and_pictures(finished: Path) -> None:
+    records = _losses(finished)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records if "valid" in record] == [2, 4, 6]
+    assert records[0]["loss"] > records[-1]["loss"]
+    assert sorted(path.name[-1] for path in (finished / "checkpoints").iterdir()) == ["4", "6"]
+    assert "ff@tp c@fsdp" in (finished / "layout.txt").read_text()
+    if importlib.util.find_spec("matplotlib"):
+        for name in ("losses.png", "layout.png"):
+            assert (finished / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished: Path) -> None:
+    out = finished.parent / "killed"
+    with pytest.raises(RankError):
+        run(_die_in_step, 6, _job(out))
+    assert not (out / "layout.txt").exists()
+    assert [record["step"] for record in _losses(out)] == [1, 2, 3, 4]
+    run(train_lm.main, _job(out))
+    assert _losses(out) == _losses(finished)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "tp=4"])
+def test_a_checkpoint_goes_on_on_another_mesh(finished: Path, mesh: str) -> None:
+    out = _copy(finished, f"on {mesh}", last=4)
+    results = run(train_lm.main, _job(out, "--mesh", mesh))
+    assert all(result == results[0] for result in results)
+    assert _losses(out)[:4] == _losses(finished)[:4]
+    for record, expected in zip(_losses(out)[4:], _losses(finished)[4:], strict=True):
+        assert record == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_finished_run_only_reports(finished: Path) -> None:
+    out = _copy(finished, "again", last=6)
+    results = run(train_lm.main, _job(out))
+    assert results[0]["valid"] == _losses(finished)[-1]["valid"]
+    assert _losses(out) == _losses(finished)
+
+
+def test_fresh_starts_over(finished: Path) -> None:
+    out = _copy(finished, "fresh", last=6)
+    run(train_lm.main, _job(out, "--fresh", "--steps", "2", "--seed", "1"))
+    assert [record["step"] for record in _losses(out)] == [1, 2]
+
+
+def test_another_model_in_the_same_folder_raises_on_every_rank(finished: Path) -> None:
+    run_raises(ValueError, train_lm.main, _job(finished, "--ff", "64"), match="ff was 48, is 64.*--fresh")
+
+
+def test_mesh_is_read_with_both_axes() -> None:
+    assert train_lm.parse_mesh("fsdp=4") == {"fsdp": 4, "tp": 1}
+    assert train_lm.parse_mesh("fsdp=-1,tp=2") == {"fsdp": -1, "tp": 2}
+
+
+@pytest.mark.parametrize("value", ["dp=4", "fsdp", "fsdp=0", "fsdp=2,tp=x", ""])
+def test_mesh_that_means_nothing_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.parse(["--mesh", value])
+    assert "is not fsdp=N or tp=N" in capsys.readouterr().err
+
+
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.parse(["--help"])
+    shown = capsys.readouterr().out
+    for option in ("--device", "--mesh", "--out", "--fresh", "--steps", "--every", "--sample"):
+        assert option in shown

@@ -88,7 +88,7 @@ def pieces(
 def _nested(
     shape: Sequence[int], extent: Sequence[int], splits: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> Iterator[Piece]:
-    """`pieces` before neighbours are joined: cut the outermost dim, and go into each index if what is inside is cut too."""
+    """`pieces` before neighbours are joined: the outermost dim is cut; where what is inside is cut too, each index is."""
     inner = prod(extent[1:])
     for coords in product(*(range(sizes[axis]) for axis in splits[0])):
         at = tuple(zip(splits[0], coords, strict=True))
@@ -232,7 +232,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     return re.sub(r"^(bfloat|float|uint|int|complex)(\d+)_?", lambda m: short[m[1]] + m[2], name)
 
 
-def views(verb: str, x: Any, name: str | None) -> dict[str, View]:
+def views_of(verb: str, x: Any, name: str | None) -> dict[str, View]:
     """Name -> view: of one tensor (under the empty name), of one leaf of a tree, or of all of them."""
     if isinstance(x, Tensor):
         if name is not None:
@@ -240,17 +240,12 @@ def views(verb: str, x: Any, name: str | None) -> dict[str, View]:
         return {"": _tensor_view(x)}
     if not isinstance(x, Plan | Mapping):
         raise TypeError(f"{verb}: expected a tree made by shard, a plan or a tensor, got {type(x).__name__}")
+    known = every = list(x) if isinstance(x, Mapping) else []
     if isinstance(x, Plan | Params):
         plan = x if isinstance(x, Plan) else x.plan
-        here = [
-            n
-            for n, p in plan.canonical.items()
-            if isinstance(x, Plan) or any(f.name in x for f in plan.layouts[p].leaves)
-        ]
-        known = {**dict.fromkeys(here), **{n: None for n in plan.leaves if isinstance(x, Plan) or n in x}}
-        every = dict.fromkeys(plan.canonical[n] for n in here)
-    else:
-        known = every = dict.fromkeys(x)
+        stored = [leaf for leaf in plan.leaves if isinstance(x, Plan) or leaf in x]
+        every = list(dict.fromkeys(plan.leaves[leaf][0].name for leaf in stored))
+        known = [alias for alias, first in plan.canonical.items() if first in every] + stored
     if name is not None and name not in known:
         raise KeyError(f"{verb}: there is no parameter '{name}'{did_you_mean(name, known)}")
     return {n: _leaf_view(verb, x, n) for n in ([name] if name is not None else every)}
@@ -410,7 +405,7 @@ def typeof(x: Any, name: str | None = None) -> str:
         known = list(x.layouts if isinstance(x, Plan) else x)
         example = f", for example typeof(x, {known[0]!r})" if known else ""
         raise TypeError(f"typeof: {type(x).__name__} is a tree; pass the name of a parameter{example}")
-    return next(iter(views("typeof", x, name).values())).type
+    return next(iter(views_of("typeof", x, name).values())).type
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,19 +423,16 @@ class _Strip:
     @property
     def lengths(self) -> list[int]:
         """Indices of each piece; 0 for a gap, which takes the least room."""
-        return [
-            stop - start if at is not None else 0
-            for start, stop, at in zip(self.cuts, self.cuts[1:], self.held, strict=False)
-        ]
+        sizes = [stop - start for start, stop in pairwise(self.cuts)]
+        return [size if at is not None else 0 for size, at in zip(sizes, self.held, strict=True)]
 
     def short(self, most: int) -> "_Strip":
         """At most `most` pieces: the first ones, a gap, the last one."""
         if len(self.held) <= most:
             return self
         first = max(most - 2, 1)
-        return replace(
-            self, cuts=(*self.cuts[: first + 1], *self.cuts[-2:]), held=(*self.held[:first], None, self.held[-1])
-        )
+        cuts = (*self.cuts[: first + 1], *self.cuts[-2:])
+        return replace(self, cuts=cuts, held=(*self.held[:first], None, self.held[-1]))
 
     def place(self, index: int, positions: Sequence[int]) -> int:
         """Where an index lies when the cuts are drawn at `positions`."""
@@ -493,6 +485,11 @@ def _strips(view: View, most: int) -> tuple[_Strip, _Strip]:
     return strips[0] if len(strips) == 2 else whole, strips[-1] if strips else whole
 
 
+def _cells(rows: _Strip, columns: _Strip, ys: Sequence[Any], xs: Sequence[Any]) -> Iterator[Any]:
+    """((who holds the row, its edges), (who holds the column, its edges)) of every cell."""
+    return product(zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True))
+
+
 def _scaled(lengths: Sequence[int], least: int, total: int) -> list[int]:
     """Integers proportional to `lengths`, each at least `least`, that sum to `total` where that is possible."""
     out = [max(least, total * length // max(sum(lengths), 1)) for length in lengths]
@@ -535,10 +532,8 @@ def _draw(view: View) -> list[str]:
     ys = list(accumulate([height + 1 for height in heights], initial=2 if columns.labels else 0))
     canvas = _Canvas()
     _draw_grid(canvas, xs, ys)
-    for (row, y), (column, x) in product(
-        zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True)
-    ):
-        canvas.put((y[0] + y[1]) // 2, x[0] + 1, _cell_text(view, row, column).center(x[1] - x[0] - 1).rstrip())
+    for (row, (top, bottom)), (column, (start, stop)) in _cells(rows, columns, ys, xs):
+        canvas.put((top + bottom) // 2, start + 1, _cell_text(view, row, column).center(stop - start - 1).rstrip())
     _name_columns(canvas, columns, xs)
     if rows.labels:
         for cut, y in zip(rows.cuts, ys, strict=True):
@@ -605,13 +600,8 @@ def _heading(view: View) -> str:
 def _text(views: Mapping[str, View]) -> str:
     blocks = []
     for view, names in _groups(views):
-        on = [f"on {view.mesh}"] if view.axes else []
-        lines = [
-            *names_text([name for name in names if name]),
-            "  ".join([_heading(view), *on]),
-            *_draw(view),
-            *view.notes,
-        ]
+        heading = "  ".join([_heading(view), *([f"on {view.mesh}"] if view.axes else [])])
+        lines = [*names_text([name for name in names if name]), heading, *_draw(view), *view.notes]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) or "(an empty tree)"
 
@@ -655,9 +645,7 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
 
     Communication: none.
     """
-    views = views("visualize", x, name)
-    if name is not None:
-        views = {name: views[name]}
+    views = views_of("visualize", x, name)
     if file is not None:
         _figure(views).savefig(file)
     return _text(views)
@@ -678,9 +666,8 @@ def _figure(views: Mapping[str, View]) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError(
-            "visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]"
-        ) from None
+        why = "visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]"
+        raise ImportError(why) from None
     groups = _groups(views)
     shown = groups[:_MAX_TILES]
     across = min(4, max(ceil(len(shown) ** 0.5), 1))
@@ -708,8 +695,7 @@ def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
     rows, columns = _strips(view, 10)
     xs, ys = _laid_out(columns, inches[0]), _laid_out(rows, inches[1])
     tile.set(xlim=(0, inches[0]), ylim=(inches[1], 0))
-    cells = product(zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True))
-    for (row, (top, bottom)), (column, (left, right)) in cells if view.numel else ():
+    for (row, (top, bottom)), (column, (left, right)) in _cells(rows, columns, ys, xs) if view.numel else ():
         ranks = view.owners((*row, *column)) if row is not None and column is not None else []
         colours = [_colour(rank, max(view.ranks)) for rank in ranks[:: ceil(len(ranks) / 16)]] if ranks else [_EMPTY]
         step = (right - left) / len(colours)

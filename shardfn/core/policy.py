@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from typing_extensions import Self
@@ -69,6 +69,8 @@ class Policy:
     pad: Mapping[str, int] = field(default_factory=dict)
     compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
+    given: ClassVar[frozenset[str]] = frozenset()  # each policy has its own: the fields that its caller named
+
     def __new__(cls, *args: object, **given: object) -> Self:
         """Note which fields are given: in `a | b` only those of `b` win."""
         if args:
@@ -78,7 +80,7 @@ class Policy:
             if name not in known:
                 raise TypeError(f"Policy has no field '{name}'{did_you_mean(name, known) or '.'} Its fields: {', '.join(known)}.")
         policy = super().__new__(cls)
-        object.__setattr__(policy, "_given", frozenset(given))
+        object.__setattr__(policy, "given", frozenset(given))
         return policy
 
     def __post_init__(self) -> None:
@@ -115,10 +117,10 @@ class Policy:
         """Both policies: `other`'s rules come first, and the fields `other` was given win."""
         if not isinstance(other, Policy):
             return NotImplemented
-        given: frozenset[str] = getattr(other, "_given")  # noqa: B009
+        given = other.given
         merged = {f.name: getattr(other if f.name in given else self, f.name) for f in fields(self)}
         for name in ("rules", "axes", "sizes", "acts", "pad", "compute"):
             first, second = getattr(other, name), getattr(self, name)
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
-        both: frozenset[str] = given | getattr(self, "_given")
+        both = given | self.given
         return Policy(**{name: value for name, value in merged.items() if name in both})

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from shardfn._torch import children_of, set_tables
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -15,7 +17,5 @@ def shallow_copy(module: M, parameters: dict[str, Tensor | None], buffers: dict[
     """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
-    copy.__dict__["_parameters"] = parameters
-    copy.__dict__["_buffers"] = buffers
-    copy.__dict__["_modules"] = dict(module.__dict__["_modules"])
+    set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy

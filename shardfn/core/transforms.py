@@ -129,9 +129,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor]:
     """(what to differentiate, this rank's value): for a `Mean`, scaled so that the mean over ranks is exact."""
     if isinstance(loss, Mean):
-        count = torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach()
-        for axis in owner.plan.roles.data if owner is not None else ():
-            count = pmean(count, owner.mesh, axis)  # type: ignore[union-attr]
+        count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
         loss = loss.total / count.to(loss.total.dtype)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -141,8 +139,10 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor]:
 
 
 def _averaged(value: Tensor, owner: Params | None) -> Tensor:
-    for axis in owner.plan.roles.data if owner is not None else ():
-        value = pmean(value, owner.mesh, axis)  # type: ignore[union-attr]
+    """The mean over the data ranks of the tree that is differentiated."""
+    if owner is not None:
+        for axis in owner.plan.roles.data:
+            value = pmean(value, owner.mesh, axis)
     return value
 
 

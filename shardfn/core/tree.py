@@ -1,4 +1,4 @@
-"""`Params`, the tree of shards, and functions over it. Layer 1 (it holds a plan but decides nothing).
+"""`Params`, the tree of shards, and functions over it. Layer 2.
 
 `Params` is a `dict` registered as a pytree: keys are parameter names, leaves are `DTensor`s, and the plan is its static
 context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep the type.
@@ -146,7 +146,7 @@ def _flatten_with_keys(params: Params) -> tuple[list[tuple[Any, Tensor]], _Conte
 pytree.register_pytree_node(Params, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 - the public name is sf.tree.map
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` on every leaf of `tree` (and of trees of the same structure), on whole `DTensor`s.
 
     No communication as long as `fn` is elementwise.

@@ -14,6 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardfn._torch import (
+    buffers_of,
+    children_of,
+    drop_flat_weights,
+    parameters_of,
+    refresh_flat_weights,
+    set_tables,
+)
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import shallow_copy
 
@@ -79,15 +87,15 @@ class Bound:
             return self._copies[id(module)]
         wiring, prefix = self._wiring, f"{path}." if path else ""
         names = wiring.params.get(path, {})
-        absent = [attribute for attribute, value in module._parameters.items() if value is None]
+        absent = [attribute for attribute, value in parameters_of(module).items() if value is None]
         weights = _Weights(path, names, absent, wiring) if names or absent else {}
-        buffers = {n: wiring.buffers.get(prefix + n, b) for n, b in module._buffers.items()}
+        buffers = {n: wiring.buffers.get(prefix + n, b) for n, b in buffers_of(module).items()}
         copy = self._copies[id(module)] = shallow_copy(module, weights, buffers)
         for name, buffer in buffers.items():
             self._named_buffers.append((prefix + name, name, copy, buffer))
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
-                copy._modules[name] = self._copy(child, prefix + name)
+                children_of(copy)[name] = self._copy(child, prefix + name)
         if not type(module).__module__.startswith("torch.nn."):
             self._changed.append((module, copy, {}))
         self._set_forward(module, copy, path)
@@ -102,14 +110,13 @@ class Bound:
         patched = module.__dict__.get("forward")
         if isinstance(patched, MethodType) and patched.__self__ is module:
             patched = patched.__func__
-            copy.__dict__["forward"] = inner = lambda *args, **kwargs: patched(here(), *args, **kwargs)
+            copy.__dict__["forward"] = inner = _method(patched, here)
         elif patched is not None:
             inner = patched
         else:
-            inner = lambda *args, **kwargs: type(module).forward(here(), *args, **kwargs)  # noqa: E731
+            inner = _method(type(module).forward, here)
         if path in wiring.forwards:
-            replacement = wiring.forwards[path]
-            copy.__dict__["forward"] = inner = lambda *args, **kwargs: replacement(here(), *args, **kwargs)
+            copy.__dict__["forward"] = inner = _method(wiring.forwards[path], here)
         elif isinstance(module, nn.RNNBase):
             inner = _refresh_flat_weights(here, inner)
             copy.__dict__["forward"] = inner
@@ -143,21 +150,25 @@ class Bound:
                 if before.get(name, self) is not value:
                     module.__dict__[name] = value
         for name, attribute, copy, before_buffer in self._named_buffers:
-            value = copy._buffers.get(attribute)
+            value = buffers_of(copy).get(attribute)
             if value is not None and value is not before_buffer:
                 buffers[name] = value
 
 
+def _method(function: Forward, here: Callable[[], Any]) -> Forward:
+    return lambda *args, **kwargs: function(here(), *args, **kwargs)
+
+
 def _refresh_flat_weights(here: Callable[[], Any], inner: Forward) -> Forward:
-    """RNNs read their weights from a list made when they were built."""
+    """An RNN's forward around which its list of weights is the copy's."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         module = here()
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        refresh_flat_weights(module)
         try:
             return inner(*args, **kwargs)
         finally:
-            module._flat_weights = []
+            drop_flat_weights(module)
 
     return forward
 
@@ -175,12 +186,12 @@ class _Escaped(dict[str, Any]):
 @contextmanager
 def no_escape(model: nn.Module) -> Iterator[None]:
     """Within it, reading a parameter of `model` itself is an error; used for the first call."""
-    owners = [module for module in model.modules() if module._parameters]
-    kept = [module._parameters for module in owners]
+    owners = [module for module in model.modules() if parameters_of(module)]
+    kept = [parameters_of(module) for module in owners]
     try:
-        for module in owners:
-            module.__dict__["_parameters"] = _Escaped(module._parameters)
+        for module, parameters in zip(owners, kept, strict=True):
+            set_tables(module, parameters=_Escaped(parameters))
         yield
     finally:
         for module, parameters in zip(owners, kept, strict=True):
-            module.__dict__["_parameters"] = parameters
+            set_tables(module, parameters=parameters)

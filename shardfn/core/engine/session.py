@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardfn._torch import in_transform, unwrap_local
+from shardfn._torch import in_transform, unwrap_local, version_of
 from shardfn.core.buckets import BucketOnGrid, GatherBucket
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
@@ -134,7 +134,7 @@ class _Regather:
     def __init__(self, spot: BucketOnGrid, leaves: list[Tensor], session: Session) -> None:
         self.spot = spot
         self._shards = [unwrap_local(leaf).detach() for leaf in leaves]
-        self._versions = [shard._version for shard in self._shards]
+        self._versions = [version_of(shard) for shard in self._shards]
         self._session = session
         self._flat: Tensor | None = None
 
@@ -142,7 +142,7 @@ class _Regather:
         """The saved view; the bucket's one all-gather happens at the first one."""
         if self._flat is None:
             for name, shard, version in zip(self.spot.bucket.leaves, self._shards, self._versions, strict=True):
-                if shard._version != version:
+                if version_of(shard) != version:
                     raise RuntimeError(
                         f"'{name}' was changed in place between the forward and the backward that needs it; "
                         f"run the backward before the optimizer step"
