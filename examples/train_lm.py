@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn.testing import count_collectives
 
 # What each weight is split on: heads, hidden features and the vocabulary over tp, the residual width over fsdp.
 RULES = {
@@ -128,18 +129,27 @@ def train(job: Job) -> list[report.Record]:
     options, trainer = job.options, job.trainer
     batches = text.Batches(job.corpus.train, options.batch, options.length, options.seed)
     records, start = resume(job), trainer.steps
+    moved = bytes_per_step(job, batches(start))
     progress = report.Progress(options.steps, start, shown=job.rank0)
     while trainer.steps < options.steps:
         inputs, targets = job.local(batches(trainer.steps))
         out = trainer.step(inputs, targets)
         records.append({"step": trainer.steps, "loss": float(out["loss"])})
-        moved = trainer.plan.comm_bytes * (trainer.steps - start)
-        progress.update(trainer.steps, loss=records[-1]["loss"], tokens=out["tokens"], comm_bytes=moved)
+        done = trainer.steps - start
+        progress.update(trainer.steps, loss=records[-1]["loss"], tokens=out["tokens"], comm_bytes=moved * done)
         if trainer.steps % options.every == 0 or trainer.steps == options.steps:
             records[-1]["valid"] = validate(job)
             save(job, records)
     progress.close()
     return records
+
+
+def bytes_per_step(job: Job, batch: tuple[Tensor, Tensor]) -> int:
+    """Return what this rank gives to collectives in one step: weights and gradients over fsdp, activations over tp."""
+    differentiate = sf.value_and_grad(job.trainer.loss_fn)
+    with count_collectives() as counts:
+        differentiate(job.trainer.params, *job.local(batch))
+    return counts.bytes
 
 
 def validate(job: Job) -> float:
@@ -216,13 +226,13 @@ def resume(job: Job) -> list[report.Record]:
 
 def print_report(job: Job, records: list[report.Record], losses: dict[str, float], code: str) -> None:
     """Print what the run came to, and leave the pictures in its folder."""
-    out, layout = job.options.out, sf.visualize(job.trainer.params)
-    (out / "layout.txt").write_text(layout)
+    out, params = job.options.out, job.trainer.params
+    (out / "layout.txt").write_text(sf.visualize(params))
     drawn = report.draw_curve(out / "losses.png", records, losses["bigram"])
     if drawn:
-        sf.visualize(job.trainer.params, file=out / "layout.png")
+        sf.visualize(params, file=out / "layout.png")
     print(f"\nTraining loss, nats per byte\n{report.curve([record['loss'] for record in records])}")
-    print(f"\nWho owns what (all of it in {out / 'layout.txt'})\n{layout}")
+    print(f"\nWho owns what (more in {out}/layout.txt)\n{sf.visualize(params, 'layers.0.mlp.w1.weight')}")
     print(f"\nWritten by the model\n{'-' * 72}\n{code}\n{'-' * 72}")
     print(f"validation loss    {losses['valid']:.3f} nats per byte")
     print(f"byte bigram table  {losses['bigram']:.3f} nats per byte, counted on the same training text")

@@ -25,6 +25,9 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 
+# A store for a world of one; exported by torch.distributed, but not declared.
+HashStore: Callable[[], dist.Store] = dist.__dict__["HashStore"]
+
 # What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
 LAZY_MODULES = ("torch._dynamo",)
 
@@ -64,8 +67,10 @@ def dtensor_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Seque
 
 def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A DTensor around this rank's part; no copy, no communication, outside autograd."""
-    if local.dtype != spec.tensor_meta.dtype:
-        spec = dtensor_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, local.dtype)
+    meta = spec.tensor_meta
+    assert meta is not None
+    if local.dtype != meta.dtype:
+        spec = dtensor_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
     return DTensor(local, spec, requires_grad=requires_grad)
 
 
@@ -81,7 +86,7 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
 
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(get_interpreter_stack())
 
 
 # The tables of an nn.Module: what `torch.func.functional_call` swaps too, without a public way to reach them.

@@ -102,7 +102,7 @@ class Trainer(nn.Module):
     @property
     def params(self) -> Params:
         """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
-        leaves = {name: parameters_of(owner)[attribute] for name, (owner, attribute) in self._slots.items()}
+        leaves = {name: owner.get_parameter(attribute) for name, (owner, attribute) in self._slots.items()}
         return Params(leaves, self.plan, self.mesh, dict(self.module.named_buffers(remove_duplicate=False)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

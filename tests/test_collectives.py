@@ -309,8 +309,9 @@ def edges_on_a_rank() -> None:
     # A scalar, an empty dim beside the one that is cut, and the memory that results may share.
     assert sfc.pmean(torch.tensor(float(index)), mesh, "tp").item() == 0.5
     assert sfc.all_gather(torch.empty(0, 3), mesh, "tp", 1).shape == (0, 6)
-    for case in CASES.values():  # forward mode writes a zero tangent as a tensor without memory
-        assert torch.count_nonzero(case.op(torch.ops.aten._efficientzerotensor.default([2, 4]), mesh, "tp", *case.dims)) == 0
+    for case in CASES.values():  # forward mode may write a zero tangent as a tensor without memory
+        zero = torch.ops.aten._efficientzerotensor.default([2, 4])
+        assert case.op(zero, mesh, "tp", *case.dims).count_nonzero() == 0
     x = torch.ones(2, 4)
     assert sfc.pvary(x, mesh, "tp").data_ptr() == x.data_ptr()
     assert torch.equal(sfc.psum(x, mesh, "tp"), 2 * x) and torch.equal(x, torch.ones(2, 4))

@@ -248,7 +248,7 @@ def test_a_bad_policy_is_an_error_on_every_rank() -> None:
     table = [
         ({"emb.weight": "v@ftp c"}, r"emb.weight: unknown mesh axis 'ftp'; the mesh has fsdp=2, tp=2; did you mean 'tp'"),
         ({"blocks.*.upp.weight": "a b"}, r"rule 'blocks.\*.upp.weight' matches no parameter; did you mean 'blocks.\d.up"),
-        ({"emb.weight": "v c", "blocks.0.up.weight": "c f"}, r"emb.weight: dim 1 of size 6 does not match 12: c=12 \(from blocks.0.up.weight\)"),
+        ({"emb.weight": "v c", "blocks.0.up.weight": "c f"}, r"blocks.0.up.weight: dim 0 of size 12 does not match 6: c=6 \(from emb.weight\)"),
         ({"scale": "c"}, r"scale \(\): the rule has 1 dims, the tensor has 0"),
         ({"emb.weight": "v c@tp"}, r"(?s)'emb.weight' has shape \(8, 6\); rule 'v c@tp' splits dim 1 \(c=6\) over tp=4, 6 % 4 = 2.*\^\^\^\^.*pad=\{'c': 4\}"),
     ]
@@ -384,7 +384,7 @@ def shard_on_user_meshes() -> None:
         (make_mesh(replicate=2, dp_shard=1, tp=2), "dp_shard"),
         (make_mesh(dp_replicate=2, fsdp=2), "fsdp"),
         (cube["rows", "tp"], "rows"),
-        (DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("fsdp", "tp")), "fsdp"),
+        (DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("fsdp", "tp")), "fsdp"),
     ):
         names = mesh.mesh_dim_names or ()
         here = {n: r.replace("{data}", data) if "tp" in names else r.replace("{data}", data).replace("@tp", "") for n, r in rules.items()}

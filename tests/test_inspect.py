@@ -138,7 +138,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
-        self.wqkv = nn.Linear(4, 16, bias=False)
+        self.wqkv = nn.Linear(4, 32, bias=False)
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(()))
@@ -146,7 +146,7 @@ class Tied(nn.Module):
 
 QKV = sf.Policy(
     rules={"wqkv.weight": "(q: heads@tp d + k: kv@tp d + v: kv@tp d) c@fsdp", "embed.weight": "vocab@tp c@fsdp"},
-    sizes={"heads": 4, "d": 2},
+    sizes={"heads": 8, "d": 2},
 )
 
 
@@ -307,7 +307,7 @@ def test_picture_of_a_matrix() -> None:
     assert visualize(planned("ff@tp c@fsdp", (8, 6), fsdp=4, tp=2), "w") == (
         "w\n"
         "f32[ff@tp c@fsdp]  8 x 6  on fsdp=4, tp=2\n"
-        "                            c@fsdp = 6\n"
+        "                           c@fsdp = 6\n"
         "            0            2            4            6\n"
         "          0 ┌────────────┬────────────┬────────────┐\n"
         "            │            │            │            │\n"
@@ -328,9 +328,9 @@ def test_picture_of_a_vector_and_of_a_scalar() -> None:
     vector, scalar, empty = visualize(plan).split("\n\n")
     assert vector.splitlines()[2:6] == [
         "          5@fsdp",
-        "0               3          5",
-        "┌───────────────┬──────────┐",
-        "│               │          │",
+        "0              3         5",
+        "┌──────────────┬─────────┐",
+        "│              │         │",
     ]
     assert "0,2" in vector and "1,3" in vector
     assert "0-3" in scalar and scalar.startswith("s\nf32[]  scalar  on replicate=2, fsdp=2\n┌─")

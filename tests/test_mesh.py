@@ -51,7 +51,7 @@ def make_meshes_on_a_rank() -> None:
     assert sf.make_mesh("cpu", tp=4).mesh.tolist() == [0, 1, 2, 3]
     for axes, match in (
         ({"fsdp": 4, "tp": 2}, r"make_mesh\(fsdp=4, tp=2\): 4 x 2 = 8, but there are 4 ranks \(WORLD_SIZE\). Start 8 ranks \(set nproc"),
-        ({"fsdp": 1, "tp": 2}, r"1 x 2 = 2, but there are 4 ranks .* write -1 for one axis"),
+        ({"fsdp": 1, "tp": 2}, r"1 x 2 = 2, but there are 4 ranks .*write -1 for one axis"),
         ({"fsdp": -1, "tp": 3}, r"make_mesh\(fsdp=-1, tp=3\): 4 % 3 = 1, but there are 4 ranks"),
         ({"fsdp": -1, "tp": -1}, r"at most one may be -1"),
         ({"fsdp": 0, "tp": -1}, r"sizes are at least 1"),
@@ -100,12 +100,15 @@ def grids_on_a_rank() -> None:
     assert grid(mesh, ("fsdp", "tp")).storage is mesh, "already in storage order"
     twin = copy.deepcopy(mesh)
     assert grid(twin, ("tp", "fsdp")) is not places and twin == mesh
-    part = DeviceMesh("cpu", [2, 0], mesh_dim_names=("tp",))
+    part = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
     if rank in (0, 2):
-        assert grid(part, ("tp",)).coords == {"tp": int(rank == 0)}
+        assert grid(part, ("tp",)).coords == {"tp": int(rank == 2)}
     else:
-        with pytest.raises(sf.ShardError, match=rf"rank {rank} is not part of the mesh \(tp=2\) over ranks \[2, 0\]"):
+        with pytest.raises(sf.ShardError, match=rf"rank {rank} is not part of the mesh \(tp=2\) over ranks \[0, 2\]"):
             grid(part, ("tp",))
+    mixed = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("fsdp", "tp"))
+    with pytest.raises(sf.ShardError, match=r"descending order along 'fsdp': \[\[3, 0\], \[1, 2\]\]; torch orders"):
+        grid(mixed, ("tp", "fsdp"))
 
 
 def test_storage_meshes() -> None:

@@ -63,6 +63,9 @@ def test_mappings() -> None:
     info = describe({"a": shared, "b": torch.ones(3, dtype=torch.int8), "c": shared})
     assert [(param.names, param.dtype) for param in info.params] == [(("a", "c"), torch.float32), (("b",), torch.int8)]
     assert info.modules == () and info.buffers == ()
+    assert [param.trainable for param in info.params] == [True, False], "a plain tensor is trainable when it can be"
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    assert not describe({"a": frozen}).params[0].trainable, "a parameter says so itself"
     with pytest.raises(TypeError, match="expected an nn.Module or a mapping of names to tensors, got Tensor"):
         describe(shared)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a mapping must hold tensors under names; 'a' holds int"):

@@ -207,8 +207,9 @@ def test_curve_falls_as_the_losses_do() -> None:
 
 def _job(out: Path, *more: str) -> list[str]:
     """Options of a run of six steps with a checkpoint every second one, on the sources beside its folder."""
-    tiny = "--dim 32 --layers 2 --heads 4 --kv-heads 4 --ff 48 --batch 8 --length 16 --valid 16 --sample 6 --steps 6"
-    return [*tiny.split(), "--every", "2", "--lr", "0.01", "--text", str(out.parent / "sources"), "--out", str(out), *more]
+    tiny = "--dim 32 --layers 2 --heads 4 --kv-heads 4 --ff 48 --batch 8 --length 16 --valid 16 --sample 6"
+    steps = "--steps 6 --every 2 --lr 0.01"
+    return [*tiny.split(), *steps.split(), "--text", str(out.parent / "sources"), "--out", str(out), *more]
 
 
 def _losses(out: Path) -> list[dict[str, Any]]:

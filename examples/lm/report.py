@@ -17,7 +17,7 @@ Record = dict[str, Any]  # {"step": int, "loss": float}, with "valid": float whe
 
 
 class Progress:
-    """A progress bar with the loss, the tokens per second and the bytes this rank moved; silent where `shown` is false.
+    """A progress bar with loss, tokens per second and bytes communicated; silent where `shown` is false.
 
     Not a terminal (a log file, CI): one line every ten seconds in place of a bar.
     """
@@ -33,11 +33,11 @@ class Progress:
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
 
     def update(self, step: int, *, loss: float, tokens: int, comm_bytes: int) -> None:
-        """Show that `step` steps are done: this one had `loss` and `tokens`; `comm_bytes` moved since the start."""
+        """Show that `step` steps are done: this one had `loss` and `tokens`; `comm_bytes` were communicated so far."""
         self._tokens += tokens
         now = time.monotonic()
         rate = self._tokens / max(now - self._since, 1e-9)
-        line = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:,.0f} MB per rank"
+        line = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:,.0f} MB communicated by rank 0"
         if self._bar is not None:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update()

@@ -165,7 +165,7 @@ class _Call:
             )
 
     def _find_adjustments(self, args: Any, kwargs: Any) -> Adjustments:
-        adjust = Adjustments()
+        adjust, found = Adjustments(), Findings()
         for _ in range(_TRIALS):
             found = self._trial(adjust, args, kwargs)
             if new := found.gather - adjust.gather:

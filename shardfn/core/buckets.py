@@ -141,7 +141,8 @@ def empty_in_one(shapes: Sequence[Sequence[int]], like: Tensor) -> list[Tensor]:
     storage = like.new_empty(sum(prod(shape) for shape in shapes)).untyped_storage()
     out, offset = [], 0
     for shape in shapes:
-        out.append(like.new_empty(0).set_(storage, offset, tuple(shape)))
+        blank: Any = like.new_empty(0)
+        out.append(blank.set_(storage, offset, torch.Size(shape)))
         offset += prod(shape)
     return out
 
@@ -287,7 +288,8 @@ class ReduceBucket(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         names = spot.bucket.leaves
         if op is None:
-            locals_ = [_or_zeros(spot, i, grad, dtype) for i, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True))]
+            kept = [None if grad is None else grad.detach().to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+            locals_ = [_or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in enumerate(zip(kept, dtypes, strict=True))]
         else:
             locals_ = spot.reduce(grads, dtypes, op)
         specs = [leaf_spec(spot.plan, spot.grid, n, d, pending=op is None) for n, d in zip(names, dtypes, strict=True)]
@@ -297,18 +299,23 @@ class ReduceBucket(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.spot, ctx.op = inputs[0], inputs[1]
         ctx.dtypes = [None if grad is None else grad.dtype for grad in inputs[3:]]
+        ctx.shards = inputs[2]
+        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         spot = ctx.spot
-        wholes = cotangents if ctx.op is None else GatherBucket.apply(spot, None, *cotangents)
+        given = [_or_zeros(spot, i, x, dtype, ctx.op) for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))]
+        wholes = given if ctx.op is None else GatherBucket.apply(spot, None, *given)
         ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "mean" else 1
         out = [None if d is None else unwrap_local(w).to(d) / ranks for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *out)
 
 
-def _or_zeros(spot: BucketOnGrid, index: int, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if grad is not None:
-        return grad.detach().to(dtype)
-    shape = spot.leaves[index].local_shape(spot.grid.sizes, spot.grid.coords, spot.plan.roles.compute)
+def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torch.dtype, op: str | None) -> Tensor:
+    """The tensor, or zeros of the shape that it has here: a shard, or with `op` None a pending gradient."""
+    if tensor is not None:
+        return tensor
+    keep = spot.plan.roles.compute if op is None else None
+    shape = spot.leaves[index].local_shape(spot.grid.sizes, spot.grid.coords, keep)
     return torch.zeros(shape, dtype=dtype, device=spot.grid.device)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -116,7 +117,7 @@ def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None
         shutil.rmtree(temporary, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
     _barrier()
-    dcp.save(state, checkpoint_id=str(temporary))
+    state_dict_saver.save(state, checkpoint_id=str(temporary))
     if first:
         _rename(temporary, target)
     _barrier()
@@ -139,12 +140,12 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
         ShardError: naming the leaves that are missing or have another shape or dtype, before anything is read.
     """
     _is_first(like, mesh)
-    reader = dcp.FileSystemReader(str(path))
+    reader = FileSystemReader(str(path))
     if not (Path(path) / ".metadata").is_file():
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
     state = {name: _empty(tensor) for name, tensor in _flat_state(like).items()}
     _require_same(str(path), reader.read_metadata(), state)
-    dcp.load(state, storage_reader=reader)
+    state_dict_loader.load(state, storage_reader=reader)
     flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
     return pytree.tree_unflatten([_restored(_name(key), leaf, state) for key, leaf in flat], spec)
 

@@ -36,8 +36,9 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
+        >>> from shardfn.core.collectives import gather_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
-        >>> sf.collectives.gather_flat(torch.arange(3), mesh.get_group("tp"))
+        >>> gather_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
     """
     size = group.size()
@@ -57,8 +58,9 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
+        >>> from shardfn.core.collectives import exchange_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
-        >>> sf.collectives.exchange_flat(torch.arange(3), mesh.get_group("tp"))
+        >>> exchange_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
 
     Raises:
@@ -84,8 +86,9 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
+        >>> from shardfn.core.collectives import scatter_sum_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
-        >>> sf.collectives.scatter_sum_flat(torch.arange(3), mesh.get_group("tp"))
+        >>> scatter_sum_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
 
     Raises:
@@ -114,8 +117,9 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
+        >>> from shardfn.core.collectives import sum_flat_
         >>> mesh = sf.make_mesh("cpu", tp=1)
-        >>> sf.collectives.sum_flat_(torch.arange(3), mesh.get_group("tp"))
+        >>> sum_flat_(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
 
     Raises:

@@ -78,12 +78,19 @@ def shard(
     leaves: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for layout, full in _full_tensors(model, made, places, init, src, seed, buffers):
-        for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
-            local = local_slice(leaf, whole, places.sizes, places.coords).detach()
-            copied = torch.empty(local.shape, dtype=local.dtype, device=places.device).copy_(local)
-            leaves[leaf.name] = wrap_local(copied, leaf_spec(made, places, leaf.name))
-        del full, whole, local  # the next tensor is not made before this one is gone
+        leaves |= _cut(layout, full, made, places)
+        del full  # the next tensor is not made before this one is gone
     return Params({name: leaves[name] for name in made.leaves}, made, mesh, buffers)
+
+
+def _cut(layout: Layout, full: Tensor, made: Plan, places: Grid) -> dict[str, Tensor]:
+    """This rank's part of every leaf of a full tensor, in memory of its own on the mesh's device."""
+    leaves: dict[str, Tensor] = {}
+    for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
+        local = local_slice(leaf, whole, places.sizes, places.coords).detach()
+        copied = torch.empty(local.shape, dtype=local.dtype, device=places.device).copy_(local)
+        leaves[leaf.name] = wrap_local(copied, leaf_spec(made, places, leaf.name, local.dtype))
+    return leaves
 
 
 def _checked_plan(
@@ -486,9 +493,7 @@ def _moved_leaves(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
         for layout in group:
             full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
             target = made.layouts[layout.name]
-            for leaf, whole in zip(target.leaves, to_leaves(target, full), strict=True):
-                local = local_slice(leaf, whole, places.sizes, places.coords).clone(memory_format=torch.contiguous_format)
-                leaves[leaf.name] = wrap_local(local, leaf_spec(made, places, leaf.name, local.dtype))
+            leaves |= _cut(target, full, made, places)
     return leaves
 
 

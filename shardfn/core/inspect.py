@@ -88,7 +88,7 @@ def pieces(
 def _nested(
     shape: Sequence[int], extent: Sequence[int], splits: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> Iterator[Piece]:
-    """`pieces` before neighbours are joined: the outermost dim is cut; where what is inside is cut too, each index is."""
+    """`pieces` before neighbours are joined: where an inner dim is cut, every index of the outer one is."""
     inner = prod(extent[1:])
     for coords in product(*(range(sizes[axis]) for axis in splits[0])):
         at = tuple(zip(splits[0], coords, strict=True))
@@ -618,7 +618,7 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
         >>> print(sf.visualize(p, "weight"))
         weight
         f32[ff@tp c@fsdp]  8 x 16  on fsdp=2, tp=2
-                           c@fsdp = 16
+                            c@fsdp = 16
                     0            8            16
                   0 ┌────────────┬────────────┐
                     │            │            │

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardfn._torch import HashStore
 from shardfn.core.errors import ShardError
 
 BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
@@ -151,7 +152,7 @@ def _start(device_type: str) -> None:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
@@ -211,7 +212,10 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     Raises:
         ShardError: this process is not part of the mesh.
     """
-    cache: _Grids = mesh.__dict__.setdefault("_shardfn_grids", _Grids())
+    cache: _Grids | None = getattr(mesh, "_shardfn_grids", None)
+    if cache is None:
+        cache = _Grids()
+        setattr(mesh, "_shardfn_grids", cache)
     if tuple(order) not in cache:
         cache[tuple(order)] = _make_grid(mesh, tuple(order))
     return cache[tuple(order)]
@@ -221,6 +225,13 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     sizes = axes_of(mesh)
     if mesh.get_coordinate() is None:
         raise not_in_mesh(mesh)
+    for dim, axis in enumerate(sizes):
+        rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
+        if bool((rows.diff() < 0).any()):
+            raise ShardError(
+                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group by rank, "
+                f"so that shards would be mixed up. Sort the ranks along each axis."
+            )
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) for axis in sizes}
     if tuple(sizes) == order:

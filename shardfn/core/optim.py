@@ -150,7 +150,7 @@ def _require_some(verb: str, params: Tree) -> None:
     """An optimizer without anything to do is a mistake: most often a mapping of plain tensors was sharded."""
     if len(params) and not _trainable(params):
         raise ShardError(
-            f"{verb}: none of {len(params)} parameters trains, they are integers or have requires_grad=False in the model. "
+            f"{verb}: none of {len(params)} parameters trains: integers, or requires_grad=False in the model. "
             f"sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there."
         )
 
@@ -351,7 +351,7 @@ class _Rule:
 
     `update(options, step)` returns `leaf(grad, param, *slots) -> (update, new slots)`, where `step` counts from 1.
     `step(options, step, params, grads, slots)` works in place on lists of equal dtype and device, `step` counts from 0;
-    `least` is the dtype below which it would round between operations.
+    `least` is the dtype, by device type, that is wide enough for this.
     """
 
     name: str
@@ -359,7 +359,7 @@ class _Rule:
     slots: Callable[[Options], tuple[str, ...]]
     update: Callable[[Options, Tensor], Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]
     step: Callable[[Options, Tensor, list[Tensor], list[Tensor], list[list[Tensor]]], None]
-    least: torch.dtype | None = None
+    least: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 class AdamState(NamedTuple):
@@ -491,8 +491,19 @@ def _lion_step(
 
 
 _ADAMW = _Rule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
-_SGD = _Rule("sgd", SGDState, lambda options: ("momentum",) * bool(options["momentum"]), _sgd_update, _sgd_step)
-_LION = _Rule("lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=torch.float32)
+_SGD = _Rule(
+    "sgd",
+    SGDState,
+    lambda options: ("momentum",) * bool(options["momentum"]),
+    _sgd_update,
+    _sgd_step,
+    # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
+    least={"cpu": torch.float32},
+)
+# foreach would round halves between operations, and a sign turns rounding into a whole step.
+_LION = _Rule(
+    "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(_FUSED_DEVICES, torch.float32)
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,7 +623,7 @@ def _promoted(tensors: Sequence[Tensor], least: torch.dtype | None) -> torch.dty
     return wide
 
 
-def _in_one_dtype(columns: list[list[Tensor]], least: torch.dtype | None) -> Iterator[list[list[Tensor]]]:
+def _in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> Iterator[list[list[Tensor]]]:
     """Rows (param, grad, *slots) for in-place work, as columns of one dtype and device at a time.
 
     What has to be widened for that is copied, a bounded number of elements at a time, and written back afterwards.
@@ -622,7 +633,7 @@ def _in_one_dtype(columns: list[list[Tensor]], least: torch.dtype | None) -> Ite
     for param, grad, *slots in zip(*columns, strict=True):
         if not param.numel():
             continue
-        wide = _promoted([param, *slots], least)
+        wide = _promoted([param, *slots], least.get(param.device.type))
         row = [param, grad.to(wide), *slots]
         same = all(x.dtype == wide for x in (param, *slots))
         (ready if same else waiting).setdefault((param.device, wide), []).append(row)
@@ -704,7 +715,7 @@ def _require_options(where: str, given: Options, defaults: Options) -> None:
         if name not in defaults:
             known = ", ".join(defaults)
             raise ValueError(f"{where} has no option {name!r}{did_you_mean(name, defaults) or '.'} There are {known}.")
-        if isinstance(defaults[name], bool):
+        if name not in _RANGES:
             if not isinstance(value, bool):
                 raise TypeError(f"{where}: {name}={value!r} is not True or False")
         elif isinstance(value, bool) or not (isinstance(value, int | float) or (name == "lr" and callable(value))):
@@ -1251,7 +1262,7 @@ class _FromTorch:
         if layout is not None and not layout.plain:
             raise ShardError(
                 f"from_torch: {self.cls.__name__} looks at whole matrices; '{layout.name}' is stored in parts by "
-                f"its rule '{layout.rule}'. Leave it to another optimizer with masked(...), or write a rule without parts."
+                f"its rule '{layout.rule}'. Leave it to another optimizer by masked(...), or write a plain rule."
             )
         try:
             return self._tried(torch.zeros_like(params[name]).detach())

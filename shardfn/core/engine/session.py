@@ -99,7 +99,7 @@ class Session:
         regather = self._by_storage.get(saved.untyped_storage().data_ptr()) if self._by_storage else None
         if regather is None:
             return saved
-        return _Packed(regather, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+        return _Packed(regather, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def keep(self, regather: "_Regather") -> None:
         """Note a bucket gathered again; the one that came first goes when too many units are whole."""

@@ -55,7 +55,7 @@ class Variance(TorchDispatchMode):
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
-        return self._tags.get(tensor, Tag())
+        return self._tags[tensor] if tensor in self._tags else Tag()
 
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""

@@ -1,0 +1,342 @@
+"""Ready-made policies: the usual forms of data parallelism, and what other libraries' plans mean here. Layer 5.
+
+Every preset returns an ordinary `Policy`: merge it with `|`, or pass the fields that differ.
+
+    preset                      weights          gradients        gathers per step
+    ddp()                       whole            all-reduced      none
+    zero2()                     over fsdp        reduce-scattered once
+    fsdp(), hsdp()              over fsdp        reduce-scattered twice (again in backward)
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.pattern import matches
+from shardfn.core.policy import Policy
+
+__all__ = ["ddp", "from_parallelize_plan", "from_wrap_policy", "fsdp", "hsdp", "zero2"]
+
+
+def fsdp(**overrides: Any) -> Policy:
+    """Fully sharded (ZeRO-3): every parameter over the mesh's `fsdp` axis, gathered for use and freed again.
+
+    This is what a bare `Policy()` means; `dp`, `data` and `dp_shard` are other names for the axis.
+
+        >>> import shardfn as sf
+        >>> from shardfn.policies import fsdp
+        >>> sf.plan(nn.Linear(8, 6), sf.MeshSpec(fsdp=2), fsdp(compute_dtype=torch.bfloat16)).bytes_per_rank
+        108
+
+    Args:
+        overrides: fields of `Policy`.
+
+    Returns:
+        the policy.
+
+    Raises:
+        TypeError: `Policy` has no such field.
+    """
+    return Policy(**overrides)
+
+
+def hsdp(**overrides: Any) -> Policy:
+    """Fully sharded inside a group, replicated between groups: for a mesh such as `make_mesh(replicate=2, fsdp=8)`.
+
+    The same policy as `fsdp()`, because the roles come from the names of the axes: `replicate`, `dp_replicate` and
+    `*_replicate` split the batch only, and gradients are summed over them after their reduce-scatter.
+
+        >>> import shardfn as sf
+        >>> from shardfn.policies import hsdp
+        >>> p = sf.plan(nn.Linear(8, 6), sf.MeshSpec(replicate=2, fsdp=2), hsdp())
+        >>> print(p.explain("weight"))
+        weight (6, 8) float32: 6@fsdp 8, by default 'auto'
+          local (3, 8), 96 bytes per rank
+          forward: all_gather over fsdp; backward: reduce_scatter over fsdp, all_reduce over replicate
+
+    Args:
+        overrides: fields of `Policy`.
+
+    Returns:
+        the policy.
+    """
+    return fsdp(**overrides)
+
+
+def ddp(**overrides: Any) -> Policy:
+    """Replicated: every rank holds all parameters, and gradients are averaged over the data axes.
+
+        >>> import shardfn as sf
+        >>> from shardfn.policies import ddp
+        >>> p = sf.plan(nn.Linear(8, 6), sf.MeshSpec(dp=2), ddp())
+        >>> p.bytes_per_rank, str(p.layouts["weight"].rule)
+        (216, '6 8')
+
+    Args:
+        overrides: fields of `Policy`; rules still split what they name.
+
+    Returns:
+        the policy.
+    """
+    return Policy(default="replicate") | Policy(**overrides)
+
+
+def zero2(**overrides: Any) -> Policy:
+    """Sharded between steps: weights are gathered once a step and kept until backward is done with them.
+
+    One all-gather less a bucket than `fsdp()`, for the memory of the gathered weights.
+
+        >>> from shardfn.policies import zero2
+        >>> zero2().regather, zero2(reduce_dtype=torch.float32).reduce_dtype
+        (False, torch.float32)
+
+    Args:
+        overrides: fields of `Policy`.
+
+    Returns:
+        the policy.
+    """
+    return Policy(regather=False) | Policy(**overrides)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP1's wrap policies
+
+
+def from_wrap_policy(fn: Any) -> Policy:
+    """The units that an FSDP1 `auto_wrap_policy` would wrap.
+
+    A function is asked as FSDP1 asks it: from the model down, `fn(module=..., recurse=True, nonwrapped_numel=...)`
+    whether to look inside, and on the way up with `recurse=False` whether to wrap, where `nonwrapped_numel` leaves out
+    what was wrapped inside. The model itself is the root unit and is never asked the second question.
+
+        >>> from functools import partial
+        >>> import shardfn as sf
+        >>> from shardfn.policies import from_wrap_policy
+        >>> from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+        >>> policy = from_wrap_policy(partial(size_based_auto_wrap_policy, min_num_params=100))
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2), nn.Linear(2, 16), nn.Linear(16, 16))
+        >>> [unit.name for unit in sf.plan(model, sf.MeshSpec(fsdp=2), policy).units]
+        ['', '0', '3']
+
+    Args:
+        fn: `size_based_auto_wrap_policy`, `transformer_auto_wrap_policy`, `lambda_auto_wrap_policy` (each in a
+            `functools.partial` with its arguments), a `ModuleWrapPolicy`, a `CustomPolicy`, or a function of your own.
+
+    Returns:
+        a policy with `units` set; merge it with others by `|`.
+
+    Raises:
+        TypeError: `fn` is none of these.
+        ShardError: when a plan is made: a `CustomPolicy` returns settings for one module.
+    """
+    if isinstance(fn, CustomPolicy):
+        return Policy(units=_WrappedUnits(lambda root: _chosen(root, _function_of(fn))))
+    if not callable(fn):
+        raise TypeError(f"from_wrap_policy: expected an auto_wrap_policy of FSDP1, got {type(fn).__name__}")
+    return Policy(units=_WrappedUnits(lambda root: _wrapped(root, fn, is_root=True)[0]))
+
+
+class _WrappedUnits:
+    """`Policy.units` for a choice that needs the whole model: made when the root comes, which is first, by its name."""
+
+    def __init__(self, choose: Callable[[nn.Module], list[nn.Module]]) -> None:
+        self._choose = choose
+        self._names: frozenset[str] = frozenset()
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        if not name:
+            wrapped = set(map(id, self._choose(module)))
+            self._names = frozenset(path for path, inner in module.named_modules() if path and id(inner) in wrapped)
+        return name in self._names
+
+
+def _wrapped(module: nn.Module, fn: Callable[..., object], is_root: bool = False) -> tuple[list[nn.Module], int]:
+    """The modules that a function of FSDP1 wraps, and how many elements they own (`_recursive_wrap` in torch)."""
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not fn(module=module, recurse=True, nonwrapped_numel=numel):
+        return [], 0
+    found: list[nn.Module] = []
+    done = 0
+    for child in module.children():
+        inside, count = _wrapped(child, fn)
+        found += inside
+        done += count
+    if not is_root and fn(module=module, recurse=False, nonwrapped_numel=numel - done):
+        return [*found, module], numel
+    return found, done
+
+
+def _function_of(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
+    """The function a `CustomPolicy` was made with: the one thing it holds, for which it has no public name."""
+    held = [value for value in vars(policy).values() if callable(value)]
+    if len(held) != 1:
+        raise TypeError("from_wrap_policy: cannot read this CustomPolicy; pass Policy(units=lambda name, module: ...)")
+    return held[0]
+
+
+def _chosen(root: nn.Module, fn: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """The modules for which a `CustomPolicy`'s function says True."""
+    found = []
+    for name, module in root.named_modules():
+        answer = fn(module)
+        if not isinstance(answer, bool | dict):
+            raise TypeError(f"from_wrap_policy: CustomPolicy returned {answer!r} for {name!r}; True, False or a dict")
+        if isinstance(answer, dict) and answer:
+            raise ShardError(
+                f"from_wrap_policy: CustomPolicy returned settings {sorted(answer)} for {name or '(the model)'!r}; "
+                f"settings of one unit are not available. Return True, and set them for all units in Policy."
+            )
+        if answer:
+            found.append(module)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor-parallel plans of torch
+
+
+def from_parallelize_plan(
+    plan: ParallelStyle | Mapping[str, ParallelStyle],
+    model: nn.Module | None = None,
+    *,
+    axis: str = "tp",
+    data_axis: str | None = "fsdp",
+) -> Policy:
+    """Rules for what torch's `parallelize_module(model, mesh, plan)` would split.
+
+    A column-parallel linear splits its outputs over `axis`, a row-parallel one its inputs, and the other dim is sharded
+    over `data_axis`; the collectives between them follow from the rules, and biases from their weights. Modules compute
+    with local tensors here, so `use_local_output` makes no difference. A column-parallel output is gathered where it
+    leaves the model, whatever its `output_layouts`; to keep logits split, add `Policy(acts={"head": "... vocab@tp"})`.
+
+        >>> import shardfn as sf
+        >>> from shardfn.policies import from_parallelize_plan
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> policy = from_parallelize_plan({"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+        >>> policy.rules
+        {'*.up.weight': '_@tp _@fsdp', '*.down.weight': '_@fsdp _@tp'}
+
+    Args:
+        plan: module path (`*`, `?` and `[..]` within a segment) -> style, or one style for the whole model.
+        model: tells linears from embeddings. Without it a `RowwiseParallel` with replicated input is taken for an
+            embedding and a `ColwiseParallel` for a linear.
+        axis: the mesh axis of tensor parallelism.
+        data_axis: the axis that shards the other dim; None replicates it.
+
+    Returns:
+        a policy with `rules` only.
+
+    Raises:
+        ShardError: listing every style that is not served: sequence parallelism (`SequenceParallel`, `Shard(1)`
+            layouts), other layouts, styles of others; with `model`, paths without a linear or an embedding.
+        TypeError: `plan` is something else.
+    """
+    styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    if not isinstance(styles, Mapping):
+        raise TypeError(f"from_parallelize_plan: expected module path -> style, got {type(plan).__name__}")
+    problems: list[str] = []
+    rules: dict[str, str] = {}
+    for path, style in styles.items():
+        pattern = _pattern(path)
+        kinds = _kinds(pattern, style, model)
+        if model is not None and not kinds and isinstance(style, ColwiseParallel | RowwiseParallel):
+            problems.append(f"{path!r}: the model has no nn.Linear or nn.Embedding there")
+        wrong = [why for kind in kinds or ["linear"] for why in _unserved(style, kind)]
+        problems += [f"{path!r}: {why}" for why in dict.fromkeys(wrong)]
+        if len(set(kinds)) > 1:
+            problems.append(f"{path!r}: names linears and embeddings, which are split differently; write two paths")
+        if kinds and not wrong:
+            rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
+    raise_problems("from_parallelize_plan", problems)
+    return Policy(rules=rules)
+
+
+def _pattern(path: str) -> str:
+    """A module path of torch (shell patterns, segment by segment) as one of ours."""
+    if not re.search(r"[?\[\]{}]", path):
+        return path
+    escaped = re.sub(r"\\\[(!?)(.*?)\\\]", lambda m: f"[{'^' if m[1] else ''}{m[2]}]", re.escape(path))
+    return "re:" + escaped.replace(r"\*", "[^.]*").replace(r"\?", "[^.]").replace(r"\-", "-")
+
+
+def _weight(pattern: str) -> str:
+    """The pattern of a module's weight."""
+    if pattern.startswith("re:"):
+        return rf"{pattern}\.weight"
+    return f"{pattern}.weight" if pattern else "weight"
+
+
+def _kinds(pattern: str, style: Any, model: nn.Module | None) -> list[str]:
+    """ "linear" or "embedding" for every module that a style splits."""
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return []
+    if model is None:
+        looked_up = isinstance(style, RowwiseParallel) and style.input_layouts == (Replicate(),)
+        return ["embedding" if looked_up else "linear"]
+    named = [module for name, module in model.named_modules() if matches(pattern, name)]
+    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
+    return [kind for module in named for cls, kind in kinds.items() if isinstance(module, cls)]
+
+
+def _rule(style: ParallelStyle, kind: str, axis: str, data_axis: str | None) -> str:
+    """A linear's weight is [out, in], an embedding's [vocab, c]; column-parallel splits what comes out."""
+    split, other = f"_@{axis}", f"_@{data_axis}" if data_axis else "_"
+    first = isinstance(style, ColwiseParallel) == (kind == "linear")
+    return f"{split} {other}" if first else f"{other} {split}"
+
+
+def _unserved(style: Any, kind: str) -> Iterator[str]:
+    """Why a style cannot be honoured."""
+    name = type(style).__name__
+    if isinstance(style, SequenceParallel):
+        yield "SequenceParallel is not available yet; leave it out, and the layouts Shard(1) around it"
+    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+        by_columns = isinstance(style, ColwiseParallel)
+        reads_whole = by_columns or kind == "embedding"
+        inputs = [Replicate()] if reads_whole else [Shard(-1)]
+        outputs = [Replicate(), Shard(-1)] if by_columns else [Replicate()]
+        yield from _other_layouts(name, "input_layouts", style.input_layouts, inputs)
+        yield from _other_layouts(name, "output_layouts", style.output_layouts, outputs)
+    elif isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
+        yield from _unserved_boundary(style, name)
+    else:
+        yield f"{name} is not a style that is known here; write a rule for its parameters"
+
+
+def _unserved_boundary(style: Any, name: str) -> Iterator[str]:
+    """Inputs and outputs of modules are the same on all ranks of the axis: anything else is not served."""
+    if isinstance(style, PrepareModuleInputOutput):
+        yield from _unserved_boundary(style.prepare_module_input, name)
+        yield from _unserved_boundary(style.prepare_module_output, name)
+        return
+    for field in ("input_layouts", "input_kwarg_layouts", "output_layouts"):
+        for key in (field, f"desired_{field}"):
+            value = getattr(style, key, None) or ()
+            yield from _other_layouts(name, key, value.values() if isinstance(value, Mapping) else value, [Replicate()])
+
+
+def _other_layouts(name: str, field: str, layouts: Any, served: Sequence[Placement]) -> Iterator[str]:
+    for layout in layouts:
+        if layout is not None and layout not in served:
+            sequence = " (sequence parallelism)" if layout == Shard(1) else ""
+            good = " or ".join(_shown(one) for one in served)
+            yield f"{name}({field}={_shown(layout)}){sequence} is not available yet; what is served is {good}"
+
+
+def _shown(layout: Placement) -> str:
+    return f"Shard({layout.dim})" if isinstance(layout, Shard) else f"{type(layout).__name__}()"

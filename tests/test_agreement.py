@@ -1,0 +1,116 @@
+"""What ranks tell each other before they go on; `shard`'s use of it is in test_functional.py."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drawing import assert_all_raise
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardfn as sf
+from shardfn.core.agreement import agree, check_batch, wrong_inputs
+from shardfn.core.mesh import grid
+from shardfn.testing import count_collectives, run
+
+
+def seeds_on_a_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    made = sf.plan({"w": torch.ones(2)}, mesh, sf.Policy())
+    torch.manual_seed(10 + dist.get_rank())
+    with count_collectives() as counts:
+        assert agree(mesh, made) == 10
+    assert counts.total == 2, "one exchange of an object: its size and itself"
+    part = DeviceMesh("cpu", [1, 2], mesh_dim_names=("fsdp",))
+    if dist.get_rank() in (1, 2):
+        assert agree(part, made) == 11, "the first rank of the mesh"
+    else:
+        with pytest.raises(sf.ShardError, match="is not part of the mesh"):
+            agree(part, made)
+
+
+def test_ranks_take_the_seed_of_the_first() -> None:
+    run(seeds_on_a_rank)
+
+
+def disagree_on_a_part() -> None:
+    part = DeviceMesh("cpu", [1, 2], mesh_dim_names=("fsdp",))
+    made = sf.plan({"w": torch.ones(2)}, part, sf.Policy())
+    if dist.get_rank() in (1, 2):
+        with pytest.raises(sf.ShardError, match=r"rank 1 has rank=1; rank 2 has rank=2"):
+            agree(part, made, [f"rank={dist.get_rank()}"])
+        with pytest.raises(sf.ShardError, match=r"rank 2 of \[2\] failed, so no rank goes on: ShardError: plan$|^plan$"):
+            agree(part, made if dist.get_rank() == 1 else sf.ShardError("plan"))
+
+
+def test_a_mesh_of_some_ranks_agrees_too() -> None:
+    run(disagree_on_a_part)
+
+
+def forward(scale: int, module: Any, *args: Any) -> None:
+    """A parallel forward."""
+
+
+class Forward:
+    def __call__(self, *args: Any) -> None:
+        """A parallel forward that is an object."""
+
+
+def agree_on_functions() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    for fn in (functools.partial(forward, 3), Forward()):
+        keep = [object() for _ in range(dist.get_rank() * 1000)]  # other addresses on other ranks
+        agree(mesh, sf.plan(torch.nn.Linear(2, 2), mesh, sf.Policy(compute={"": fn})))
+        del keep
+
+
+def test_functions_are_compared_by_name() -> None:
+    run(agree_on_functions, ranks=2)
+
+
+# Batches
+
+
+def compare_batches(what: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    places = grid(mesh, ("tp", "fsdp"))
+    batch = {"x": torch.arange(4) + rank // 2, "n": 3}
+    if what == "differs" and rank == 3:
+        batch["x"] = batch["x"] + 1
+    elif what == "shape" and rank == 3:
+        batch["x"] = batch["x"].view(2, 2)
+    problem = "apply: mine" if what == "problem" and rank == 3 else None
+    check_batch(places, ("tp",), batch, problem)
+
+
+def test_batches_along_compute_axes_must_be_equal() -> None:
+    run(compare_batches, "equal")
+    why = r"the inputs differ between ranks along 'tp' \(this is fsdp=\d, tp=\d\).*sf.data.rank\(mesh\)"
+    said = assert_all_raise(
+        compare_batches,
+        [
+            (("differs",), sf.ShardError, why),
+            (("shape",), sf.ShardError, why),
+            (("problem",), sf.ShardError, "apply: mine|apply: 1 other ranks cannot use their inputs"),
+        ],
+    )
+    assert [messages[2] == "apply: mine" for messages in said] == [False, False, False, True]
+
+
+def two_compute_axes(odd: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    check_batch(grid(mesh, ("cp", "tp")), ("cp", "tp"), torch.tensor(float(dist.get_rank() == odd)), None)
+
+
+def test_batches_along_two_compute_axes() -> None:
+    run(two_compute_axes, 9)
+    assert_all_raise(two_compute_axes, [((odd,), sf.ShardError, "the inputs differ between ranks along") for odd in range(4)])
+
+
+def test_inputs_on_the_wrong_device() -> None:
+    cpu = torch.device("cpu")
+    assert wrong_inputs(({"x": torch.ones(2)}, 3), cpu) is None
+    why = wrong_inputs(({"x": torch.ones(2, device="meta")}, 3), cpu)
+    assert why is not None and "['x'] is on 'meta', the parameters are on 'cpu'; move it with .to('cpu')" in why

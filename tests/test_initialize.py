@@ -1,0 +1,163 @@
+"""Meta tensors filled one module at a time: the values on every mesh, what is whole meanwhile, and what is refused."""
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drawing import assert_all_raise, assert_same_bits
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardfn as sf
+from shardfn.testing import run
+
+
+class Rotary(nn.Module):
+    """Only a buffer, under two paths of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(4.0, device=self.table.device)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(4))
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.rotary = Rotary()
+        self.again = self.rotary
+        self.head = nn.Linear(4, 16, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def values_on_a_rank(seed: int, **axes: int) -> dict[str, Tensor]:
+    model = on_meta()
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    rules = {"layers.*.weight": "o@tp c@fsdp", "emb.weight": "vocab@tp c"} if "tp" in axes else {}
+    torch.manual_seed(seed + dist.get_rank())  # only that of the first rank counts
+    before = torch.get_rng_state()
+    params = sf.shard(model, mesh, sf.Policy(rules=rules), init=reset)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's generator is where it was"
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())), "the model is not touched"
+    assert params.buffers["rotary.table"].tolist() == params.buffers["again.table"].tolist() == [0, 1, 2, 3]
+    assert params.buffers["norm.running_var"].tolist() == [1] * 4
+    return sf.gather(params)
+
+
+def test_values_do_not_depend_on_the_mesh() -> None:
+    want = run(values_on_a_rank, 5, fsdp=1, tp=1, ranks=1)[0]
+    assert set(want) == set(dict(on_meta().named_parameters(remove_duplicate=False)))
+    for axes in ({"fsdp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}):
+        for got in run(values_on_a_rank, 5, ranks=4 if "tp" in axes else 2, **axes):
+            for name, tensor in want.items():
+                assert_same_bits(got[name], tensor, f"{name} on {axes}")
+    assert not torch.equal(want["layers.0.weight"], want["layers.1.weight"]), "every module has a seed of its own"
+    other = run(values_on_a_rank, 6, fsdp=1, tp=1, ranks=1)[0]
+    assert not torch.equal(other["layers.0.weight"], want["layers.0.weight"]), "which comes from torch's"
+
+
+def live_on_a_rank() -> None:
+    model = on_meta()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    calls = 0
+
+    def fill(module: Any) -> None:
+        nonlocal calls
+        calls += 1
+        gc.collect()
+        mine = {id(p) for p in module.parameters(recurse=False)}
+        full = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta and tuple(x.shape) in ((4, 4), (16, 4))]
+        others = [x for x in full if id(x) not in mine]
+        assert not others, f"{len(others)} tensors of other modules are still whole"
+        module.reset_parameters()
+
+    sf.shard(model, mesh, sf.Policy(), init=fill)
+    assert calls == 8
+
+
+def test_one_module_at_a_time_is_whole() -> None:
+    run(live_on_a_rank, ranks=2)
+
+
+def bad_init(what: str) -> None:
+    model = on_meta()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+
+    def init(module: Any) -> None:
+        if what == "unfilled" and module.__class__ is nn.Linear:
+            nn.init.ones_(module.weight)
+            return
+        module.reset_parameters()
+        if module.__class__ is nn.Embedding and what == "shape":
+            module.weight = nn.Parameter(torch.zeros(2, 2))
+        if module.__class__ is nn.Embedding and what == "dtype":
+            module.weight = nn.Parameter(module.weight.double())
+        if module.__class__ is nn.Embedding and what == "raises":
+            raise RuntimeError("no values")
+
+    sf.shard(model, mesh, sf.Policy(), init=init)
+
+
+def test_what_init_may_not_do() -> None:
+    table = [
+        (("unfilled",), sf.ShardError, r"init left 'layers.0.bias' unfilled"),
+        (("shape",), sf.ShardError, r"init replaced 'emb.weight', \(16, 4\) torch.float32, by a tensor \(2, 2\) torch.float32"),
+        (("dtype",), sf.ShardError, r"init replaced 'emb.weight', .* by a tensor \(16, 4\) torch.float64"),
+        (("raises",), RuntimeError, r"no values"),
+    ]
+    assert_all_raise(bad_init, table, ranks=2)
+
+
+def half_meta_on_a_rank() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1] = nn.Linear(2, 2)
+    model[1].bias = nn.Parameter(torch.full((2,), float("nan")))  # a NaN of the user's own
+    calls: list[Any] = []
+
+    def init(module: Any) -> None:
+        calls.append(module)
+        module.reset_parameters()
+
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(), init=init)
+    full = sf.gather(params)
+    assert len(calls) == 1 and calls[0] is not model[0], "only what is on meta, on a copy"
+    assert_same_bits(full["1.weight"], model[1].weight)
+    assert full["1.bias"].isnan().all() and not full["0.weight"].isnan().any()
+
+
+def test_only_meta_tensors_are_filled() -> None:
+    run(half_meta_on_a_rank, ranks=1)
+
+
+def test_frozen_and_integer_parameters() -> None:
+    run(frozen_on_a_rank, ranks=1)
+
+
+def frozen_on_a_rank() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.index = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
+        def reset_parameters(self) -> None:
+            self.index.copy_(torch.arange(3))
+
+    with torch.device("meta"):
+        model = Table()
+    assert sf.gather(sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(), init=reset))["index"].tolist() == [0, 1, 2]

@@ -1,0 +1,155 @@
+"""`Params` as a dict and as a pytree, and functions over trees."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import shardfn as sf
+from shardfn._torch import unwrap_local
+from shardfn.core import tree as sft
+from shardfn.testing import count_collectives, on_meshes, run
+
+POLICY = sf.Policy(rules={"0.weight": "o@tp c@fsdp"})
+
+
+def make_params(mesh: DeviceMesh, policy: sf.Policy = POLICY) -> sf.Params:
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
+    model.register_buffer("steps", torch.arange(3))
+    return sf.shard(model, mesh, policy)
+
+
+def assert_like(got: Any, params: sf.Params) -> None:
+    assert type(got) is sf.Params and got.plan is params.plan and got.mesh is params.mesh
+    for name, leaf in params.items():
+        assert isinstance(got[name], DTensor) and got[name].placements == leaf.placements and got[name].shape == leaf.shape
+
+
+@on_meshes()
+def test_functions_keep_the_type_and_the_layout(mesh: DeviceMesh) -> None:
+    params = make_params(mesh)
+    full = sf.gather(params)
+    with count_collectives() as counts:
+        doubled = pytree.tree_map(lambda leaf: 2 * leaf, params)
+        added = sft.map(torch.add, params, doubled)
+        local = sft.map_local(torch.add, params, doubled)
+        middle = sft.lerp(params, doubled, 0.5)
+        average = sft.ema(params, doubled, decay=0.75)
+        zeros = sft.zeros_like(params, dtype=torch.float64)
+        half = sft.cast(params, torch.bfloat16)
+    assert counts.total == 0
+    for tree, factor in ((doubled, 2), (added, 3), (local, 3), (middle, 1.5), (average, 1.25)):
+        assert_like(tree, params)
+        for name, tensor in sf.gather(tree).items():
+            torch.testing.assert_close(tensor, factor * full[name])
+    assert_like(zeros, params)
+    assert all(leaf.dtype == torch.float64 and not unwrap_local(leaf).any() for leaf in zeros.values())
+    assert {leaf.dtype for leaf in half.values()} == {torch.bfloat16} and half.plan is params.plan
+    assert sf.gather(half)["0.weight"].dtype == torch.bfloat16
+
+
+def dict_functions_on_a_rank() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2, tp=1)
+    params = make_params(mesh)
+    assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"] == sft.paths(params)
+    part = params.select("1.*")
+    assert list(part) == ["1.weight", "1.bias"] and part.plan is params.plan and part.buffers["steps"] is params.buffers["steps"]
+    assert list(sft.select(params, ["0.weight", "1.b*"])) == ["0.weight", "1.bias"]
+    with pytest.raises(KeyError, match=r"select: '2.\*' matches none of 0.weight, 0.bias"):
+        params.select(["1.*", "2.*"])
+    zeros = sft.zeros_like(part)
+    for merged in (params | zeros, params | dict(zeros), dict(params) | zeros):
+        assert list(merged) == list(params) and merged["1.bias"] is zeros["1.bias"] and merged["0.bias"] is params["0.bias"]
+    assert type(params | zeros) is type(params | dict(zeros)) is sf.Params
+    assert (zeros | params)["1.bias"] is params["1.bias"]
+    other = make_params(mesh, sf.Policy())
+    with pytest.raises(sf.ShardError, match=r"params \| other: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> 8@fsdp 6"):
+        params | other
+    with pytest.raises(sf.ShardError, match=r"the model has no '0.weights'; did you mean '0.weight'"):
+        params | {"0.weights": torch.ones(1)}
+    twin = copy.deepcopy(params)
+    unwrap_local(twin["0.bias"]).fill_(7)
+    twin.buffers["steps"].fill_(7)
+    assert not (unwrap_local(params["0.bias"]) == 7).any() and params.buffers["steps"].tolist() == [0, 1, 2]
+    shallow = params.copy()
+    assert type(shallow) is sf.Params and shallow["0.bias"] is params["0.bias"] and shallow is not params
+    back = pickle.loads(pickle.dumps(params))
+    assert type(back) is sf.Params and back.plan == params.plan and back.mesh == params.mesh
+    assert torch.equal(sf.gather(back)["0.weight"], sf.gather(params)["0.weight"])
+    assert repr(params).startswith("Params on fsdp=2, tp=1, 4 leaves\n  0.weight: o@tp c@fsdp\n  0.bias: ")
+
+
+def test_params_is_a_dict() -> None:
+    run(dict_functions_on_a_rank, ranks=2)
+
+
+def mismatches_on_a_rank() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+    params = make_params(mesh)
+    for other, match in (
+        (params.select("1.*"), "tree.map: 2 leaves are in one tree only, for example '0.bias'"),
+        (params.like(reversed(list(params.items()))), "tree.map: the leaves stand in another order"),
+        (make_params(mesh, sf.Policy()), r"tree.map: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> "),
+        (dict(params), "tree.map: .*"),
+        ([1], "tree.map: .*"),
+    ):
+        with pytest.raises(sf.ShardError, match=match):
+            sft.map(torch.add, params, other)
+    with pytest.raises(ValueError, match="of my own") as caught:
+        sft.map(raises, params)
+    assert not isinstance(caught.value, sf.ShardError)
+    for name, match in {
+        "cuda": r"Params has no 'cuda': shards live on their mesh's device; make the mesh there, or gather\(params, to='cpu'\)",
+        "to": "shards live on their mesh's device",
+        "half": r"use sf.tree.cast\(params, dtype\)",
+        "parameters": r"use params.values\(\)",
+        "state_dict": r"use sf.gather\(params\)",
+        "requires_grad_": "use sf.value_and_grad",
+        "train": "call it on the model",
+        "nonsense": "Params has no attribute 'nonsense'",
+    }.items():
+        with pytest.raises(AttributeError, match=match):
+            getattr(params, name)
+    assert not hasattr(params, "shape")
+
+
+def raises(leaf: torch.Tensor) -> None:
+    raise ValueError("of my own")
+
+
+def test_mismatches_and_what_to_use_instead() -> None:
+    run(mismatches_on_a_rank, ranks=1)
+
+
+def contexts_on_a_rank() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+    one, two = make_params(mesh), make_params(mesh)
+    two.buffers["steps"] += 1
+    _, a = pytree.tree_flatten(one)
+    _, b = pytree.tree_flatten(two)
+    assert a == b and hash(a.context) == hash(b.context), "buffers take no part"
+    _, c = pytree.tree_flatten(make_params(mesh, sf.Policy()))
+    assert a != c, "the plan does"
+    nested = {"mu": one, "step": torch.zeros(())}
+    assert sft.paths(nested)[0] == "mu.0.weight" and sft.paths(nested)[-1] == "step"
+    assert len(list(sft.leaves({"a": one, "b": 3}))) == 4
+    doubled = sft.map(lambda x: x * 2, nested)
+    assert type(doubled["mu"]) is sf.Params
+
+
+def test_params_in_a_pytree() -> None:
+    run(contexts_on_a_rank, ranks=1)
+
+
+def test_trees_of_plain_tensors() -> None:
+    tree = {"a": torch.ones(2), "b": torch.tensor([1, 2])}
+    assert sft.lerp(tree, {"a": torch.zeros(2), "b": torch.tensor([3, 4])}, 0.25)["b"].tolist() == [3, 4], "integers are the end's"
+    assert sft.cast(tree, torch.float16)["b"].dtype == torch.int64
+    assert sft.zeros_like(tree)["a"].tolist() == [0, 0] and list(sft.select(tree, "b")) == ["b"]
+    assert sft.paths([torch.ones(1), (torch.ones(1),)]) == ["0", "1.0"]
