@@ -209,12 +209,18 @@ def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> 
 # Running
 
 
-def hold_for_all(law: Callable[[Any], None], strategy: st.SearchStrategy[Case], examples: int = 500, batch: int = 125) -> None:
+def hold_for_all(
+    law: Callable[[Any], None], strategy: st.SearchStrategy[Case], examples: int = 500, batch: int = 125
+) -> None:
     """Check `law` on every rank for `examples` cases; the smallest that fails is reported."""
     drawn: dict[Case, None] = {}
 
     @settings(
-        max_examples=3 * examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=3 * examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)

@@ -40,7 +40,9 @@ def disagree_on_a_part() -> None:
     if dist.get_rank() in (1, 2):
         with pytest.raises(sf.ShardError, match=r"rank 1 has rank=1; rank 2 has rank=2"):
             agree(part, made, [f"rank={dist.get_rank()}"])
-        with pytest.raises(sf.ShardError, match=r"rank 2 of \[2\] failed, so no rank goes on: ShardError: plan$|^plan$"):
+        with pytest.raises(
+            sf.ShardError, match=r"rank 2 of \[2\] failed, so no rank goes on: ShardError: plan$|^plan$"
+        ):
             agree(part, made if dist.get_rank() == 1 else sf.ShardError("plan"))
 
 
@@ -106,7 +108,9 @@ def two_compute_axes(odd: int) -> None:
 
 def test_batches_along_two_compute_axes() -> None:
     run(two_compute_axes, 9)
-    assert_all_raise(two_compute_axes, [((odd,), sf.ShardError, "the inputs differ between ranks along") for odd in range(4)])
+    assert_all_raise(
+        two_compute_axes, [((odd,), sf.ShardError, "the inputs differ between ranks along") for odd in range(4)]
+    )
 
 
 def test_inputs_on_the_wrong_device() -> None:

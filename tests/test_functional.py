@@ -106,7 +106,9 @@ def gather_is_differentiable(case: Case) -> None:
     layouts = case.layouts[0]
     params = sf.shard(case.whole_numbers(99), layouts.mesh(), layouts.policy())
     places = grid(params.mesh, params.plan.roles.storage)
-    leaves = {n: wrap_local(unwrap_local(x), leaf_spec(params.plan, places, n), requires_grad=True) for n, x in params.items()}
+    leaves = {
+        n: wrap_local(unwrap_local(x), leaf_spec(params.plan, places, n), requires_grad=True) for n, x in params.items()
+    }
     full = sf.gather(params.like(leaves))
     weights = case.whole_numbers(data_index(params.plan, places))
     loss = sum((weights[name] * full[name]).double().sum() for name in full)
@@ -225,7 +227,10 @@ def src_of_every_dtype_on_a_rank() -> None:
     mesh = make_mesh(fsdp=2)
     for name in ("float64", "bfloat16", "int16", "bool", "float8_e4m3fn"):
         values = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(getattr(torch, name))
-        mine = {"a": values if dist.get_rank() == 1 else values.float().zero_().to(values.dtype), "s": values[0, 0].clone()}
+        mine = {
+            "a": values if dist.get_rank() == 1 else values.float().zero_().to(values.dtype),
+            "s": values[0, 0].clone(),
+        }
         full = sf.gather(sf.shard(mine, mesh, sf.Policy(), src=1))
         assert_same_bits(full["a"], values)
 
@@ -246,14 +251,31 @@ def shard_with(model: Any, mesh: Any, policy: Any, src: int | None = None) -> No
 def test_a_bad_policy_is_an_error_on_every_rank() -> None:
     axes = {"fsdp": 2, "tp": 2}
     table = [
-        ({"emb.weight": "v@ftp c"}, r"emb.weight: unknown mesh axis 'ftp'; the mesh has fsdp=2, tp=2; did you mean 'tp'"),
-        ({"blocks.*.upp.weight": "a b"}, r"rule 'blocks.\*.upp.weight' matches no parameter; did you mean 'blocks.\d.up"),
-        ({"emb.weight": "v c", "blocks.0.up.weight": "c f"}, r"blocks.0.up.weight: dim 0 of size 12 does not match 6: c=6 \(from emb.weight\)"),
+        (
+            {"emb.weight": "v@ftp c"},
+            r"emb.weight: unknown mesh axis 'ftp'; the mesh has fsdp=2, tp=2; did you mean 'tp'",
+        ),
+        (
+            {"blocks.*.upp.weight": "a b"},
+            r"rule 'blocks.\*.upp.weight' matches no parameter; did you mean 'blocks.\d.up",
+        ),
+        (
+            {"emb.weight": "v c", "blocks.0.up.weight": "c f"},
+            r"blocks.0.up.weight: dim 0 of size 12 does not match 6: c=6 \(from emb.weight\)",
+        ),
         ({"scale": "c"}, r"scale \(\): the rule has 1 dims, the tensor has 0"),
-        ({"emb.weight": "v c@tp"}, r"(?s)'emb.weight' has shape \(8, 6\); rule 'v c@tp' splits dim 1 \(c=6\) over tp=4, 6 % 4 = 2.*\^\^\^\^.*pad=\{'c': 4\}"),
+        (
+            {"emb.weight": "v c@tp"},
+            r"(?s)'emb.weight' has shape \(8, 6\); rule 'v c@tp' splits dim 1 \(c=6\) over tp=4, 6 % 4 = 2.*\^\^\^\^.*pad=\{'c': 4\}",
+        ),
     ]
-    rows = [(("model", {"fsdp": 1, "tp": 4} if "tp=4" in match else axes, sf.Policy(rules=r)), sf.ShardError, match) for r, match in table]
-    assert_all_raise(shard_with, [*rows, (("model", axes, sf.Policy(default="error")), sf.ShardError, "no rule matches it")])
+    rows = [
+        (("model", {"fsdp": 1, "tp": 4} if "tp=4" in match else axes, sf.Policy(rules=r)), sf.ShardError, match)
+        for r, match in table
+    ]
+    assert_all_raise(
+        shard_with, [*rows, (("model", axes, sf.Policy(default="error")), sf.ShardError, "no rule matches it")]
+    )
 
 
 def test_what_is_no_model_mesh_or_policy() -> None:
@@ -366,7 +388,9 @@ def shard_on_a_part_of_the_ranks() -> None:
         assert unwrap_local(params["w"]).tolist() == [model["w"].tolist()[rank == 3]]
         assert bool(sf.gather(params, to="rank0")) == (rank == 1)
     else:
-        with pytest.raises(sf.ShardError, match=rf"rank {rank} is not part of the mesh \(fsdp=1, tp=2\) over ranks \[\[1, 3\]\]"):
+        with pytest.raises(
+            sf.ShardError, match=rf"rank {rank} is not part of the mesh \(fsdp=1, tp=2\) over ranks \[\[1, 3\]\]"
+        ):
             sf.shard(model, mesh, policy)
 
 
@@ -387,8 +411,13 @@ def shard_on_user_meshes() -> None:
         (DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("fsdp", "tp")), "fsdp"),
     ):
         names = mesh.mesh_dim_names or ()
-        here = {n: r.replace("{data}", data) if "tp" in names else r.replace("{data}", data).replace("@tp", "") for n, r in rules.items()}
-        policy = sf.Policy(rules=here, sizes={"hd": 2, "heads": 8, "kv": 4}, **({"batch": ["rows"]} if data == "rows" else {}))
+        here = {
+            n: r.replace("{data}", data) if "tp" in names else r.replace("{data}", data).replace("@tp", "")
+            for n, r in rules.items()
+        }
+        policy = sf.Policy(
+            rules=here, sizes={"hd": 2, "heads": 8, "kv": 4}, **({"batch": ["rows"]} if data == "rows" else {})
+        )
         params = sf.shard(model, mesh, policy)
         assert_full(params, model)
         assert params.mesh is mesh
@@ -407,7 +436,9 @@ def test_user_meshes() -> None:
 def test_gather_options(mesh: DeviceMesh) -> None:
     model = Model()
     params = sf.shard(model, mesh, MEGATRON)
-    assert set(sf.gather(params, "blocks.0.**")) == {f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()}
+    assert set(sf.gather(params, "blocks.0.**")) == {
+        f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()
+    }
     assert set(sf.gather(params, ["scale", "head.weight"])) == {"scale", "emb.weight", "head.weight"}
     assert sf.gather(params, []) == {}
     with pytest.raises(KeyError, match=r"'blocks\.9\.\*\*' matches no parameter"):
@@ -525,7 +556,11 @@ def test_bad_gradients() -> None:
         (("bool",), TypeError, r"holds torch.bool, which cannot be added"),
         (("none",), TypeError, r"holds NoneType, not a tensor"),
         (("twice",), sf.ShardError, r"another name of the same parameter"),
-        (("placed",), sf.ShardError, r"placements \(Replicate\(\), Replicate\(\)\); the parameter has .*Shard\(dim=0\), Shard\(dim=1\)"),
+        (
+            ("placed",),
+            sf.ShardError,
+            r"placements \(Replicate\(\), Replicate\(\)\); the parameter has .*Shard\(dim=0\), Shard\(dim=1\)",
+        ),
         (("op",), ValueError, r"reduce_grads\(op='max'\)"),
     ]
     assert_all_raise(bad_grads, table)
@@ -576,7 +611,9 @@ def pending_tree_on_a_rank(verb: str) -> None:
 
 def test_a_pending_sum_cannot_be_moved() -> None:
     why = "'w' is a sum that is still pending; call reduce_grads"
-    assert_all_raise(pending_tree_on_a_rank, [((verb,), sf.ShardError, f"{verb}: {why}") for verb in ("gather", "reshard")], ranks=2)
+    assert_all_raise(
+        pending_tree_on_a_rank, [((verb,), sf.ShardError, f"{verb}: {why}") for verb in ("gather", "reshard")], ranks=2
+    )
 
 
 def bad_reshard(what: str) -> None:
@@ -621,7 +658,10 @@ def parts_of_a_tree_on_a_rank() -> None:
     assert_same_tree(back, part)
     moments = sf.tree.cast(params, torch.float64)
     assert sf.reshard(moments, make_mesh(fsdp=4, tp=1))["scale"].dtype == torch.float64
-    assert all(unwrap_local(a).data_ptr() != unwrap_local(b).data_ptr() for a, b in zip(back.values(), part.values(), strict=True))
+    assert all(
+        unwrap_local(a).data_ptr() != unwrap_local(b).data_ptr()
+        for a, b in zip(back.values(), part.values(), strict=True)
+    )
     same = sf.reshard(params, MEGATRON)
     unwrap_local(same["scale"]).add_(1)
     assert unwrap_local(params["scale"]).item() == 2, "a new tree has memory of its own"

@@ -81,7 +81,11 @@ def live_on_a_rank() -> None:
         calls += 1
         gc.collect()
         mine = {id(p) for p in module.parameters(recurse=False)}
-        full = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta and tuple(x.shape) in ((4, 4), (16, 4))]
+        full = [
+            x
+            for x in gc.get_objects()
+            if type(x) in (Tensor, nn.Parameter) and not x.is_meta and tuple(x.shape) in ((4, 4), (16, 4))
+        ]
         others = [x for x in full if id(x) not in mine]
         assert not others, f"{len(others)} tensors of other modules are still whole"
         module.reset_parameters()
@@ -116,7 +120,11 @@ def bad_init(what: str) -> None:
 def test_what_init_may_not_do() -> None:
     table = [
         (("unfilled",), sf.ShardError, r"init left 'layers.0.bias' unfilled"),
-        (("shape",), sf.ShardError, r"init replaced 'emb.weight', \(16, 4\) torch.float32, by a tensor \(2, 2\) torch.float32"),
+        (
+            ("shape",),
+            sf.ShardError,
+            r"init replaced 'emb.weight', \(16, 4\) torch.float32, by a tensor \(2, 2\) torch.float32",
+        ),
         (("dtype",), sf.ShardError, r"init replaced 'emb.weight', .* by a tensor \(16, 4\) torch.float64"),
         (("raises",), RuntimeError, r"no values"),
     ]
@@ -160,4 +168,8 @@ def frozen_on_a_rank() -> None:
 
     with torch.device("meta"):
         model = Table()
-    assert sf.gather(sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(), init=reset))["index"].tolist() == [0, 1, 2]
+    assert sf.gather(sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(), init=reset))["index"].tolist() == [
+        0,
+        1,
+        2,
+    ]

@@ -41,7 +41,8 @@ def all_coordinates(plan: sf.Plan) -> list[dict[str, int]]:
 def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[str, int]) -> None:
     layout, data = plan.layouts[name], plan.roles.data
     gathered = [
-        local_slice(leaf, whole, plan.axes, coords, plan.roles.compute) for leaf, whole in zip(layout.leaves, wholes, strict=True)
+        local_slice(leaf, whole, plan.axes, coords, plan.roles.compute)
+        for leaf, whole in zip(layout.leaves, wholes, strict=True)
     ]
     seen = compute_view(layout, gathered, data)
     assert tuple(seen.shape) == compute_view_shape(layout, data, plan.axes)
@@ -57,11 +58,20 @@ def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[st
                 chunks = chunks[(slice(None),) * dim + (slice(step * coords[axis], step * (coords[axis] + 1)),)]
         mine = local_slice(leaf, whole, plan.axes, coords)
         assert_same_bits(mine, chunks, name)
-        ones = local_slice(leaf, to_leaves(layout, torch.ones(layout.shape))[layout.leaves.index(leaf)], plan.axes, coords)
+        ones = local_slice(
+            leaf, to_leaves(layout, torch.ones(layout.shape))[layout.leaves.index(leaf)], plan.axes, coords
+        )
         assert_same_bits(clear_padding(leaf, torch.full(mine.shape, 1.0), plan.axes, coords), ones.contiguous(), name)
 
 
-@settings(max_examples=500, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=500,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(cases(dtypes=("int64", "int64", *DTYPES)))
 def test_leaves_and_views_are_inverse(case: Case) -> None:
     assert_arithmetic(case)
@@ -70,7 +80,11 @@ def test_leaves_and_views_are_inverse(case: Case) -> None:
 def test_the_leaves_of_a_fused_weight() -> None:
     policy = sf.Policy(rules={"w": "(3 heads@tp d) c@fsdp", "g": "(q: h@tp d + k: kv@tp d) c@fsdp"}, sizes={"d": 2})
     model = {"w": torch.arange(24 * 3).view(24, 3), "g": torch.arange(24).view(12, 2)}
-    plan = sf.plan(model, sf.MeshSpec(fsdp=2, tp=2), policy | sf.Policy(sizes={"h": 4, "heads": 4}, rules={"g": "(q: h@tp d + k: kv@tp d) e@fsdp"}))
+    plan = sf.plan(
+        model,
+        sf.MeshSpec(fsdp=2, tp=2),
+        policy | sf.Policy(sizes={"h": 4, "heads": 4}, rules={"g": "(q: h@tp d + k: kv@tp d) e@fsdp"}),
+    )
     leaf = plan.layouts["w"].leaves[0]
     assert leaf.shape == (3, 4, 2, 3) and leaf.splits == ((), ("tp",), (), ("fsdp",)) and leaf.merges == (3, 1)
     assert leaf.axes == ("tp", "fsdp") and leaf.split_dim("tp") == 1 and leaf.split_dim("pp") is None
@@ -78,7 +92,10 @@ def test_the_leaves_of_a_fused_weight() -> None:
     assert not plan.layouts["w"].plain and plan.layouts["w"].model_axes(0) == ("tp",) and plan.layouts["w"].numel == 72
     assert [leaf.name for leaf in plan.layouts["g"].leaves] == ["g[q]", "g[k]"]
     assert [leaf.shape for leaf in plan.layouts["g"].leaves] == [(8, 2), (4, 2)], "whole outer factors stay flat"
-    gathered = [local_slice(x, w, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",)) for x, w in zip(plan.layouts["g"].leaves, to_leaves(plan.layouts["g"], model["g"]), strict=True)]
+    gathered = [
+        local_slice(x, w, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
+        for x, w in zip(plan.layouts["g"].leaves, to_leaves(plan.layouts["g"], model["g"]), strict=True)
+    ]
     assert compute_view(plan.layouts["g"], gathered, ("fsdp",))[:, 0].tolist() == [8, 10, 12, 14, 20, 22]
 
 

@@ -22,7 +22,11 @@ from shardfn.testing import run
 def test_a_mesh_spec_is_a_value() -> None:
     spec = sf.MeshSpec(fsdp=512, tp=8)
     assert spec.size == 4096 and repr(spec) == "MeshSpec(fsdp=512, tp=8)" and axes_of(spec) == {"fsdp": 512, "tp": 8}
-    assert spec == sf.MeshSpec(fsdp=512, tp=8) and hash(spec) == hash(copy.copy(spec)) and pickle.loads(pickle.dumps(spec)) == spec
+    assert (
+        spec == sf.MeshSpec(fsdp=512, tp=8)
+        and hash(spec) == hash(copy.copy(spec))
+        and pickle.loads(pickle.dumps(spec)) == spec
+    )
     assert spec != sf.MeshSpec(tp=8, fsdp=512), "the order counts"
     with pytest.raises(ValueError, match=r"MeshSpec\(tp=0\): an axis has at least one rank"):
         sf.MeshSpec(tp=0)
@@ -50,7 +54,10 @@ def make_meshes_on_a_rank() -> None:
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and mesh.mesh_dim_names == ("fsdp", "tp"), "tp on neighbouring ranks"
     assert sf.make_mesh("cpu", tp=4).mesh.tolist() == [0, 1, 2, 3]
     for axes, match in (
-        ({"fsdp": 4, "tp": 2}, r"make_mesh\(fsdp=4, tp=2\): 4 x 2 = 8, but there are 4 ranks \(WORLD_SIZE\). Start 8 ranks \(set nproc"),
+        (
+            {"fsdp": 4, "tp": 2},
+            r"make_mesh\(fsdp=4, tp=2\): 4 x 2 = 8, but there are 4 ranks \(WORLD_SIZE\). Start 8 ranks \(set nproc",
+        ),
         ({"fsdp": 1, "tp": 2}, r"1 x 2 = 2, but there are 4 ranks .*write -1 for one axis"),
         ({"fsdp": -1, "tp": 3}, r"make_mesh\(fsdp=-1, tp=3\): 4 % 3 = 1, but there are 4 ranks"),
         ({"fsdp": -1, "tp": -1}, r"at most one may be -1"),

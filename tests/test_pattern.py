@@ -11,8 +11,16 @@ from shardfn.core.pattern import compile_pattern, first_match, matches
 @pytest.mark.parametrize(
     ("pattern", "yes", "no"),
     [
-        ("layers.*.weight", ["layers.0.weight", "layers..weight"], ["layers.0.1.weight", "layers.weight", "xlayers.0.weight"]),
-        ("layers.**.weight", ["layers.weight", "layers.0.weight", "layers.0.a.weight"], ["layersweight", "layers.xweight"]),
+        (
+            "layers.*.weight",
+            ["layers.0.weight", "layers..weight"],
+            ["layers.0.1.weight", "layers.weight", "xlayers.0.weight"],
+        ),
+        (
+            "layers.**.weight",
+            ["layers.weight", "layers.0.weight", "layers.0.a.weight"],
+            ["layersweight", "layers.xweight"],
+        ),
         ("**.weight", ["weight", "a.weight", "a.b.weight"], ["aweight", "weight.a"]),
         ("layers.**", ["layers", "layers.0", "layers.0.a"], ["layersx"]),
         ("**", ["", "a", "a.b.c"], []),
@@ -28,7 +36,9 @@ def test_what_a_pattern_matches(pattern: str, yes: list[str], no: list[str]) -> 
     assert [name for name in no if matches(pattern, name)] == []
 
 
-@pytest.mark.parametrize(("pattern", "why"), [("a{b", "'{' without its pair"), ("a}b", "'}' without its pair"), ("re:(", "re:")])
+@pytest.mark.parametrize(
+    ("pattern", "why"), [("a{b", "'{' without its pair"), ("a}b", "'}' without its pair"), ("re:(", "re:")]
+)
 def test_a_pattern_that_cannot_be_read(pattern: str, why: str) -> None:
     with pytest.raises(ShardError, match=f"bad pattern '.*{why}"):
         compile_pattern(pattern)

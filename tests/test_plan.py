@@ -57,15 +57,25 @@ def test_rules_and_defaults() -> None:
     assert made.layouts["layers.1.up.weight"].source == "rule 'layers.*.up.weight'"
     assert made.layouts["emb.weight"].aliases == ("head.weight",) and made.canonical["head.weight"] == "emb.weight"
     assert rule_of(made, "layers.0.up.bias") == "ff@tp@fsdp", "a bias follows its weight"
-    assert rule_of(made, "layers.0.down.bias") == "6@fsdp" and made.layouts["layers.0.down.bias"].source == "default 'auto'"
+    assert (
+        rule_of(made, "layers.0.down.bias") == "6@fsdp"
+        and made.layouts["layers.0.down.bias"].source == "default 'auto'"
+    )
     assert rule_of(made, "scale") == "" and made.layouts["scale"].axes == ()
-    assert [leaf for leaf in made.leaves if leaf.startswith("layers.0.qkv")] == [f"layers.0.qkv.weight[{x}]" for x in "qkv"]
-    assert made.local_shape("layers.0.qkv.weight[k]") == (2, 3) and made.local_shape("emb.weight", {"fsdp": 1, "tp": 0}) == (2, 3)
+    assert [leaf for leaf in made.leaves if leaf.startswith("layers.0.qkv")] == [
+        f"layers.0.qkv.weight[{x}]" for x in "qkv"
+    ]
+    assert made.local_shape("layers.0.qkv.weight[k]") == (2, 3) and made.local_shape(
+        "emb.weight", {"fsdp": 1, "tp": 0}
+    ) == (2, 3)
     assert not dist.is_initialized()
 
 
 def test_the_first_matching_rule_wins() -> None:
-    made = plan(sf.Policy(rules={"layers.0.**": "..."}) | sf.Policy(rules={"layers.*.up.weight": "a@fsdp b"}, default="replicate"))
+    made = plan(
+        sf.Policy(rules={"layers.0.**": "..."})
+        | sf.Policy(rules={"layers.*.up.weight": "a@fsdp b"}, default="replicate")
+    )
     assert rule_of(made, "layers.0.up.weight") == "a@fsdp b", "what is merged later comes first"
     made = plan(sf.Policy(rules={"layers.0.**": "...", "layers.*.up.weight": "a@fsdp b"}))
     assert (rule_of(made, "layers.0.up.weight"), rule_of(made, "layers.1.up.weight")) == ("_ _", "a@fsdp b")
@@ -74,13 +84,23 @@ def test_the_first_matching_rule_wins() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [((8, 3), "8@fsdp 3"), ((3, 8), "3 8@fsdp"), ((3, 12, 8), "3 12@fsdp 8"), ((3, 5), "3 5@fsdp"), ((5,), "5@fsdp"), ((), ""), ((0, 4), "0 4")],
+    [
+        ((8, 3), "8@fsdp 3"),
+        ((3, 8), "3 8@fsdp"),
+        ((3, 12, 8), "3 12@fsdp 8"),
+        ((3, 5), "3 5@fsdp"),
+        ((5,), "5@fsdp"),
+        ((), ""),
+        ((0, 4), "0 4"),
+    ],
 )
 def test_the_default_takes_dim_0_or_the_largest(shape: tuple[int, ...], rule: str) -> None:
     model = {"w": torch.ones(shape)}
     assert rule_of(plan(sf.Policy(), sf.MeshSpec(fsdp=4), model), "w") == rule
     assert "@" not in rule_of(plan(sf.Policy(default="replicate"), sf.MeshSpec(fsdp=4), model), "w")
-    assert "@" not in rule_of(plan(sf.Policy(), sf.MeshSpec(replicate=4, tp=2), model), "w"), "replicate never holds a part"
+    assert "@" not in rule_of(plan(sf.Policy(), sf.MeshSpec(replicate=4, tp=2), model), "w"), (
+        "replicate never holds a part"
+    )
 
 
 def test_small_leaves_stay_whole() -> None:
@@ -99,11 +119,21 @@ def test_optional_and_padded_factors() -> None:
     assert rule_of(plan(sf.Policy(rules={"w": "a@tp? b@tp2?"}), sf.MeshSpec(tp=4, tp2=5), model), "w") == "a b@tp2?"
     leaf = plan(sf.Policy(rules={"w": "vocab@tp b"}, pad={"vocab": 8}), sf.MeshSpec(tp=4), model).layouts["w"].leaves[0]
     assert (leaf.shape, leaf.extent) == ((8, 10), (6, 10))
-    leaf = plan(sf.Policy(rules={"w": "(h@tp d) b@fsdp"}, sizes={"d": 3}), sf.MeshSpec(tp=2, fsdp=4), model).layouts["w"].leaves[0]
+    leaf = (
+        plan(sf.Policy(rules={"w": "(h@tp d) b@fsdp"}, sizes={"d": 3}), sf.MeshSpec(tp=2, fsdp=4), model)
+        .layouts["w"]
+        .leaves[0]
+    )
     assert (leaf.shape, leaf.splits) == ((6, 10), (("tp",), ("fsdp",))), "whole outer factors need no dims of their own"
-    leaf = plan(sf.Policy(rules={"w": "(d h@tp) b@fsdp"}, sizes={"d": 3}), sf.MeshSpec(tp=2, fsdp=4), model).layouts["w"].leaves[0]
+    leaf = (
+        plan(sf.Policy(rules={"w": "(d h@tp) b@fsdp"}, sizes={"d": 3}), sf.MeshSpec(tp=2, fsdp=4), model)
+        .layouts["w"]
+        .leaves[0]
+    )
     assert (leaf.shape, leaf.splits, leaf.merges) == ((3, 2, 10), ((), ("tp",), ("fsdp",)), (2, 1))
-    leaf = plan(sf.Policy(rules={"w": "(h@fsdp d) b"}, sizes={"d": 2}), sf.MeshSpec(fsdp=2), model).layouts["w"].leaves[0]
+    leaf = (
+        plan(sf.Policy(rules={"w": "(h@fsdp d) b"}, sizes={"d": 2}), sf.MeshSpec(fsdp=2), model).layouts["w"].leaves[0]
+    )
     assert leaf.shape == (3, 2, 10), "an uneven outer factor keeps whole heads by a dim of its own"
 
 
@@ -114,9 +144,14 @@ def test_units_and_buckets() -> None:
     buckets = {bucket.axes: bucket.leaves for bucket in made.units[1].buckets}
     assert set(buckets) == {("fsdp",)} and len(buckets["fsdp",]) == 9
     assert made.bucket_of("scale").axes == () and made.bucket_of("layers.1.up.bias").unit == "layers.1"
-    half = plan(POLICY | sf.Policy(compute_dtype=torch.bfloat16), model={"w": torch.ones(4), "i": torch.ones(4, dtype=torch.int8)} and None)
+    half = plan(
+        POLICY | sf.Policy(compute_dtype=torch.bfloat16),
+        model={"w": torch.ones(4), "i": torch.ones(4, dtype=torch.int8)} and None,
+    )
     assert {bucket.dtype for unit in half.units for bucket in unit.buckets} == {torch.bfloat16}
-    mixed = plan(sf.Policy(compute_dtype=torch.bfloat16), model={"w": torch.ones(4), "i": torch.ones(4, dtype=torch.int8)})
+    mixed = plan(
+        sf.Policy(compute_dtype=torch.bfloat16), model={"w": torch.ones(4), "i": torch.ones(4, dtype=torch.int8)}
+    )
     assert [bucket.dtype for bucket in mixed.units[0].buckets] == [torch.bfloat16, torch.int8], "integers are not cast"
 
 
@@ -166,15 +201,21 @@ def test_plans_are_values() -> None:
 
 
 def test_bytes_and_table() -> None:
-    made = plan(sf.Policy(rules={"w": "a@tp b@fsdp"}), MESH, {"w": torch.ones(8, 6), "s": torch.ones(3, dtype=torch.float64)})
+    made = plan(
+        sf.Policy(rules={"w": "a@tp b@fsdp"}), MESH, {"w": torch.ones(8, 6), "s": torch.ones(3, dtype=torch.float64)}
+    )
     # w: 2 x 3 floats; s: 2 of 3 doubles on the first rank
     assert made.bytes_per_rank == 24 + 16
     # one gather (root unit) and one reduction of 24 and 16 bytes over 2 ranks
     assert made.comm_bytes == 2 * 24 + 2 * 16
     lines = str(made).split("\n")
     assert lines[0].split() == ["parameter", "shape", "rule", "local", "bytes/rank", "unit"]
-    assert lines[1].split("  ")[0] == "w" and "a@tp b@fsdp" in lines[1] and "[2, 3]" in lines[1] and "(root)" in lines[1]
-    assert lines[-1].startswith("mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 units; about 4 collectives and 80 bytes")
+    assert (
+        lines[1].split("  ")[0] == "w" and "a@tp b@fsdp" in lines[1] and "[2, 3]" in lines[1] and "(root)" in lines[1]
+    )
+    assert lines[-1].startswith(
+        "mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 units; about 4 collectives and 80 bytes"
+    )
     assert "(scalar)" in str(plan()) and "[4, 3] + [2, 3] + [2, 3]" in str(plan())
     assert plan(sf.Policy(), MESH, {}).bytes_per_rank == 0 and str(plan(sf.Policy(), MESH, {}))
 
@@ -210,18 +251,27 @@ def test_explain() -> None:
 
 def test_assert_sharded() -> None:
     plan().assert_sharded(0.98)
-    with pytest.raises(sf.ShardError, match=r"only 91.7% of the elements are sharded, 98.0% wanted; whole: scale|only .*% of the elements"):
+    with pytest.raises(
+        sf.ShardError,
+        match=r"only 91.7% of the elements are sharded, 98.0% wanted; whole: scale|only .*% of the elements",
+    ):
         plan(sf.Policy(default="replicate")).assert_sharded()
     plan(sf.Policy(), sf.MeshSpec(fsdp=1, tp=1)).assert_sharded()
     plan(sf.Policy(), sf.MeshSpec(replicate=4)).assert_sharded()
     with pytest.raises(sf.ShardError, match=r"only 80.0% of the elements are sharded, 98.0% wanted; whole: b"):
-        plan(sf.Policy(rules={"b": "_"}), sf.MeshSpec(fsdp=2), {"a": torch.ones(8), "b": torch.ones(2)}).assert_sharded()
+        plan(
+            sf.Policy(rules={"b": "_"}), sf.MeshSpec(fsdp=2), {"a": torch.ones(8), "b": torch.ones(2)}
+        ).assert_sharded()
 
 
 def test_diff() -> None:
     made = plan()
     lines = made.diff(plan(POLICY | sf.Policy(rules={"emb.weight": "vocab c@fsdp"}))).split("\n")
-    assert lines[0] == "emb.weight: vocab@tp c@fsdp -> vocab c@fsdp" and lines[1].startswith("bytes per rank: ") and len(lines) == 3
+    assert (
+        lines[0] == "emb.weight: vocab@tp c@fsdp -> vocab c@fsdp"
+        and lines[1].startswith("bytes per rank: ")
+        and len(lines) == 3
+    )
     assert "layers.2.up.weight: absent -> ff@tp c@fsdp" in made.diff(plan(model=Model(3)))
     a, b = (plan(sf.Policy(rules={"w": "o i"}), MESH, {"w": torch.ones(shape)}) for shape in ((2, 3), (3, 2)))
     assert a.diff(b).split("\n")[0] == (
@@ -253,26 +303,44 @@ def timed(fn: Any) -> float:
     ("policy", "match"),
     [
         (sf.Policy(rules={"scale": "c"}), r"scale \(\): the rule has 1 dims, the tensor has 0\n    c\n    \^"),
-        (sf.Policy(rules={"emb.weight": "v@@ c"}), r"emb.weight \(8, 6\): bad rule: expected a mesh axis after '@'\n    v@@ c\n      \^"),
+        (
+            sf.Policy(rules={"emb.weight": "v@@ c"}),
+            r"emb.weight \(8, 6\): bad rule: expected a mesh axis after '@'\n    v@@ c\n      \^",
+        ),
         (
             sf.Policy(rules={"emb.weight": "v@fsdq c"}),
             r"emb.weight: unknown mesh axis 'fsdq'; the mesh has fsdp=2, tp=4; did you mean 'fsdp'\?\n    v@fsdq c\n    \^{6}",
         ),
-        (sf.Policy(rules={"emb.weight": "v@fsdp@tp c"}), r"axes nest compute axes first, then data axes.*; write 'v@tp@fsdp'"),
+        (
+            sf.Policy(rules={"emb.weight": "v@fsdp@tp c"}),
+            r"axes nest compute axes first, then data axes.*; write 'v@tp@fsdp'",
+        ),
         (sf.Policy(rules={"emb.weight": "v c +tp"}), r"a parameter cannot be a pending sum \(\+tp\)"),
-        (sf.Policy(rules={"layers.*.upp.weight": "a b"}), r"rule 'layers.\*.upp.weight' matches no parameter; did you mean 'layers.\d.up.weight'\? The model has"),
+        (
+            sf.Policy(rules={"layers.*.upp.weight": "a b"}),
+            r"rule 'layers.\*.upp.weight' matches no parameter; did you mean 'layers.\d.up.weight'\? The model has",
+        ),
         (
             sf.Policy(rules={"emb.weight": "v c@tp"}),
             r"'emb.weight' has shape \(8, 6\); rule 'v c@tp' splits dim 1 \(c=6\) over tp=4, 6 % 4 = 2.\n    v c@tp\n      \^{4}\n"
             r"    Write 'c@tp\?' to replicate it when it does not divide, or Policy\(pad=\{'c': 4\}\).",
         ),
-        (sf.Policy(rules={"emb.weight": "v 6@tp"}), r"6 % 4 = 2.\n.*\n.*\n    Write '6@tp\?' to replicate it when it does not divide\.$"),
+        (
+            sf.Policy(rules={"emb.weight": "v 6@tp"}),
+            r"6 % 4 = 2.\n.*\n.*\n    Write '6@tp\?' to replicate it when it does not divide\.$",
+        ),
         (
             sf.Policy(rules={"emb.weight": "v c", "layers.*.up.weight": "c f"}),
             r"layers.0.up.weight: dim 0 of size 12 does not match 6: c=6 \(from emb.weight\)",
         ),
-        (sf.Policy(rules={"layers.*.up.weight": "(h d) c"}), r"layers.0.up.weight: cannot infer h, d from a dim of size 12; pass sizes="),
-        (sf.Policy(rules={"layers.*.norm.weight": "6"}, sizes={"c": 1}, default="error"), r"emb.weight \(8, 6\): no rule matches it, and Policy\(default='error'\)"),
+        (
+            sf.Policy(rules={"layers.*.up.weight": "(h d) c"}),
+            r"layers.0.up.weight: cannot infer h, d from a dim of size 12; pass sizes=",
+        ),
+        (
+            sf.Policy(rules={"layers.*.norm.weight": "6"}, sizes={"c": 1}, default="error"),
+            r"emb.weight \(8, 6\): no rule matches it, and Policy\(default='error'\)",
+        ),
         (sf.Policy(rules={"layers.0.norm.weight": "_@fsdp", "a{": "b"}), r"bad pattern 'a\{': '\{' without its pair"),
         (sf.Policy(units=["layer.*"]), r"Policy.units: 'layer.\*' matches no module; did you mean 'layers.\d'"),
         (sf.Policy(acts={"heads": "b c"}), r"Policy.acts: 'heads' matches no module; did you mean 'head'"),
@@ -300,17 +368,34 @@ def test_what_no_forward_can_use() -> None:
 
 
 def test_weights_never_shard_over_replicate() -> None:
-    with pytest.raises(sf.ShardError, match=r"weights never shard over 'replicate', which only splits the batch; leave '@replicate' out"):
+    with pytest.raises(
+        sf.ShardError,
+        match=r"weights never shard over 'replicate', which only splits the batch; leave '@replicate' out",
+    ):
         plan(sf.Policy(rules={"w": "a@replicate"}), sf.MeshSpec(replicate=2), {"w": torch.ones(4)})
 
 
 def test_all_problems_at_once() -> None:
-    rules = {"emb.weight": "v@nope c", "layers.0.up.weight": "f@tp c@fsdp@tp", "layers.1.up.weight": "f 7", "none": "a", "layers.0.down.weight": "d@tp f"}
+    rules = {
+        "emb.weight": "v@nope c",
+        "layers.0.up.weight": "f@tp c@fsdp@tp",
+        "layers.1.up.weight": "f 7",
+        "none": "a",
+        "layers.0.down.weight": "d@tp f",
+    }
     with pytest.raises(sf.ShardError) as caught:
         plan(sf.Policy(rules=rules, units=["nothing"], regather=3))
     text = str(caught.value)
     assert text.startswith("plan: 8 problems\n1. ")
-    for part in ("'nope'", "used 2 times", "does not match 7", "'none' matches no", "6 % 4 = 2", "'nothing' matches no module", "regather=3"):
+    for part in (
+        "'nope'",
+        "used 2 times",
+        "does not match 7",
+        "'none' matches no",
+        "6 % 4 = 2",
+        "'nothing' matches no module",
+        "regather=3",
+    ):
         assert part in text, part
 
 

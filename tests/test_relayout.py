@@ -15,7 +15,17 @@ from shardfn.core.relayout import steps
 from shardfn.core.spec import parse
 from shardfn.testing import count_collectives, run
 
-LAYOUTS = ("b s", "b@tp s", "b s@tp", "b@fsdp s", "b@fsdp s@tp", "b@tp s@fsdp", "b@tp@fsdp s", "b@fsdp@tp s", "b s@tp@fsdp")
+LAYOUTS = (
+    "b s",
+    "b@tp s",
+    "b s@tp",
+    "b@fsdp s",
+    "b@fsdp s@tp",
+    "b@tp s@fsdp",
+    "b@tp@fsdp s",
+    "b@fsdp@tp s",
+    "b s@tp@fsdp",
+)
 SUMS = ("b s +tp", "b@fsdp s +tp", "b s +fsdp,tp", "b s +tp,fsdp", "b s@fsdp +tp")
 
 
@@ -74,7 +84,11 @@ def test_the_steps_between_two_layouts(rule: str, want: list[str]) -> None:
 
 def count_on_a_rank() -> None:
     mesh, x = make_mesh(), torch.ones(4, 4)
-    for rule, want in (("b s@tp -> b@tp s", {"all_to_all": 1}), ("b s@tp -> b s", {"all_gather": 1}), ("b s -> b@tp s", {})):
+    for rule, want in (
+        ("b s@tp -> b@tp s", {"all_to_all": 1}),
+        ("b s@tp -> b s", {"all_gather": 1}),
+        ("b s -> b@tp s", {}),
+    ):
         with count_collectives() as counts:
             sf.reshard(x, rule, mesh)
         assert counts.as_dict() == want, (rule, counts)
@@ -132,9 +146,17 @@ def test_what_cannot_be_resharded() -> None:
         (("b s -> b s -> b s", "plain"), sf.ShardError, r"needs one '->'"),
         (("b s -> s b", "plain"), sf.ShardError, r"changes names; both sides name the same dims"),
         (("b s c -> b s c", "plain"), sf.ShardError, r"the rule has 3 dims, the tensor has 2"),
-        (("b s@fsdq -> b s", "plain"), sf.ShardError, r"unknown mesh axis 'fsdq'; the mesh has fsdp, tp; did you mean 'fsdp'"),
+        (
+            ("b s@fsdq -> b s", "plain"),
+            sf.ShardError,
+            r"unknown mesh axis 'fsdq'; the mesh has fsdp, tp; did you mean 'fsdp'",
+        ),
         (("b s -> b s +tp", "plain"), sf.ShardError, r"a value cannot become a pending sum \(\+tp\)\n    b s \+tp"),
-        (("(h d@tp) s -> (h d) s", "plain"), sf.ShardError, r"only the outermost factor of a dim can be split here\n    \(h d@tp\) s\n       \^{4}"),
+        (
+            ("(h d@tp) s -> (h d) s", "plain"),
+            sf.ShardError,
+            r"only the outermost factor of a dim can be split here\n    \(h d@tp\) s\n       \^{4}",
+        ),
         (("b( s -> b s", "plain"), sf.ShardError, r"bad rule: expected '\)'"),
         (("b s -> b@tp s", "odd"), sf.ShardError, r"3 % 2 = 1"),
         (("b s -> b s", "dtensor"), TypeError, r"one plain local tensor, not DTensor"),

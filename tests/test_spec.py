@@ -133,11 +133,19 @@ def solved(given: dict[str, int], **tensors: tuple[str, tuple[int, ...]]) -> tup
 
 
 def test_names_are_inferred_across_tensors() -> None:
-    sizes, problems = solved({}, w=("(heads d) c", (12, 7)), b=("heads", (4,)), q=("(q: heads d + k: kv d + v: kv d) c", (24, 7)))
+    sizes, problems = solved(
+        {}, w=("(heads d) c", (12, 7)), b=("heads", (4,)), q=("(q: heads d + k: kv d + v: kv d) c", (24, 7))
+    )
     assert not problems and sizes.known == {"heads": 4, "c": 7, "d": 3, "kv": 2}
     sizes, problems = solved({}, w=("(3 _ 2)", (12,)), v=("(3 _)", (12,)))
     assert not problems
-    assert sizes.of("w", 0, 1, Factor("_")) == 2 and sizes.of("v", 0, 1, Factor("_")) == 4 and sizes.of("w", 0, 0, Factor("3")) == 3
+    assert (
+        sizes.of("w", 0, 1, Factor("_")) == 2
+        and sizes.of("v", 0, 1, Factor("_")) == 4
+        and sizes.of("w", 0, 0, Factor("3")) == 3
+    )
+    sizes, problems = solved({"a": 2, "b": 3}, w=("(a + b + k)", (9,)), v=("(a + b)", (5,)))
+    assert not problems and sizes.known["k"] == 4
     sizes, problems = solved({"c": 0}, w=("c d", (0, 3)))
     assert not problems and sizes.known["d"] == 3
 
@@ -153,7 +161,9 @@ def test_a_clash_names_both_parameters() -> None:
 
 def test_what_does_not_divide() -> None:
     _, problems = solved({}, d=("d", (4,)), w=("(heads d)", (10,)))
-    assert problems == [("w", "w: a dim of size 10 is not 4 x heads: 10 % 4 = 2: d=4 (from d)\n    (heads d)\n    ^^^^^^^^^")]
+    assert problems == [
+        ("w", "w: a dim of size 10 is not 4 x heads: 10 % 4 = 2: d=4 (from d)\n    (heads d)\n    ^^^^^^^^^")
+    ]
     _, problems = solved({"d": 4}, w=("(3 d + k d)", (10,)))
     assert "a dim of size 10 is not 4 x k + 12: 10 < 12: d=4 (from Policy.sizes)" in problems[0][1]
     _, problems = solved({}, w=("(3 + k 4)", (10,)))

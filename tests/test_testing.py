@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -597,6 +598,16 @@ def test_assert_parity_checks_what_is_not_a_float() -> None:
         assert_parity(1.0 + 1e-10, 1.0)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 3), (3, 1), (0,)])
+def test_assert_parity_wants_equal_shapes_and_dtypes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        AssertionError, match=rf"w: torch.float32 {re.escape(str(shape))} instead of torch.float32 \(3,\)"
+    ):
+        assert_parity({"w": torch.ones(shape)}, {"w": torch.ones(3)})
+    with pytest.raises(AssertionError, match=r"w: torch.float32 .* instead of torch.float64"):
+        assert_parity({"w": torch.ones(shape)}, {"w": torch.ones(shape, dtype=torch.float64)})
+
+
 @settings(deadline=None)
 @given(size=st.integers(1, 20), scale=st.floats(-5, 5), seed=st.integers(0, 99))
 def test_assert_parity_separates_noise_from_errors(size: int, scale: float, seed: int) -> None:
@@ -750,8 +761,9 @@ def test_collectives_of_dtensor_count(mesh: DeviceMesh) -> None:
         assert isinstance(w.grad, DTensor)
         partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
         partial.redistribute(placements=[Shard(0)])
-    assert counts.as_dict() == {"all_gather": 1, "reduce_scatter": 1}
-    assert counts.bytes_of == {"all_gather": 32, "reduce_scatter": 64}
+        partial.relu()  # needs the sum first, which DTensor's dispatch sees to
+    assert counts.as_dict() == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    assert counts.bytes_of == {"all_gather": 32, "reduce_scatter": 64, "all_reduce": 64}
 
 
 def test_nothing_issued_counts_nothing() -> None:

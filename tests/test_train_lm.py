@@ -316,3 +316,23 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for option in ("--device", "--mesh", "--out", "--fresh", "--steps", "--every", "--sample"):
         assert option in shown
+
+
+def test_without_tqdm_and_matplotlib_there_is_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert not report.draw_curve(tmp_path / "losses.png", [{"step": 1, "loss": 2.0}], bigram=2.4)
+    progress = report.Progress(8, 6, shown=True)
+    for step in (7, 8):
+        progress.update(step, loss=1.5, tokens=64, comm_bytes=3_000_000)
+    progress.close()
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 8/8  loss 1.500")
+    assert shown.endswith("tokens/s  3 MB communicated by rank 0\n")
+
+
+def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    report.Progress(1, 0, shown=False).update(1, loss=1.0, tokens=1, comm_bytes=1)
+    assert capsys.readouterr() == ("", "")

@@ -28,7 +28,9 @@ def make_params(mesh: DeviceMesh, policy: sf.Policy = POLICY) -> sf.Params:
 def assert_like(got: Any, params: sf.Params) -> None:
     assert type(got) is sf.Params and got.plan is params.plan and got.mesh is params.mesh
     for name, leaf in params.items():
-        assert isinstance(got[name], DTensor) and got[name].placements == leaf.placements and got[name].shape == leaf.shape
+        assert (
+            isinstance(got[name], DTensor) and got[name].placements == leaf.placements and got[name].shape == leaf.shape
+        )
 
 
 @on_meshes()
@@ -59,17 +61,28 @@ def dict_functions_on_a_rank() -> None:
     params = make_params(mesh)
     assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"] == sft.paths(params)
     part = params.select("1.*")
-    assert list(part) == ["1.weight", "1.bias"] and part.plan is params.plan and part.buffers["steps"] is params.buffers["steps"]
+    assert (
+        list(part) == ["1.weight", "1.bias"]
+        and part.plan is params.plan
+        and part.buffers["steps"] is params.buffers["steps"]
+    )
     assert list(sft.select(params, ["0.weight", "1.b*"])) == ["0.weight", "1.bias"]
     with pytest.raises(KeyError, match=r"select: '2.\*' matches none of 0.weight, 0.bias"):
         params.select(["1.*", "2.*"])
     zeros = sft.zeros_like(part)
     for merged in (params | zeros, params | dict(zeros), dict(params) | zeros):
-        assert list(merged) == list(params) and merged["1.bias"] is zeros["1.bias"] and merged["0.bias"] is params["0.bias"]
+        assert (
+            list(merged) == list(params)
+            and merged["1.bias"] is zeros["1.bias"]
+            and merged["0.bias"] is params["0.bias"]
+        )
     assert type(params | zeros) is type(params | dict(zeros)) is sf.Params
     assert (zeros | params)["1.bias"] is params["1.bias"]
     other = make_params(mesh, sf.Policy())
-    with pytest.raises(sf.ShardError, match=r"params \| other: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> 8@fsdp 6"):
+    with pytest.raises(
+        sf.ShardError,
+        match=r"params \| other: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> 8@fsdp 6",
+    ):
         params | other
     with pytest.raises(sf.ShardError, match=r"the model has no '0.weights'; did you mean '0.weight'"):
         params | {"0.weights": torch.ones(1)}
@@ -95,7 +108,10 @@ def mismatches_on_a_rank() -> None:
     for other, match in (
         (params.select("1.*"), "tree.map: 2 leaves are in one tree only, for example '0.bias'"),
         (params.like(reversed(list(params.items()))), "tree.map: the leaves stand in another order"),
-        (make_params(mesh, sf.Policy()), r"tree.map: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> "),
+        (
+            make_params(mesh, sf.Policy()),
+            r"tree.map: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> ",
+        ),
         (dict(params), "tree.map: .*"),
         ([1], "tree.map: .*"),
     ):
@@ -149,7 +165,9 @@ def test_params_in_a_pytree() -> None:
 
 def test_trees_of_plain_tensors() -> None:
     tree = {"a": torch.ones(2), "b": torch.tensor([1, 2])}
-    assert sft.lerp(tree, {"a": torch.zeros(2), "b": torch.tensor([3, 4])}, 0.25)["b"].tolist() == [3, 4], "integers are the end's"
+    assert sft.lerp(tree, {"a": torch.zeros(2), "b": torch.tensor([3, 4])}, 0.25)["b"].tolist() == [3, 4], (
+        "integers are the end's"
+    )
     assert sft.cast(tree, torch.float16)["b"].dtype == torch.int64
     assert sft.zeros_like(tree)["a"].tolist() == [0, 0] and list(sft.select(tree, "b")) == ["b"]
     assert sft.paths([torch.ones(1), (torch.ones(1),)]) == ["0", "1.0"]

@@ -6,28 +6,24 @@
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardfn._torch import pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
-from shardfn.core.engine.binding import Bound, Forward, Wiring, no_escape
+from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.session import Session
-from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.layout import compute_view
-from shardfn.core.mesh import Grid, grid
-from shardfn.core.model import describe
-from shardfn.core.pattern import first_match
+from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
+from shardfn.core.trial import Trial, cast_floats, cast_inputs, splits_compute
+from shardfn.core.wiring import owned_names, wire
 
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
-_TRIALS = 8
 
 
 def apply(model: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
@@ -70,10 +66,10 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     call = _Call(model, params, method or "__call__")
     call.check_inputs((args, kwargs))
     adjust = call.adjustments(args, kwargs)
-    args, kwargs = _cast_inputs(params.plan, (args, kwargs))
+    args, kwargs = cast_inputs(params.plan, (args, kwargs))
     with no_escape(model) if call.record.calls == 1 else nullcontext():
         output = call.run(adjust, args, kwargs)
-    return _cast_floats(output, params.plan.policy.output_dtype)
+    return cast_floats(output, params.plan.policy.output_dtype)
 
 
 @dataclass
@@ -113,112 +109,27 @@ class _Call:
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""
-        if not any(axis in layout.axes for axis in self.compute for layout in self.plan.layouts.values()):
+        if not splits_compute(self.plan):
             return Adjustments()
         key = (self.method, self.model.training, str(pytree.tree_structure((args, kwargs))))
         if key not in self.record.adjustments:
-            self.record.adjustments[key] = self._find_adjustments(args, kwargs)
+            trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
+            self.record.adjustments[key] = trial.adjustments(args, kwargs)
         return self.record.adjustments[key]
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
         session = Session(self.plan, self.grid, self.params)
-        axes = ComputeAxes(self.grid)
+        axes = ComputeAxes(self.grid.mesh, self.grid.sizes, self.grid.coords)
         around = {unit.name: _in_unit(session, unit.name) for unit in self.plan.units if unit.name}
-        wiring = self._wiring(session.weight, axes, adjust, around, self.params.buffers)
-        bound = Bound(self.model, wiring)
+        buffers = self.params.buffers
+        bound = Bound(self.model, wire(self.plan, self.record.names, buffers, session.weight, axes, adjust, around))
         try:
             with session.hooks():
                 return getattr(bound.root, self.method)(*args, **kwargs)
         finally:
             session.close()
-            bound.write_back(self.params.buffers)
-
-    def _wiring(
-        self,
-        weight: Callable[[str], Tensor],
-        axes: ComputeAxes,
-        adjust: Adjustments,
-        around: dict[str, Callable[[Forward], Forward]],
-        buffers: Mapping[str, Tensor],
-    ) -> Wiring:
-        def fetch(name: str) -> Tensor:
-            value = weight(name)
-            for axis in adjust.axes_of(f"parameter {name}"):
-                value = axes.vary(value, axis)
-            return value
-
-        for source in {source for source, _ in adjust.vary if source.startswith("module ")}:
-            path = source.removeprefix("module ")
-            around[path] = _chained(_varying(axes, adjust.axes_of(source)), around.get(path))
-        forwards = parallel_forwards(self.plan, axes, fetch, adjust)
-        return Wiring(self.record.names, buffers, fetch, self._guard, forwards, around)
-
-    def _guard(self, path: str, attribute: str, name: str) -> None:
-        """A weight split over a compute axis is used by its derived forward, not read as an attribute."""
-        split = [axis for axis in self.plan.layouts[name].axes if axis in self.compute]
-        if split and first_match(self.plan.policy.compute, [path]) is None:
-            raise ShardError(
-                f"apply: '{name}' is split over {', '.join(split)} by '{self.plan.layouts[name].rule}', but a forward reads "
-                f"'{attribute}' of {path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a "
-                f"forward in Policy(compute=...)"
-            )
-
-    def _find_adjustments(self, args: Any, kwargs: Any) -> Adjustments:
-        adjust, found = Adjustments(), Findings()
-        for _ in range(_TRIALS):
-            found = self._trial(adjust, args, kwargs)
-            if new := found.gather - adjust.gather:
-                adjust = replace(adjust, gather=adjust.gather | new)
-            elif new_vary := found.vary - adjust.vary:
-                adjust = replace(adjust, vary=adjust.vary | new_vary)
-            elif found.mixed:
-                raise ShardError(_mixed_message(found))
-            else:
-                return adjust
-        raise ShardError(_mixed_message(found))
-
-    def _trial(self, adjust: Adjustments, args: Any, kwargs: Any) -> Findings:
-        """One forward on meta tensors of local shape."""
-        variance = Variance()
-        axes = ComputeAxes(self.grid, variance)
-        weight = _MetaWeights(self.plan, self.grid, variance)
-        around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.record.names.items()}
-        args, kwargs = to_meta(_cast_inputs(self.plan, (args, kwargs)))
-        bound = Bound(self.model, self._wiring(weight, axes, adjust, around, to_meta(dict(self.params.buffers))))
-        try:
-            with variance, torch.enable_grad():
-                output = getattr(bound.root, self.method)(*args, **kwargs)
-        except ShardError:
-            raise
-        except Exception as error:
-            where = variance.failed_at or type(self.model).__name__
-            raise ShardError(_trial_message(where, error, self.plan, self.compute)) from error
-        check_outputs(variance, output)
-        return variance.findings
-
-
-class _MetaWeights:
-    """Weights without data, in the shapes that modules compute with, tagged by the axes that split them."""
-
-    def __init__(self, plan: Plan, places: Grid, variance: Variance) -> None:
-        self._plan, self._places, self._variance = plan, places, variance
-        self._made: dict[str, Tensor] = {}
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self._made:
-            layout, roles, places = self._plan.layouts[name], self._plan.roles, self._places
-            cast = self._plan.policy.compute_dtype if layout.dtype.is_floating_point else None
-            parts = [
-                torch.empty(leaf.local_shape(places.sizes, places.coords, roles.compute), dtype=cast or layout.dtype, device="meta")
-                for leaf in layout.leaves
-            ]
-            made = compute_view(layout, parts, roles.data).detach()
-            made.requires_grad_(layout.trainable and made.is_floating_point())
-            axes = frozenset(axis for axis in layout.axes if axis in roles.compute and self._plan.axes[axis] > 1)
-            self._variance.mark(made, Tag(axes, None if axes else f"parameter {name}"))
-            self._made[name] = made
-        return self._made[name]
+            bound.write_back(buffers)
 
 
 def _record(model: nn.Module, plan: Plan) -> _Record:
@@ -226,27 +137,8 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
     for record in records:
         if record.plan == plan:
             return record
-    records.append(_Record(plan, _owned_names(model, plan)))
+    records.append(_Record(plan, owned_names(model, plan)))
     return records[-1]
-
-
-def _owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
-    """Module path -> attribute -> parameter, after a check that the plan is for this model."""
-    modules = plan.info.modules or describe(model).modules
-    have = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    missing = [module.name for module in modules if module.name not in have]
-    unknown = [name for module in modules for _, name in module.params if name not in plan.canonical]
-    extra = [] if missing else sorted(have - {m.name for m in modules} - {n for n, _ in _shared_modules(model)})
-    if missing or unknown or extra:
-        odd = (missing or unknown or extra)[0]
-        raise ShardError(f"apply: the tree was made for another model: {odd!r} is in one of them only; shard this model")
-    return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
-
-
-def _shared_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Further paths of modules that stand in several places."""
-    first = dict(model.named_modules())
-    return [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name not in first]
 
 
 def _in_unit(session: Session, unit: str) -> Callable[[Forward], Forward]:
@@ -261,64 +153,3 @@ def _in_unit(session: Session, unit: str) -> Callable[[Forward], Forward]:
         return forward
 
     return around
-
-
-def _varying(axes: ComputeAxes, names: list[str]) -> Callable[[Forward], Forward]:
-    """`pvary` the output of a module, see [Note: varying and invariant]."""
-
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            out = inner(*args, **kwargs)
-            for axis in names:
-                out = axes.vary(out, axis)
-            return out
-
-        return forward
-
-    return around
-
-
-def _chained(outer: Callable[[Forward], Forward], inner: Callable[[Forward], Forward] | None) -> Callable[[Forward], Forward]:
-    return outer if inner is None else lambda forward: outer(inner(forward))
-
-
-def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Callable[[Forward], Forward]:
-    """Name the module in errors, and as the source of its output when it owns parameters."""
-
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with variance.inside(path):
-                out = inner(*args, **kwargs)
-            return axes.note_source(out, f"module {path}") if owns else out
-
-        return forward
-
-    return around
-
-
-def _mixed_message(found: Findings) -> str:
-    listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(found.mixed))
-    return (
-        f"apply: gradients would be partial sums\n{listed}\n"
-        f"Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared value."
-    )
-
-
-def _trial_message(path: str, error: Exception, plan: Plan, compute: list[str]) -> str:
-    over = ", ".join(f"{axis}={plan.axes[axis]}" for axis in compute)
-    return (
-        f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in {path!r}: {error}\n"
-        f"Take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only this "
-        f"rank's part of each split dim is there. Tensors that are neither parameters nor buffers must follow x.device."
-    )
-
-
-def _cast_inputs(plan: Plan, batch: Any) -> Any:
-    policy = plan.policy
-    return _cast_floats(batch, policy.compute_dtype) if policy.cast_inputs else batch
-
-
-def _cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return tree
-    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

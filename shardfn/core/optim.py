@@ -548,7 +548,7 @@ class _Elementwise:
         names = [model_name for name in params for model_name in _model_names(params, name)]
         problems = [
             f"groups: {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} "
-            f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}."
+            f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
             for pattern in self.groups
             if not any(matches(pattern, name) for name in names)
         ]

@@ -67,6 +67,7 @@ class Plan:
     units: tuple[Unit, ...]
     policy: Policy
     info: ModelInfo = field(repr=False)
+    activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
     reduction: Literal["mean", "sum"] | None = "mean"  # what the backward of a gather does with pending gradients
 
     @cached_property
@@ -123,9 +124,9 @@ class Plan:
         """Bytes of weights and gradients that each rank receives in one step of forward and backward.
 
         An all-gather or reduce-scatter of shards of n bytes over W ranks counts (W - 1) n, an all-reduce of n bytes
-        2 (W - 1) / W n. Activations are not counted: they depend on the batch.
+        2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch.
         """
-        return sum(self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets)
+        return self.activation_bytes + sum(self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets)
 
     def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
         total = 0

@@ -9,7 +9,7 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
     lookup   ids [..]       -> masked rows of W [vocab@tp, c] -> psum          -> [.., c]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,7 +26,7 @@ from shardfn.core.engine.binding import Forward
 from shardfn.core.engine.variance import Tag, Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
-from shardfn.core.mesh import Grid
+from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import ModuleInfo
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
@@ -51,9 +52,12 @@ class Adjustments:
 class ComputeAxes:
     """The collectives over compute axes of one call; tells `Variance`, when there is one, what they did."""
 
-    def __init__(self, grid: Grid, variance: Variance | None = None) -> None:
-        self.grid = grid
+    def __init__(
+        self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], variance: Variance | None = None
+    ) -> None:
+        self.mesh, self.sizes, self.coords = mesh, sizes, coords
         self._variance = variance
+        self.bytes_moved = 0  # counted in a run without data: received by each rank in a forward and a backward
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
         self._varied: dict[str, WeakIdKeyDictionary] = {}
@@ -64,16 +68,19 @@ class ComputeAxes:
             self._variance.refuse(f"an input that is already split over '{axis}' meets a weight that splits its output over it")
         cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
-            cache[x] = self._marked(collectives.pvary(x, self.grid.mesh, axis), x, adds=axis)
+            cache[x] = self._marked(collectives.pvary(x, self.mesh, axis), x, adds=axis)
+            self._count(x, axis, 2 if x.requires_grad else 0)
         return cache[x]
 
     def total(self, x: Tensor, axis: str) -> Tensor:
         """The sum over `axis`, the same on all its ranks."""
-        return self._marked(collectives.psum(x, self.grid.mesh, axis), x, removes=axis)
+        self._count(x, axis, 2)
+        return self._marked(collectives.psum(x, self.mesh, axis), x, removes=axis)
 
     def join(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """The parts of all ranks of `axis` side by side, the same on all its ranks."""
-        return self._marked(collectives.all_gather_invariant(x, self.grid.mesh, axis, dim), x, removes=axis)
+        self._count(x, axis, self.sizes[axis])
+        return self._marked(collectives.all_gather_invariant(x, self.mesh, axis, dim), x, removes=axis)
 
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Tell the run without data where a module's output comes from."""
@@ -82,6 +89,12 @@ class ComputeAxes:
             added = frozenset([split_by]) if split_by is not None else frozenset()
             self._variance.mark(out, replace(tag, source=source, split_by=tag.split_by | added))
         return out
+
+    def _count(self, x: Tensor, axis: str, parts: int) -> None:
+        """Add `parts (W - 1) / W` times the bytes of x: 2 for an all-reduce, W for an all-gather of shards."""
+        if self._variance is not None:
+            size = self.sizes[axis]
+            self.bytes_moved += parts * (size - 1) * x.numel() * x.element_size() // size
 
     def _marked(self, out: Tensor, x: Tensor, adds: str | None = None, removes: str | None = None) -> Tensor:
         if self._variance is not None:
@@ -158,7 +171,7 @@ def _linear(
             y = y if bias is None else y + bias  # after the sum, or it would count once a rank
         y = axes.note_source(y, f"module {module.name}", module.name if columns else None)
         if act is not None and columns:
-            return _as_split_logits(y, plan.policy.acts[act], module.name, columns, axes.grid, out_features)
+            return _as_split_logits(y, plan.policy.acts[act], module.name, columns, axes, out_features)
         if gathers:
             for axis in reversed(columns):
                 y = axes.join(y, axis, -1)
@@ -178,18 +191,21 @@ def _check_features(name: str, layout: Layout, x: Tensor, w: Tensor, rows: Seque
         )
 
 
-def _as_split_logits(y: Tensor, act: str, name: str, columns: Sequence[str], grid: Grid, features: int) -> Tensor:
+def _as_split_logits(
+    y: Tensor, act: str, name: str, columns: Sequence[str], axes: ComputeAxes, features: int
+) -> Tensor:
     """Logits as a DTensor over the compute axes, so that using them as whole ones is an error, never a wrong number."""
     wanted = [axis for axis in columns if axis in parse(act).expand(y.dim()).dims[-1].factors[-1].axes]
     if wanted != list(columns) or len(columns) != 1:
         raise ShardError(f"apply: Policy.acts asks for '{act}' at {name!r}, whose last dim is split over {', '.join(columns)}")
-    if y.shape[-1] * grid.sizes[columns[0]] != features:
+    if y.shape[-1] * axes.sizes[columns[0]] != features:
         raise ShardError(f"apply: Policy.acts at {name!r}: logits over a padded dim cannot stay split; drop the entry or the padding")
     if y.is_meta:
         return y
     shape = torch.Size((*y.shape[:-1], features))
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    mesh = grid.mesh[columns[0]]
+    assert isinstance(axes.mesh, DeviceMesh)
+    mesh = axes.mesh[columns[0]]
     return DTensor.from_local(y.contiguous(), mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
 
 
@@ -205,7 +221,7 @@ def _embedding(
                 f"apply: {module.name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and sparse need it whole"
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
-        first = _first_row(axes.grid, vocab, w.shape[0])
+        first = _first_row(axes, vocab, w.shape[0])
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
         padding = None if own.padding_idx is None else own.padding_idx - first
@@ -222,11 +238,11 @@ def _embedding(
     return forward
 
 
-def _first_row(grid: Grid, axes: Sequence[str], rows: int) -> int:
-    """The index of this rank's first row when `axes` split a table, outermost first, into parts of `rows`."""
+def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
+    """The index of this rank's first row when the axes `names` split a table, outermost first, into parts of `rows`."""
     index = 0
-    for axis in axes:
-        index = index * grid.sizes[axis] + grid.coords[axis]
+    for axis in names:
+        index = index * axes.sizes[axis] + axes.coords[axis]
     return index * rows
 
 

@@ -1,0 +1,193 @@
+"""A run of a model's forward without data, with the sizes that one rank has. Layer 4.
+
+It happens before the first real call on a mesh with compute axes, and in `plan(..., example=...)` without any process.
+It finds sizes taken from the configuration instead of the tensors, adds the collectives that only the data flow shows
+(see [Note: varying and invariant]), and counts the bytes of activations that travel.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import pytree
+from shardfn.core import plan as planning
+from shardfn.core.engine.binding import Bound, Forward
+from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
+from shardfn.core.errors import ShardError
+from shardfn.core.layout import compute_view
+from shardfn.core.mesh import MeshSpec
+from shardfn.core.plan import Plan
+from shardfn.core.policy import Policy
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
+from shardfn.core.wiring import owned_names, wire
+
+_ROUNDS = 8
+
+
+def plan(
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh | MeshSpec,
+    policy: Policy,
+    *,
+    example: Any = None,
+) -> Plan:
+    """What `policy` means for `model` on `mesh`; needs no process group, and the model may be on the meta device.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+        >>> megatron = sf.Policy(rules={"0.weight": "ff@tp c@fsdp", "1.weight": "c@fsdp ff@tp"})
+        >>> p = sf.plan(model, sf.MeshSpec(fsdp=16, tp=4), megatron, example=torch.empty(8, 64))
+        >>> p.bytes_per_rank, p.comm_bytes
+        (2128, 102784)
+
+    Args:
+        model: a module, or a mapping of names to tensors.
+        mesh: a `DeviceMesh` with axis names, or a `MeshSpec`.
+        policy: rules, units, precision.
+        example: one data rank's inputs, a tuple for several: the forward then runs once on meta tensors of local shape,
+            and `comm_bytes` counts activations too.
+
+    Returns:
+        plain data; `print` shows it as a table.
+
+    Raises:
+        ShardError: listing every problem at once: unknown axes, rules that match nothing, dims that do not divide,
+            sizes that clash, modules that cannot compute with split parameters; with `example` also the module whose
+            forward does not fit the local sizes.
+        TypeError: `model`, `mesh` or `policy` is something else.
+        ValueError: the mesh has no axis names.
+    """
+    made = planning.plan(model, mesh, policy)
+    if example is None:
+        return made
+    if not isinstance(model, nn.Module):
+        raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
+    args = example if isinstance(example, tuple) else (example,)
+    trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__")
+    trial.adjustments(args, {})
+    return replace(made, activation_bytes=trial.bytes_moved)
+
+
+def splits_compute(plan_: Plan) -> bool:
+    """Whether some parameter is split over a compute axis of several ranks."""
+    compute = {axis for axis in plan_.roles.compute if plan_.axes[axis] > 1}
+    return any(compute.intersection(layout.axes) for layout in plan_.layouts.values())
+
+
+class Trial:
+    """Runs a forward on meta tensors until nothing is found to add."""
+
+    def __init__(
+        self, model: nn.Module, plan_: Plan, mesh: DeviceMesh | MeshSpec, buffers: Mapping[str, Tensor], method: str
+    ) -> None:
+        self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
+        self.names = owned_names(model, plan_)
+        self.bytes_moved = 0
+        self._buffers: dict[str, Tensor] = to_meta(dict(buffers))
+
+    def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
+        """What has to be added to the derived collectives.
+
+        Raises:
+            ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
+        """
+        adjust, found = Adjustments(), Findings()
+        for _ in range(_ROUNDS):
+            found = self._run(adjust, *to_meta(cast_inputs(self.plan, (args, kwargs))))
+            if new := found.gather - adjust.gather:
+                adjust = replace(adjust, gather=adjust.gather | new)
+            elif new_vary := found.vary - adjust.vary:
+                adjust = replace(adjust, vary=adjust.vary | new_vary)
+            elif not found.mixed:
+                return adjust
+            else:
+                break
+        raise ShardError(_mixed_message(found))
+
+    def _run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Findings:
+        """One forward."""
+        variance = Variance()
+        axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
+        around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
+        weight = _MetaWeights(self.plan, variance)
+        bound = Bound(self.model, wire(self.plan, self.names, self._buffers, weight, axes, adjust, around))
+        try:
+            with variance, torch.enable_grad():
+                output = getattr(bound.root, self.method)(*args, **kwargs)
+        except ShardError:
+            raise
+        except Exception as error:
+            raise ShardError(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
+        check_outputs(variance, output)
+        self.bytes_moved = axes.bytes_moved
+        return variance.findings
+
+    def _failed(self, path: str, error: Exception) -> str:
+        over = ", ".join(f"{axis}={self.plan.axes[axis]}" for axis in self.plan.roles.compute)
+        return (
+            f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in {path!r}: {error}\n"
+            f"Take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
+            f"this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must follow "
+            f"x.device, and control flow must not depend on values."
+        )
+
+
+class _MetaWeights:
+    """Weights without data, in the shapes that modules compute with, tagged by the axes that split them."""
+
+    def __init__(self, plan_: Plan, variance: Variance) -> None:
+        self._plan, self._variance = plan_, variance
+        self._made: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._made:
+            layout, sizes, roles = self._plan.layouts[name], self._plan.axes, self._plan.roles
+            cast = self._plan.policy.compute_dtype if layout.dtype.is_floating_point else None
+            shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
+            parts = [torch.empty(shape, dtype=cast or layout.dtype, device="meta") for shape in shapes]
+            made = compute_view(layout, parts, roles.data).detach()
+            made.requires_grad_(layout.trainable and made.is_floating_point())
+            axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
+            self._variance.mark(made, Tag(axes, None if axes else f"parameter {name}"))
+            self._made[name] = made
+        return self._made[name]
+
+
+def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Callable[[Forward], Forward]:
+    """Name the module in errors, and as the source of its output when it owns parameters."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with variance.inside(path):
+                out = inner(*args, **kwargs)
+            return axes.note_source(out, f"module {path}") if owns else out
+
+        return forward
+
+    return around
+
+
+def _mixed_message(found: Findings) -> str:
+    listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(found.mixed))
+    return (
+        f"apply: gradients would be partial sums\n{listed}\n"
+        f"Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared value."
+    )
+
+
+def cast_inputs(plan_: Plan, batch: Any) -> Any:
+    """Inputs with floating tensors in the plan's compute dtype."""
+    return cast_floats(batch, plan_.policy.compute_dtype) if plan_.policy.cast_inputs else batch
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """A tree with floating tensors in `dtype`; None leaves them."""
+    if dtype is None:
+        return tree
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -1,0 +1,103 @@
+"""What goes into the module copies of one call: weights, parallel forwards, and the guard against direct reads. Layer 4."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardfn.core.engine.binding import Forward, Wiring
+from shardfn.core.errors import ShardError
+from shardfn.core.model import describe
+from shardfn.core.pattern import first_match
+from shardfn.core.plan import Plan
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
+
+Around = Callable[[Forward], Forward]
+
+
+def wire(
+    plan: Plan,
+    names: Mapping[str, Mapping[str, str]],
+    buffers: Mapping[str, Tensor],
+    weight: Callable[[str], Tensor],
+    axes: ComputeAxes,
+    adjust: Adjustments,
+    around: Mapping[str, Around],
+) -> Wiring:
+    """The wiring of one call.
+
+    Args:
+        plan: the layouts.
+        names: from `owned_names`.
+        buffers: the tree's.
+        weight: gives a gathered parameter by its canonical name.
+        axes: the collectives over compute axes.
+        adjust: what the run without data added.
+        around: module path -> what goes around its forward.
+    """
+
+    def fetch(name: str) -> Tensor:
+        value = weight(name)
+        for axis in adjust.axes_of(f"parameter {name}"):
+            value = axes.vary(value, axis)
+        return value
+
+    wrapped = dict(around)
+    for source in {source for source, _ in adjust.vary if source.startswith("module ")}:
+        path = source.removeprefix("module ")
+        wrapped[path] = _chained(_varying(axes, adjust.axes_of(source)), wrapped.get(path))
+    forwards = parallel_forwards(plan, axes, fetch, adjust)
+    return Wiring(names, buffers, fetch, _guard(plan), forwards, wrapped)
+
+
+def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
+    """Module path -> attribute -> canonical parameter name, after a check that the plan is for this model.
+
+    Raises:
+        ShardError: a module or parameter is in one of them only.
+    """
+    modules = plan.info.modules or describe(model).modules
+    first = {name for name, _ in model.named_modules()}
+    have = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    planned = {module.name for module in modules}
+    missing = [name for name in planned if name not in have]
+    unknown = [name for module in modules for _, name in module.params if name not in plan.canonical]
+    odd = sorted(missing) or unknown or sorted(first - planned)
+    if odd:
+        raise ShardError(f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model")
+    return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
+
+
+def _guard(plan: Plan) -> Callable[[str, str, str], None]:
+    """A weight split over a compute axis is used by its derived forward, not read as an attribute."""
+
+    def guard(path: str, attribute: str, name: str) -> None:
+        layout = plan.layouts[name]
+        split = [axis for axis in layout.axes if axis in plan.roles.compute and plan.axes[axis] > 1]
+        if split and first_match(plan.policy.compute, [path]) is None:
+            raise ShardError(
+                f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads '{attribute}' of "
+                f"{path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a forward in "
+                f"Policy(compute=...)"
+            )
+
+    return guard
+
+
+def _varying(axes: ComputeAxes, names: list[str]) -> Around:
+    """`pvary` the output of a module, see [Note: varying and invariant]."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = inner(*args, **kwargs)
+            for axis in names:
+                out = axes.vary(out, axis)
+            return out
+
+        return forward
+
+    return around
+
+
+def _chained(outer: Around, inner: Around | None) -> Around:
+    return outer if inner is None else lambda forward: outer(inner(forward))
