@@ -4,6 +4,7 @@ from shardfn import checkpoint as checkpoint
 from shardfn import collectives as collectives
 from shardfn import data as data
 from shardfn import optim as optim
+from shardfn import policies as policies
 from shardfn import tree as tree
 from shardfn.core.apply import apply as apply
 from shardfn.core.errors import ShardError as ShardError

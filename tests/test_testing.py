@@ -357,8 +357,9 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_hang_shows_where() -> None:
-    with pytest.raises(RankError, match=r"hang_on failed on rank 1 of 3: TimeoutError: no answer in 1 s") as info:
-        run(hang_on, 1, ranks=3, timeout=1)
+    run(group_size, ranks=3)  # starts the processes and imports this module
+    with pytest.raises(RankError, match=r"hang_on failed on rank 1 of 3: TimeoutError: no answer in 2 s") as info:
+        run(hang_on, 1, ranks=3, timeout=2)
     cause, echo = str(info.value).split("--- rank 0, 2 ---")
     assert "--- rank 1 ---" in cause
     assert "threading.py" in cause
@@ -387,8 +388,9 @@ def test_a_rank_that_died_between_calls_is_replaced() -> None:
 
 
 def test_a_collective_left_open_is_the_fault_of_its_own_call() -> None:
+    run(group_size, ranks=2)
     with pytest.raises(RankError, match="left a collective that not every rank joined"):
-        run(leave_collective_open, ranks=2, timeout=1)
+        run(leave_collective_open, ranks=2, timeout=2)
     assert run(group_size, ranks=2) == [(0, 2), (1, 2)]
 
 

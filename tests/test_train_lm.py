@@ -225,8 +225,9 @@ def _die_in_step(number: int, argv: list[str]) -> None:
             os._exit(1)
         return step(trainer, *batch)
 
-    sf.Trainer.step = dying_step  # these processes end with the call
-    train_lm.main(argv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sf.Trainer, "step", dying_step)
+        train_lm.main(argv)
 
 
 @pytest.fixture(scope="module")

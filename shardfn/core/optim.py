@@ -630,12 +630,14 @@ def _in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype])
     """
     ready: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     waiting: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+    known: dict[tuple[torch.dtype, ...], torch.dtype] = {}
     for param, grad, *slots in zip(*columns, strict=True):
         if not param.numel():
             continue
-        wide = _promoted([param, *slots], least.get(param.device.type))
-        row = [param, grad.to(wide), *slots]
-        same = all(x.dtype == wide for x in (param, *slots))
+        dtypes = (param.dtype, *(slot.dtype for slot in slots))
+        wide = known.get(dtypes) or known.setdefault(dtypes, _promoted([param, *slots], least.get(param.device.type)))
+        row = [param, grad if grad.dtype == wide else grad.to(wide), *slots]
+        same = all(dtype == wide for dtype in dtypes)
         (ready if same else waiting).setdefault((param.device, wide), []).append(row)
     for rows in ready.values():
         yield _transposed(rows)
