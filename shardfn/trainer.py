@@ -56,7 +56,8 @@ class Trainer(nn.Module):
         clip: largest global norm of the gradients.
         ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
         compile: compile the step.
-        init, src: as for `shard`.
+        init: as for `shard`.
+        src: as for `shard`.
 
     Raises:
         ShardError: as `shard`.

@@ -1,7 +1,7 @@
-"""Random models, rules and meshes for the laws: drawn by hypothesis in the parent, sent to the ranks in batches.
+"""Random models, rules and meshes for the laws: drawn by hypothesis in the parent, sent to ranks in batches.
 
-A `Case` is plain data. A rule is drawn together with the shape that it fits: every size has a name made of it (`n6`), so
-that names agree over a model by construction.
+A `Case` is plain data. A rule is drawn together with the shape that it fits: every size has a name made of it (`n6`),
+so that names agree over a model by construction.
 """
 
 import math
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import unwrap_local
@@ -44,6 +45,9 @@ MESHES: dict[int, tuple[tuple[tuple[str, int], ...], ...]] = {
         (("fsdp", 1), ("tp", 4)),
     ),
 }
+# Drawing a whole case takes long and many choices; that is what is wanted.
+ANY_COST = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
+PROPERTY = settings(max_examples=500, derandomize=True, database=None, deadline=None, suppress_health_check=ANY_COST)
 Axes = tuple[tuple[str, int], ...]
 
 
@@ -221,7 +225,7 @@ def hold_for_all(
         database=None,
         deadline=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=ANY_COST,
     )
     @given(strategy)
     def collect(case: Case) -> None:
@@ -280,6 +284,12 @@ def assert_same_bits(got: Tensor, want: Tensor, name: str = "") -> None:
     assert got.dtype == want.dtype and got.shape == want.shape, (name, got.dtype, got.shape, want.dtype, want.shape)
     same = torch.equal(bits_of(got), bits_of(want))
     assert same, f"{name}: {got} instead of {want}"
+
+
+def as_dtensor(tensor: Tensor) -> DTensor:
+    """The same, known to be a DTensor."""
+    assert isinstance(tensor, DTensor), type(tensor)
+    return tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from drawing import assert_same_bits
+from drawing import as_dtensor, assert_same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -112,7 +112,7 @@ def derivatives_on_a_rank() -> None:
     torch.testing.assert_close(unwrap_local(grads[0]), 3 * mean * x**2)
     assert grads[1] is None or not unwrap_local(grads[1]).any()
     second = torch.autograd.grad(unwrap_sum(grads[0]), leaves[0])[0]
-    assert second.placements == leaves[0].placements
+    assert as_dtensor(second).placements == as_dtensor(leaves[0]).placements
     # what every rank differentiates is averaged: here the sum over its own part, a `size`-th of the whole
     torch.testing.assert_close(unwrap_local(second), 6 * mean * x / size)
 

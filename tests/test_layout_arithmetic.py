@@ -3,8 +3,8 @@
 from itertools import product
 
 import torch
-from drawing import DTYPES, Case, assert_same_bits, cases
-from hypothesis import HealthCheck, Phase, given, settings
+from drawing import DTYPES, PROPERTY, Case, assert_same_bits, cases
+from hypothesis import given
 from torch import Tensor
 
 import shardfn as sf
@@ -64,14 +64,7 @@ def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[st
         assert_same_bits(clear_padding(leaf, torch.full(mine.shape, 1.0), plan.axes, coords), ones.contiguous(), name)
 
 
-@settings(
-    max_examples=500,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+@PROPERTY
 @given(cases(dtypes=("int64", "int64", *DTYPES)))
 def test_leaves_and_views_are_inverse(case: Case) -> None:
     assert_arithmetic(case)

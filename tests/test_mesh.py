@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from drawing import PROPERTY
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -125,7 +126,7 @@ def test_storage_meshes() -> None:
 # Cutting a size
 
 
-@settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(st.integers(0, 20), st.lists(st.integers(1, 5), max_size=3))
 def test_parts_are_those_of_torch_chunk(size: int, splits: list[int]) -> None:
     parts = [(torch.arange(size), [])]

@@ -10,8 +10,8 @@ from shardfn.core.model import ParamInfo, class_name, describe, kind_of
 
 
 class Own(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input
 
 
 class Same(nn.Linear):
@@ -66,7 +66,7 @@ def test_mappings() -> None:
     assert [param.trainable for param in info.params] == [True, False], "a plain tensor is trainable when it can be"
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     assert not describe({"a": frozen}).params[0].trainable, "a parameter says so itself"
-    with pytest.raises(TypeError, match="expected an nn.Module or a mapping of names to tensors, got Tensor"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module or a mapping of names to tensors, got Tensor"):
         describe(shared)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a mapping must hold tensors under names; 'a' holds int"):
         describe({"a": 1})  # type: ignore[dict-item]

@@ -1,7 +1,8 @@
 """Patterns against a matcher written the slow way, segment by segment."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import PROPERTY
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfn.core.errors import ShardError
@@ -55,7 +56,7 @@ def slow_match(pattern: list[str], name: list[str]) -> bool:
 SEGMENTS = st.sampled_from(["a", "b", "*", "**"])
 
 
-@settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(st.lists(SEGMENTS, min_size=1, max_size=5), st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=5))
 def test_patterns_match_segment_by_segment(pattern: list[str], name: list[str]) -> None:
     assert matches(".".join(pattern), ".".join(name)) == slow_match(pattern, name)

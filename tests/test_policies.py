@@ -275,3 +275,18 @@ def test_a_plan_that_does_not_fit_the_model() -> None:
         from_parallelize_plan({"head": RowwiseParallel(input_layouts=Replicate())}, Model())
     with pytest.raises(TypeError, match="expected module path -> style, got str"):
         from_parallelize_plan(cast(Any, "colwise"))
+
+
+def test_a_function_is_asked_what_fsdp1_asks() -> None:
+    def questions(ask: Any) -> list[tuple[str, bool, int]]:
+        asked: list[tuple[str, bool, int]] = []
+
+        def note(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+            asked.append((type(module).__name__, recurse, nonwrapped_numel))
+            return nonwrapped_numel > 100
+
+        ask(Model(), note)
+        return asked
+
+    ours = questions(our_units)
+    assert ours == questions(torch_wraps) and ("Model", False) not in [(name, recurse) for name, recurse, _ in ours]

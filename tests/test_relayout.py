@@ -1,4 +1,4 @@
-"""`reshard` on one tensor: every pair of layouts against slices of the whole, the collectives that it takes, derivatives."""
+"""`reshard` on one tensor: every pair of layouts against slices of the whole, the collectives, the derivatives."""
 
 from itertools import product
 

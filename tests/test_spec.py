@@ -1,7 +1,8 @@
 """The notation: a round trip over the whole grammar, carets, and the sizes that names stand for."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import PROPERTY
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfn.core.errors import ShardError
@@ -44,7 +45,7 @@ def rule_texts(draw: st.DrawFn) -> str:
     return draw(SPACE) + " ".join([*dims, *(["+" + ",".join(partial)] if partial else [])]) + draw(SPACE)
 
 
-@settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(rule_texts())
 def test_what_is_printed_is_what_is_read(text: str) -> None:
     try:
@@ -105,7 +106,7 @@ def test_a_bad_rule_shows_where(rule: str, why: str | None, at: int | None) -> N
 
 def test_a_rule_is_a_string() -> None:
     with pytest.raises(TypeError, match="a rule is a string such as 'ff@tp c@fsdp', not int"):
-        parse(3)  # type: ignore[arg-type]
+        parse(3)
 
 
 def test_blocks_may_share_an_axis() -> None:

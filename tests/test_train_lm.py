@@ -331,7 +331,7 @@ def test_without_tqdm_and_matplotlib_there_is_text(
     progress.close()
     shown = capsys.readouterr().out
     assert shown.startswith("step 8/8  loss 1.500")
-    assert shown.endswith("tokens/s  3 MB communicated by rank 0\n")
+    assert shown.endswith("tokens/s  3 MB communicated\n")
 
 
 def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import as_dtensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import shardfn as sf
@@ -28,9 +28,7 @@ def make_params(mesh: DeviceMesh, policy: sf.Policy = POLICY) -> sf.Params:
 def assert_like(got: Any, params: sf.Params) -> None:
     assert type(got) is sf.Params and got.plan is params.plan and got.mesh is params.mesh
     for name, leaf in params.items():
-        assert (
-            isinstance(got[name], DTensor) and got[name].placements == leaf.placements and got[name].shape == leaf.shape
-        )
+        assert as_dtensor(got[name]).placements == as_dtensor(leaf).placements and got[name].shape == leaf.shape
 
 
 @on_meshes()
@@ -83,9 +81,9 @@ def dict_functions_on_a_rank() -> None:
         sf.ShardError,
         match=r"params \| other: the layouts differ; reshard one of them\n0.weight: o@tp c@fsdp -> 8@fsdp 6",
     ):
-        params | other
+        _ = params | other
     with pytest.raises(sf.ShardError, match=r"the model has no '0.weights'; did you mean '0.weight'"):
-        params | {"0.weights": torch.ones(1)}
+        _ = params | {"0.weights": torch.ones(1)}
     twin = copy.deepcopy(params)
     unwrap_local(twin["0.bias"]).fill_(7)
     twin.buffers["steps"].fill_(7)
@@ -121,7 +119,7 @@ def mismatches_on_a_rank() -> None:
         sft.map(raises, params)
     assert not isinstance(caught.value, sf.ShardError)
     for name, match in {
-        "cuda": r"Params has no 'cuda': shards live on their mesh's device; make the mesh there, or gather\(params, to='cpu'\)",
+        "cuda": r"Params has no 'cuda': shards live on their mesh's device; make the mesh there, or gather\(params, to",
         "to": "shards live on their mesh's device",
         "half": r"use sf.tree.cast\(params, dtype\)",
         "parameters": r"use params.values\(\)",

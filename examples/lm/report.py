@@ -30,14 +30,15 @@ class Progress:
         if shown and sys.stderr.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            line = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
+            self._bar = tqdm(total=total, initial=start, bar_format=line, nrows=2)  # some terminals claim 0 rows
 
     def update(self, step: int, *, loss: float, tokens: int, comm_bytes: int) -> None:
         """Show that `step` steps are done: this one had `loss` and `tokens`; `comm_bytes` were communicated so far."""
         self._tokens += tokens
         now = time.monotonic()
         rate = self._tokens / max(now - self._since, 1e-9)
-        line = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:,.0f} MB communicated by rank 0"
+        line = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:,.0f} MB communicated"
         if self._bar is not None:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update()

@@ -44,8 +44,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     Args:
         model: the module, or one of the same structure; its own tensors are not used and may be on the meta device.
         params: the tree that `shard` made for it.
-        args, kwargs: this data rank's inputs, plain tensors on the mesh's device, the same on all ranks of a compute axis.
+        *args: this data rank's inputs, plain tensors on the mesh's device, the same on all ranks of a compute axis.
         method: name of a method to call instead of `forward`.
+        **kwargs: more inputs.
 
     Returns:
         what the method returns; floating tensors in `output_dtype`.

@@ -9,7 +9,7 @@ differentiable pair over a plan's bucket; the functions below them are outside a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan
 
 
-def placements(leaf: Leaf, grid: Grid, order: Sequence[str], pending: Sequence[str] = ()) -> list[Placement]:
+def placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str] = ()) -> list[Placement]:
     """DTensor placements of a leaf on the storage mesh; `pending` axes hold partial sums of the gathered value."""
     out: list[Placement] = []
     for axis in order:
@@ -36,12 +36,14 @@ def placements(leaf: Leaf, grid: Grid, order: Sequence[str], pending: Sequence[s
 
 
 def leaf_spec(plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False) -> DTensorSpec:
-    """The DTensor metadata of a stored leaf, or of its unreduced gradient."""
-    layout, leaf = plan.leaves[name]
-    partial = plan.roles.data if pending else ()
-    return dtensor_spec(
-        grid.storage, placements(leaf, grid, plan.roles.storage, partial), leaf.shape, dtype or layout.dtype
-    )
+    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
+    kept: dict[Any, tuple[Grid, DTensorSpec]] = plan.__dict__.setdefault("_leaf_specs", {})
+    key = (id(grid), name, dtype, pending)
+    if key not in kept:  # the values hold the grid, so its id is not given to another one
+        layout, leaf = plan.leaves[name]
+        placed = placements(leaf, plan.roles.storage, plan.roles.data if pending else ())
+        kept[key] = grid, dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
+    return kept[key][1]
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,26 @@ class _Move:
 
     def split(self, whole: Tensor, out: Tensor) -> None:
         """whole -> [W, numel]; the transpose of `unpack`"""
-        parts = out.view(out.shape[0], *self.chunk)
+        parts = out.view(out.shape[0], *self.chunk)  # [W, ..., chunk, ...]
         step, size = self.chunk[self.dim], self.whole[self.dim]
-        for i in range(parts.shape[0]):
-            length = max(0, min(step, size - i * step))
-            if length < step:
-                parts[i].zero_()
-            if length:
-                parts[i].narrow(self.dim, 0, length).copy_(whole.narrow(self.dim, i * step, length))
+        full, rest = divmod(size, step) if step else (0, 0)
+        if full:
+            source = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
+            parts.narrow(0, 0, full).movedim(0, self.dim).copy_(source)
+        if full < parts.shape[0]:
+            parts.narrow(0, full, parts.shape[0] - full).zero_()
+        if rest:
+            parts[full].narrow(self.dim, 0, rest).copy_(whole.narrow(self.dim, full * step, rest))
 
 
-def _moves(leaves: Sequence[Leaf], grid: Grid, axis: str, keep: Sequence[str]) -> list[_Move]:
-    """The moves over `axis` of leaves that are still split over `keep` (without `axis`)."""
-    moves = []
+Memo = dict[tuple[str, tuple[str, ...]], list[_Move]]
+
+
+def _moves(leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...], memo: Memo) -> list[_Move]:
+    """The moves over `axis` of leaves that are still split over `keep` (without `axis`); remembered in `memo`."""
+    if (axis, keep) in memo:
+        return memo[axis, keep]
+    moves = memo[axis, keep] = []
     for leaf in leaves:
         dim = leaf.split_dim(axis)
         assert dim is not None, f"{leaf.name} is not split over {axis}"
@@ -105,11 +114,17 @@ def _moves(leaves: Sequence[Leaf], grid: Grid, axis: str, keep: Sequence[str]) -
 
 
 def gather_leaves(
-    leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()
+    leaves: Sequence[Leaf],
+    shards: Sequence[Tensor],
+    axes: Sequence[str],
+    grid: Grid,
+    undone: Sequence[str] = (),
+    memo: Memo | None = None,
 ) -> list[Tensor]:
     """Whole tensors over `axes` (outermost first), all in one new storage.
 
-    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone.
+    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. `memo` remembers the
+    arithmetic between calls with the same leaves, grid and `undone`.
 
     One all-gather an axis larger than one. Axes of one rank cost nothing: the shards themselves come back.
     """
@@ -118,7 +133,8 @@ def gather_leaves(
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1:
-            tensors = _gather_axis(_moves(leaves, grid, axis, kept), tensors, axis, grid)
+            moves = _moves(leaves, grid, axis, kept, {} if memo is None else memo)
+            tensors = _gather_axis(moves, tensors, axis, grid)
     return tensors
 
 
@@ -147,7 +163,9 @@ def empty_in_one(shapes: Sequence[Sequence[int]], like: Tensor) -> list[Tensor]:
     return out
 
 
-def scatter_leaves(leaves: Sequence[Leaf], wholes: Sequence[Tensor], axes: Sequence[str], grid: Grid) -> list[Tensor]:
+def scatter_leaves(
+    leaves: Sequence[Leaf], wholes: Sequence[Tensor], axes: Sequence[str], grid: Grid, memo: Memo | None = None
+) -> list[Tensor]:
     """The sum over ranks of whole tensors, of which every rank keeps its shard; the transpose of `gather_leaves`.
 
     One reduce-scatter an axis larger than one.
@@ -156,7 +174,8 @@ def scatter_leaves(leaves: Sequence[Leaf], wholes: Sequence[Tensor], axes: Seque
     kept = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in axes))
     for axis in axes:
         if grid.sizes[axis] > 1:
-            tensors = _scatter_axis(_moves(leaves, grid, axis, tuple(kept)), tensors, axis, grid)
+            moves = _moves(leaves, grid, axis, tuple(kept), {} if memo is None else memo)
+            tensors = _scatter_axis(moves, tensors, axis, grid)
         kept.append(axis)
     return tensors
 
@@ -195,6 +214,8 @@ class BucketOnGrid:
     plan: Plan
     grid: Grid
     bucket: Bucket
+    _memo: Memo = field(default_factory=dict)
+    _parts: "dict[tuple[bool, ...], BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[Leaf]:
@@ -205,8 +226,11 @@ class BucketOnGrid:
         """The same bucket with some of its leaves only."""
         if all(wanted):
             return self
-        names = tuple(name for name, want in zip(self.bucket.leaves, wanted, strict=True) if want)
-        return replace(self, bucket=replace(self.bucket, leaves=names))
+        key = tuple(wanted)
+        if key not in self._parts:
+            names = tuple(name for name, want in zip(self.bucket.leaves, wanted, strict=True) if want)
+            self._parts[key] = BucketOnGrid(self.plan, self.grid, replace(self.bucket, leaves=names))
+        return self._parts[key]
 
     @cached_property
     def communicates(self) -> bool:
@@ -216,7 +240,7 @@ class BucketOnGrid:
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype."""
         cast = [shard.to(self.bucket.dtype) for shard in shards]
-        return gather_leaves(self.leaves, cast, self.bucket.axes, self.grid)
+        return gather_leaves(self.leaves, cast, self.bucket.axes, self.grid, memo=self._memo)
 
     def reduce(self, wholes: Sequence[Tensor | None], shards_like: Sequence[torch.dtype], op: Literal["mean", "sum"]) -> list[Tensor]:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean.
@@ -232,13 +256,22 @@ class BucketOnGrid:
         for leaf, whole in zip(self.leaves, wholes, strict=True):
             shape = leaf.local_shape(grid.sizes, grid.coords, self.plan.roles.compute)
             filled.append(torch.zeros(shape, dtype=dtype, device=grid.device) if whole is None else whole.to(dtype))
-        shards = scatter_leaves(self.leaves, filled, axes, grid)
+        shards = scatter_leaves(self.leaves, filled, axes, grid, self._memo)
         shards = sum_leaves(shards, [axis for axis in self.plan.roles.data if axis not in axes], grid)
         ranks = prod(grid.sizes[axis] for axis in self.plan.roles.data)
         if op == "mean" and ranks > 1:
             shards = [shard / ranks for shard in shards]
         shards = [shard.to(want) for shard, want in zip(shards, shards_like, strict=True)]
         return [clear_padding(leaf, shard, grid.sizes, grid.coords) for leaf, shard in zip(self.leaves, shards, strict=True)]
+
+
+def buckets_on_grid(plan: Plan, grid: Grid) -> dict[Bucket, BucketOnGrid]:
+    """Every bucket of a plan on a grid; made once and kept with the plan."""
+    kept: dict[int, dict[Bucket, BucketOnGrid]] = plan.__dict__.setdefault("_buckets_on_grid", {})
+    if id(grid) not in kept:  # the values hold the grid, so its id is not given to another one
+        buckets = (bucket for unit in plan.units for bucket in unit.buckets)
+        kept[id(grid)] = {bucket: BucketOnGrid(plan, grid, bucket) for bucket in buckets}
+    return kept[id(grid)]
 
 
 class GatherBucket(torch.autograd.Function):

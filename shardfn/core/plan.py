@@ -6,7 +6,7 @@ moves data looks its decisions up here and never thinks.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -105,6 +105,19 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def with_reduction(self, reduction: Literal["mean", "sum"] | None) -> "Plan":
+        """The same plan with another reduction in the backward; equal to this one, and made once."""
+        made: dict[Any, Plan] = self.__dict__.setdefault("_with_reduction", {self.reduction: self})
+        if reduction not in made:
+            other = made[reduction] = replace(self, reduction=reduction)
+            shared = {name: getattr(self, name) for name in ("leaves", "canonical", "key", "digest")}
+            other.__dict__.update(shared, _with_reduction=made, _leaf_specs=self.__dict__.setdefault("_leaf_specs", {}))
+        return made[reduction]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Fields only: what is cached holds process groups."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def bucket_of(self, leaf: str) -> Bucket:
         """The bucket in which a stored leaf travels."""

@@ -1,7 +1,6 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any, Literal
 
@@ -92,7 +91,10 @@ def grad(
     tensor([3.])
 
     Args:
-        loss_fn, argnums, has_aux, reduce: as in `value_and_grad`.
+        loss_fn: as in `value_and_grad`.
+        argnums: as there.
+        has_aux: as there.
+        reduce: as there.
     """
     both = value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux, reduce=reduce)
 
@@ -114,7 +116,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 
     if not isinstance(tree, Params):
         return pytree.tree_map(fresh, tree)
-    plan, places = replace(tree.plan, reduction=reduce), grid(tree.mesh, tree.plan.roles.storage)
+    plan, places = tree.plan.with_reduction(reduce), grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     for name, leaf in tree.items():
         wanted = plan.leaves[name][0].trainable and leaf.is_floating_point()
@@ -174,7 +176,7 @@ def _as_tree(tree: Any, grads: Any) -> Any:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
     if not isinstance(tree, Params):
         return grads
-    plan, places = replace(tree.plan, reduction="mean"), grid(tree.mesh, tree.plan.roles.storage)
+    plan, places = tree.plan.with_reduction("mean"), grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     for name, gradient in grads.items():
         pending = tree.plan.reduction is None and tree[name].requires_grad

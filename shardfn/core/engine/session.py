@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardfn._torch import in_transform, unwrap_local, version_of
-from shardfn.core.buckets import BucketOnGrid, GatherBucket
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, buckets_on_grid
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
@@ -34,6 +34,7 @@ class Session:
     def __init__(self, plan: Plan, grid: Grid, leaves: Mapping[str, Tensor]) -> None:
         self.plan, self.grid, self.leaves = plan, grid, leaves
         self._units = {unit.name: unit for unit in plan.units}
+        self._spots = buckets_on_grid(plan, grid)
         self._live: dict[str, dict[str, Tensor]] = {}
         self._depth: dict[str, int] = {}
         self._by_storage: dict[int, _Regather] = {}
@@ -80,7 +81,7 @@ class Session:
         missing = [name for name in bucket.leaves if name not in self.leaves]
         if missing:
             raise ShardError(f"apply: the tree has no leaf {missing[0]!r}, which unit {unit.name or '(root)'!r} needs")
-        spot = BucketOnGrid(self.plan, self.grid, bucket)
+        spot = self._spots[bucket]
         leaves = [self.leaves[name] for name in bucket.leaves]
         frees = bool(self.plan.policy.regather and unit.name and spot.communicates)
         regather = _Regather(spot, leaves, self) if frees else None
