@@ -48,7 +48,7 @@ SETTINGS = ("dim", "layers", "heads", "kv_heads", "ff", "batch", "length", "seed
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; `--help` prints them with their defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add, ints = parser.add_argument, ModelConfig()
+    add, sizes = parser.add_argument, ModelConfig()
 
     def number(flag: str, default: float, what: str) -> None:
         add(flag, type=type(default), default=default, help=f"{what} (default: %(default)s)")
@@ -56,13 +56,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"), help="gloo on CPU (default), NCCL on CUDA")
     add("--mesh", type=parse_mesh, default="fsdp=-1,tp=2", help="axis sizes, -1: all ranks left (default: %(default)s)")
     add("--out", type=Path, default=Path("runs/lm"), help="folder of all it writes (default: %(default)s)")
-    add("--fresh", action="store_true", help="delete what is in --out and start over")
+    add("--fresh", action="store_true", help="delete the checkpoints in --out and start over")
     add("--text", type=Path, help="folder of *.py files (default: Python's own standard library)")
-    number("--dim", ints.dim, "width of the residual stream")
-    number("--layers", ints.layers, "number of blocks")
-    number("--heads", ints.heads, "query heads")
-    number("--kv-heads", ints.kv_heads, "key and value heads")
-    number("--ff", ints.ff, "hidden features of SwiGLU")
+    number("--dim", sizes.dim, "width of the residual stream")
+    number("--layers", sizes.layers, "number of blocks")
+    number("--heads", sizes.heads, "query heads")
+    number("--kv-heads", sizes.kv_heads, "key and value heads")
+    number("--ff", sizes.ff, "hidden features of SwiGLU")
     number("--steps", 250, "optimizer steps in all")
     number("--batch", 32, "windows in one step, over all ranks")
     number("--length", 64, "bytes in a window")
@@ -187,7 +187,8 @@ def open_run(options: argparse.Namespace, mesh: DeviceMesh, corpus: text.Corpus)
     """
     rank0, path = mesh.get_rank() == 0, options.out / "run.json"
     if options.fresh and rank0:
-        shutil.rmtree(options.out, ignore_errors=True)
+        shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
+        path.unlink(missing_ok=True)
     dist.barrier()
     now = {name: getattr(options, name) for name in SETTINGS} | {"text": corpus.digest}
     then = json.loads(path.read_text()) if path.exists() else now
@@ -201,7 +202,7 @@ def open_run(options: argparse.Namespace, mesh: DeviceMesh, corpus: text.Corpus)
 
 
 def save(job: Job, records: Sequence[report.Record]) -> None:
-    """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkpoints."""
+    """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkposizes."""
     folder = job.options.out / "checkpoints"
     job.trainer.save(folder)
     if job.rank0:

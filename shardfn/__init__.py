@@ -1,7 +1,7 @@
 """shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts. Layer 7."""
 
-from importlib import import_module
-from types import ModuleType
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 
 from shardfn import checkpoint as checkpoint
 from shardfn import collectives as collectives
@@ -29,8 +29,8 @@ from shardfn.core.tree import Params as Params
 from shardfn.trainer import Trainer as Trainer
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     """`sf.testing` is imported when it is first used: programs that train do not need it."""
     if name == "testing":
-        return import_module("shardfn.testing")
+        return _import_module("shardfn.testing")
     raise AttributeError(f"module 'shardfn' has no attribute '{name}'")

@@ -77,7 +77,7 @@ _PRELOAD_IF_USED = ("einops", "hypothesis", "numpy", "pytest")
 _START_TIMEOUT = 180.0  # seconds until a new team is ready; the first one imports torch
 _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is reported by `run`, with stacks
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
-_SETTLE_TIMEOUT = 10.0
+_SETTLE_TIMEOUT = 10.0  # seconds for what cannot take long: a barrier, or noticing that a peer has died
 _MAX_FILES = 200  # open files of a rank beyond which its team is replaced: every gloo group holds some
 _BROKEN = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected", re.IGNORECASE
@@ -759,14 +759,17 @@ class _Team:
     def wait(self, timeout: float) -> list[_Answer]:
         """Wait for the answers of all ranks; ranks that are late, or dead, get a failure in their place."""
         answers: dict[int, _Answer] = {}
-        deadline, release = time.monotonic() + timeout, math.inf
+        started = time.monotonic()
+        deadline, release = started + timeout, math.inf
         while len(answers) < len(self.conns):
             answers.update(self._receive(answers, min(deadline, release)))
             now = time.monotonic()
             if release == math.inf and any(isinstance(answer, _Failure) for answer in answers.values()):
                 release = now + _PATIENCE
+                if not self.is_alive():  # a child it left behind may hold its sockets open
+                    deadline = min(deadline, release + _SETTLE_TIMEOUT)
             if now >= deadline:
-                answers.update(self._hung(answers, timeout))
+                answers.update(self._hung(answers, now - started))
             elif now >= release:
                 # Ranks still at work may wait for those that are done. Killing these closes their sockets: gloo raises.
                 for rank in answers:
@@ -798,14 +801,14 @@ class _Team:
         error = ChildProcessError(f"the process of rank {rank} {how} before it answered")
         return _Failure.of(error, text=str(error))
 
-    def _hung(self, answers: Mapping[int, _Answer], timeout: float) -> dict[int, _Answer]:
+    def _hung(self, answers: Mapping[int, _Answer], seconds: float) -> dict[int, _Answer]:
         late = [rank for rank in range(len(self.conns)) if rank not in answers]
         for rank in late:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
         failures: dict[int, _Answer] = {}
         for rank in late:
-            error = TimeoutError(f"no answer in {timeout:g} s")
+            error = TimeoutError(f"no answer in {round(seconds, 1):g} s")
             stack = _read_stack(_stack_path(self.directory, rank))
             # A rank inside a collective waits for the others: one that is elsewhere is the likelier cause.
             current = stack.partition("Current thread")[2]

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -58,7 +58,7 @@ class Layouts:
     axes: Axes
     rules: tuple[str | None, ...]
     pad: int
-    default: str
+    default: Literal["auto", "replicate"]
     min_size: int
 
     def policy(self) -> sf.Policy:
@@ -66,7 +66,7 @@ class Layouts:
             rules={f"t{i}": rule for i, rule in enumerate(self.rules) if rule is not None},
             sizes={f"{kind}{size}": size for kind in "np" for size in range(10)},
             pad={f"p{size}": self.pad for size in range(10)},
-            default=self.default,  # type: ignore[arg-type]
+            default=self.default,
             min_size=self.min_size,
             compute={"**": whole_forward} if any(self.rules) else {},
         )
@@ -195,7 +195,8 @@ def layouts_for(draw: st.DrawFn, shapes: Sequence[tuple[int, ...]], ranks: int) 
     axes = draw(st.sampled_from(MESHES[ranks]))
     pad = draw(st.sampled_from([1, 2, 3, 4]))
     chosen = tuple(draw(rules(shape, axes, pad)) if draw(st.integers(0, 4)) else None for shape in shapes)
-    default = draw(st.sampled_from(["auto", "auto", "replicate"]))
+    defaults: list[Literal["auto", "replicate"]] = ["auto", "auto", "replicate"]
+    default = draw(st.sampled_from(defaults))
     return Layouts(axes, chosen, pad, default, draw(st.sampled_from([0, 0, 5])))
 
 
@@ -284,6 +285,11 @@ def assert_same_bits(got: Tensor, want: Tensor, name: str = "") -> None:
     assert got.dtype == want.dtype and got.shape == want.shape, (name, got.dtype, got.shape, want.dtype, want.shape)
     same = torch.equal(bits_of(got), bits_of(want))
     assert same, f"{name}: {got} instead of {want}"
+
+
+def untyped(value: object) -> Any:
+    """The same, for arguments that a type checker would refuse."""
+    return value
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:

@@ -1,8 +1,5 @@
 """What ranks tell each other before they go on; `shard`'s use of it is in test_functional.py."""
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,27 +45,6 @@ def disagree_on_a_part() -> None:
 
 def test_a_mesh_of_some_ranks_agrees_too() -> None:
     run(disagree_on_a_part)
-
-
-def forward(scale: int, module: Any, *args: Any) -> None:
-    """A parallel forward."""
-
-
-class Forward:
-    def __call__(self, *args: Any) -> None:
-        """A parallel forward that is an object."""
-
-
-def agree_on_functions() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    for fn in (functools.partial(forward, 3), Forward()):
-        keep = [object() for _ in range(dist.get_rank() * 1000)]  # other addresses on other ranks
-        agree(mesh, sf.plan(torch.nn.Linear(2, 2), mesh, sf.Policy(compute={"": fn})))
-        del keep
-
-
-def test_functions_are_compared_by_name() -> None:
-    run(agree_on_functions, ranks=2)
 
 
 # Batches

@@ -60,7 +60,10 @@ def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
         assert_parity(_without_noise(sf.gather(params)), _without_noise(expected))
 
 
-@pytest.mark.parametrize("fields", [{"regather": False}, {"units": ("layers.*.attn", "layers.*")}, {"units": ()}])
+_FIELDS = [{"regather": False}, {"units": ("layers.*.attn", "layers.*")}, {"units": ()}, {"pad": {"vocab": 16, "ff": 8}}]
+
+
+@pytest.mark.parametrize("fields", _FIELDS)
 @on_meshes()
 def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     model = decoder()
@@ -375,6 +378,48 @@ def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh) -> N
         params["1.weight"].to_local().add_(1)
     with pytest.raises(RuntimeError, match="changed in place between the forward and the backward"):
         loss.backward()
+
+
+class _Sinks(nn.Module):
+    """A parameter for each head, used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gain = Gain(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gain(self.up(x)))
+
+
+class Gain(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _split_gain(module: nn.Module, local: dict[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    assert layout["weight"].name == "gain.weight"
+    return x * local["weight"]
+
+
+@on_meshes({"fsdp": 1, "tp": 4}, {"fsdp": 2, "tp": 2})
+def test_a_parallel_forward_of_ones_own(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Sinks().double()
+    rules = {"up.weight": "h@tp c@fsdp", "down.weight": "c@fsdp h@tp", "gain.weight": "h@tp"}
+    with pytest.raises(sf.ShardError, match="Gain 'gain' uses its 'weight' in a forward of its own"):
+        sf.shard(model, mesh, sf.Policy(rules=rules))
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, compute={"gain": _split_gain}))
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, *_mine(mesh, x))
+    ref = model(x).square().mean()
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert_parity(sf.gather(grads), _reference_grads(model))
 
 
 class _Fixed(Decoder):

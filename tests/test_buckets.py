@@ -26,12 +26,12 @@ SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0)}
 RULES = {"a": "x@fsdp _", "b": "_ y@fsdp", "c": "_ z@fsdp", "d": "w@fsdp _"}
 
 
-def make_params(mesh: DeviceMesh, **policy: object) -> tuple[sf.Params, Grid, BucketOnGrid]:
+def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.Params, Grid, BucketOnGrid]:
     model = {
         n: torch.arange(float(torch.Size(s).numel())).view(s).double() + 10 * i
         for i, (n, s) in enumerate(SHAPES.items())
     }
-    params = sf.shard(model, mesh, sf.Policy(rules=RULES, **policy))  # type: ignore[arg-type]
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES, compute_dtype=dtype))
     places = grid(mesh, params.plan.roles.storage)
     return params, places, BucketOnGrid(params.plan, places, params.plan.units[0].buckets[0])
 
@@ -44,7 +44,7 @@ def move_on_a_rank() -> None:
         wholes = gather_leaves(spot.leaves, shards, ("fsdp",), places)
     assert counts.as_dict() == {"all_gather": 1}, "one for all leaves"
     for leaf, whole in zip(params.values(), wholes, strict=True):
-        assert_same_bits(whole, leaf.full_tensor())  # type: ignore[attr-defined]
+        assert_same_bits(whole, as_dtensor(leaf).full_tensor())
     assert len({whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}) == 1, "one buffer"
     with count_collectives() as counts:
         back = scatter_leaves(spot.leaves, [whole * (rank + 1) for whole in wholes], ("fsdp",), places)
@@ -108,7 +108,7 @@ def derivatives_on_a_rank() -> None:
     assert called == [1]
     mean = (size + 1) / 2
     x = unwrap_local(leaves[0])
-    assert grads[0].placements == leaves[0].placements  # type: ignore[union-attr]
+    assert as_dtensor(grads[0]).placements == as_dtensor(leaves[0]).placements
     torch.testing.assert_close(unwrap_local(grads[0]), 3 * mean * x**2)
     assert grads[1] is None or not unwrap_local(grads[1]).any()
     second = torch.autograd.grad(unwrap_sum(grads[0]), leaves[0])[0]
@@ -119,7 +119,7 @@ def derivatives_on_a_rank() -> None:
 
 def unwrap_sum(leaf: Tensor) -> Tensor:
     """The sum of this rank's part of a DTensor, differentiable."""
-    return leaf.to_local().sum()  # type: ignore[attr-defined]
+    return as_dtensor(leaf).to_local().sum()
 
 
 def test_gather_and_reduce_are_transposes() -> None:
@@ -151,7 +151,7 @@ def test_pending_and_reduced_gradients() -> None:
 
 
 def cast_on_a_rank() -> None:
-    _, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), compute_dtype=torch.bfloat16)
+    _, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), dtype=torch.bfloat16)
     params, _, _ = make_params(spot.grid.mesh)
     with count_collectives() as counts:
         wholes = spot.gather([unwrap_local(leaf) for leaf in params.values()])

@@ -18,6 +18,7 @@ from drawing import (
     assert_same_tree,
     cases,
     hold_for_all,
+    untyped,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,7 +75,7 @@ def pending_on_a_rank(case: Case, params: sf.Params, places: Grid, typed: bool) 
             specs = [leaf_spec(plan, places, leaf.name, pending=True) for leaf in layout.leaves]
             out |= {leaf.name: wrap_local(x, spec) for leaf, x, spec in zip(layout.leaves, wholes, specs, strict=True)}
         else:
-            out[layout.name] = compute_view(layout, wholes, plan.roles.data)
+            out[layout.name] = compute_view(layout, wholes)
     return out
 
 
@@ -461,7 +462,7 @@ def test_gather_options(mesh: DeviceMesh) -> None:
         assert_same_bits(host[name], tensor.detach().double(), name)
     assert host["head.weight"] is host["emb.weight"]
     with pytest.raises(ValueError, match=r"gather\(to='disk'\)"):
-        sf.gather(params, to="disk")  # type: ignore[arg-type]
+        sf.gather(params, to=untyped("disk"))
     with pytest.raises(TypeError, match="expected the tree that shard"):
         sf.gather({"w": torch.ones(2)})
 
@@ -638,7 +639,7 @@ def bad_reshard(what: str) -> None:
     elif what == "plan model":
         sf.reshard(params, sf.plan(Model(3), sf.MeshSpec(fsdp=2, tp=2), sf.Policy()))
     elif what == "type":
-        sf.reshard(params, 3)  # type: ignore[arg-type]
+        sf.reshard(params, untyped(3))
     elif what == "units":
         sf.reshard(params, sf.Policy(units=working))
     elif what == "policy":

@@ -44,7 +44,7 @@ def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[st
         local_slice(leaf, whole, plan.axes, coords, plan.roles.compute)
         for leaf, whole in zip(layout.leaves, wholes, strict=True)
     ]
-    seen = compute_view(layout, gathered, data)
+    seen = compute_view(layout, gathered)
     assert tuple(seen.shape) == compute_view_shape(layout, data, plan.axes)
     for leaf, back, want in zip(layout.leaves, from_compute_view(layout, seen, data, plan.axes), gathered, strict=True):
         assert_same_bits(back, want, name)
@@ -89,7 +89,7 @@ def test_the_leaves_of_a_fused_weight() -> None:
         local_slice(x, w, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
         for x, w in zip(plan.layouts["g"].leaves, to_leaves(plan.layouts["g"], model["g"]), strict=True)
     ]
-    assert compute_view(plan.layouts["g"], gathered, ("fsdp",))[:, 0].tolist() == [8, 10, 12, 14, 20, 22]
+    assert compute_view(plan.layouts["g"], gathered)[:, 0].tolist() == [8, 10, 12, 14, 20, 22]
 
 
 def test_padding_stays_where_a_compute_axis_splits() -> None:
@@ -98,6 +98,6 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
     layout = plan.layouts["w"]
     assert layout.leaves[0].shape == (8, 4) and layout.leaves[0].extent == (5, 3) and not layout.plain
     assert compute_view_shape(layout, ("fsdp",), plan.axes) == (4, 3)
-    assert compute_view(layout, [torch.ones(4, 4)], ("fsdp",)).shape == (4, 3)
+    assert compute_view(layout, [torch.ones(4, 4)]).shape == (4, 3)
     cleared = clear_padding(layout.leaves[0], torch.ones(4, 4), plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
     assert cleared.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from drawing import PROPERTY
+from drawing import PROPERTY, untyped
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,7 +32,7 @@ def test_a_mesh_spec_is_a_value() -> None:
     with pytest.raises(ValueError, match=r"MeshSpec\(tp=0\): an axis has at least one rank"):
         sf.MeshSpec(tp=0)
     with pytest.raises(TypeError, match=r"MeshSpec\(tp=2.0\): an axis size is a whole number"):
-        sf.MeshSpec(tp=2.0)  # type: ignore[arg-type]
+        sf.MeshSpec(tp=untyped(2.0))
     with pytest.raises(TypeError, match=r"MeshSpec\(tp=True\)"):
         sf.MeshSpec(tp=True)
     with pytest.raises(TypeError, match=r"MeshSpec: name at least one axis"):
@@ -90,7 +90,7 @@ def test_without_a_launcher_the_world_is_one_rank() -> None:
 
 def test_what_is_no_mesh() -> None:
     with pytest.raises(TypeError, match="expected a DeviceMesh or a MeshSpec, got tuple"):
-        axes_of((2, 2))  # type: ignore[arg-type]
+        axes_of(untyped((2, 2)))
 
 
 # Grid

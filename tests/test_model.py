@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from drawing import untyped
 from torch import nn
 
 from shardfn.core.model import ParamInfo, class_name, describe, kind_of
@@ -67,8 +68,8 @@ def test_mappings() -> None:
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     assert not describe({"a": frozen}).params[0].trainable, "a parameter says so itself"
     with pytest.raises(TypeError, match=r"expected an nn\.Module or a mapping of names to tensors, got Tensor"):
-        describe(shared)  # type: ignore[arg-type]
+        describe(untyped(shared))
     with pytest.raises(TypeError, match="a mapping must hold tensors under names; 'a' holds int"):
-        describe({"a": 1})  # type: ignore[dict-item]
+        describe(untyped({"a": 1}))
     with pytest.raises(TypeError, match="3 holds Tensor"):
-        describe({3: shared})  # type: ignore[dict-item]
+        describe(untyped({3: shared}))

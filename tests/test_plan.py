@@ -1,6 +1,7 @@
 """Plans: what a policy means for a model, without a process group; every problem at once, each with its text."""
 
 import copy
+import functools
 import pickle
 import time
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import untyped
 from torch import nn
 
 import shardfn as sf
@@ -155,6 +157,16 @@ def test_units_and_buckets() -> None:
     assert [bucket.dtype for bucket in mixed.units[0].buckets] == [torch.bfloat16, torch.int8], "integers are not cast"
 
 
+def test_a_tie_between_units_belongs_to_the_root() -> None:
+    model = Model()
+    layers = [model.get_submodule(f"layers.{i}") for i in range(2)]
+    layers[1].register_parameter("again", layers[0].get_parameter("up.bias"))
+    layers[0].register_parameter("twice", layers[0].get_parameter("down.bias"))
+    made = plan(sf.Policy(), model=model)
+    assert made.layouts["layers.0.up.bias"].unit == "", "no one layer holds all of its names"
+    assert {made.layouts[name].unit for name in ("layers.0.twice", "layers.0.up.weight")} == {"layers.0"}
+
+
 def by_name(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("layers.1")
 
@@ -198,6 +210,21 @@ def test_plans_are_values() -> None:
     ):
         assert other != made and other.digest != made.digest
     assert made != "a plan"
+
+
+class Forward:
+    def __call__(self) -> None:
+        """A parallel forward that is an object."""
+
+
+def test_functions_are_compared_by_name() -> None:
+    def digest(fn: Any) -> str:
+        return plan(POLICY | sf.Policy(compute={"head": fn})).digest
+
+    both: tuple[Any, Any] = (Forward(), Forward())  # at two addresses, as on two ranks
+    assert digest(both[0]) == digest(both[1]) != digest(by_name)
+    assert digest(functools.partial(both[0], 1)) == digest(functools.partial(both[1], 1))
+    assert digest(functools.partial(by_name)) != digest(functools.partial(timed))
 
 
 def test_bytes_and_table() -> None:
@@ -403,10 +430,10 @@ def test_all_problems_at_once() -> None:
 
 def test_what_is_no_argument() -> None:
     with pytest.raises(TypeError, match="plan: expected a Policy, got dict"):
-        sf.plan(Model(), MESH, {})  # type: ignore[arg-type]
+        sf.plan(Model(), MESH, untyped({}))
     with pytest.raises(TypeError, match="expected a DeviceMesh or a MeshSpec, got int"):
-        sf.plan(Model(), 4, POLICY)  # type: ignore[arg-type]
+        sf.plan(Model(), untyped(4), POLICY)
     with pytest.raises(TypeError, match=r"expected an nn\.Module or a mapping"):
-        sf.plan([Model()], MESH, POLICY)  # type: ignore[arg-type]
+        sf.plan(untyped([Model()]), MESH, POLICY)
     with pytest.raises(TypeError, match=r"Policy\(units=3\): 'auto', patterns, classes, or a callable"):
         plan(sf.Policy(units=3))

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from drawing import assert_all_raise, assert_same_bits
+from drawing import assert_all_raise, assert_same_bits, untyped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,7 +79,7 @@ def test_every_pair_of_layouts() -> None:
 )
 def test_the_steps_between_two_layouts(rule: str, want: list[str]) -> None:
     left, right = rule.split("->")
-    assert [step.name for step in steps(parse(left), parse(right), None)] == want  # type: ignore[arg-type]
+    assert [step.name for step in steps(parse(left), parse(right), untyped(None))] == want
 
 
 def count_on_a_rank() -> None:

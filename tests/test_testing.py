@@ -145,6 +145,18 @@ def die_on(rank: int, how: str) -> None:
     dist.barrier()
 
 
+def die_with_a_child(fifo: str) -> None:
+    """The child holds the pipe to the parent open until somebody writes to `fifo`."""
+    if dist.get_rank() == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+            child = os.fork()
+        if child == 0:
+            Path(fifo).read_text()
+        os._exit(9)
+    dist.barrier()
+
+
 def leave_collective_open() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
@@ -379,6 +391,18 @@ def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
     assert isinstance(info.value.__cause__, ChildProcessError)
 
 
+def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_SETTLE_TIMEOUT", 0.5)
+    started = time.monotonic()
+    os.mkfifo(tmp_path / "fifo")
+    try:
+        with pytest.raises(RankError, match="the process of rank 0 ended with exit code 9"):
+            run(die_with_a_child, str(tmp_path / "fifo"), ranks=2, timeout=60)
+        assert time.monotonic() - started < 50
+    finally:
+        (tmp_path / "fifo").write_text("")
+
+
 def test_a_rank_that_died_between_calls_is_replaced() -> None:
     pids = run(os.getpid, ranks=2)
     os.kill(pids[1], signal.SIGKILL)
@@ -435,7 +459,7 @@ def test_a_plain_script_works_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     pids, error = done.stdout.splitlines()
     assert len(pids.split()) == 2

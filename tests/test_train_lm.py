@@ -59,6 +59,10 @@ def test_split_depends_on_the_relative_path_alone(tmp_path: Path) -> None:
     assert text.load_corpus(tmp_path / "here").digest != text.load_corpus(tmp_path / "there").digest
 
 
+def test_split_is_the_same_in_every_process() -> None:
+    assert [number for number in range(60) if text.is_validation(f"m{number}.py")] == [6, 31]
+
+
 def test_skipped_folders_are_left_out(tmp_path: Path) -> None:
     for folder in ("json", "site-packages/numpy", "json/tests"):
         (tmp_path / folder).mkdir(parents=True)
@@ -112,6 +116,23 @@ def test_validation_windows_are_spread_and_whole() -> None:
     assert batches[-1][1][-1, -1] == RAMP[-1]
     with pytest.raises(ValueError, match="3 windows of 7 by 4"):
         text.validation_batches(RAMP, windows=3, batch=4, length=7)
+
+
+def _local_rows(argv: list[str]) -> tuple[int, list[list[int]]]:
+    """Which part of the data this rank has, and its inputs."""
+    options = train_lm.parse(argv)
+    mesh = sf.make_mesh("cpu", **options.mesh)
+    job = train_lm.Job(options, mesh, text.Corpus(RAMP, RAMP), None)
+    return sf.data.rank(mesh)[0], job.local(text.Batches(RAMP, options.batch, 7)(3))[0].tolist()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2", "tp=4"])
+def test_data_ranks_share_out_the_batch_and_tp_neighbours_have_the_same(mesh: str) -> None:
+    rows = run(_local_rows, ["--mesh", mesh, "--batch", "8"])
+    parts = dict(rows)
+    assert all(part == parts[index] for index, part in rows)
+    whole = text.Batches(RAMP, 8, 7)(3)[0].tolist()
+    assert [row for _, part in sorted(parts.items()) for row in part] == whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -269,8 +269,9 @@ def test_a_step_needs_a_loss_and_an_optimizer() -> None:
         trainer.step(torch.ones(1, 2))
     with pytest.raises(sf.ShardError, match="need loss_fn"):
         trainer.evaluate(torch.ones(1, 2))
+    tensors: Any = {"w": torch.ones(2)}
     with pytest.raises(TypeError, match="expected an nn.Module"):
-        sf.Trainer({"w": torch.ones(2)})  # type: ignore[arg-type]
+        sf.Trainer(tensors)
 
 
 @on_meshes({"fsdp": 2})

@@ -119,12 +119,12 @@ def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
     return _merge(layout, [_trim(tensor, leaf.extent) for leaf, tensor in zip(layout.leaves, leaves, strict=True)])
 
 
-def compute_view(layout: Layout, gathered: Sequence[Tensor], data: Sequence[str]) -> Tensor:
-    """What a module computes with, from leaves that are whole over the `data` axes.
+def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
+    """What a module computes with, from leaves that are whole over the data axes.
 
-    Padding stays on dims that a compute axis splits, so that every rank has the same shape; elsewhere it is trimmed.
+    Padding stays on dims that compute axes split, so that every rank has the same shape; elsewhere it is trimmed.
     """
-    return _merge(layout, [_trim(x, compute_shape(leaf, x.shape, data)) for leaf, x in zip(layout.leaves, gathered, strict=True)])
+    return _merge(layout, [_trim(x, compute_shape(leaf, x.shape)) for leaf, x in zip(layout.leaves, gathered, strict=True)])
 
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
@@ -132,7 +132,7 @@ def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes:
     shapes = []
     for leaf in layout.leaves:
         split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
-        shapes.append((leaf, split, compute_shape(leaf, split, data)))
+        shapes.append((leaf, split, compute_shape(leaf, split)))
     out, start = [], 0
     for leaf, padded, trimmed in shapes:
         part = value
@@ -150,18 +150,17 @@ def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tupl
     shapes = []
     for leaf in layout.leaves:
         split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
-        shapes.append(_merged_shape(leaf, compute_shape(leaf, split, data)))
+        shapes.append(_merged_shape(leaf, compute_shape(leaf, split)))
     whole = list(shapes[0])
     for shape in shapes[1:]:
         whole[layout.block_dim] += shape[layout.block_dim]
     return tuple(whole)
 
 
-def compute_shape(leaf: Leaf, gathered: Sequence[int], data: Sequence[str]) -> tuple[int, ...]:
-    """The gathered shape of a leaf without the padding of dims that no compute axis splits."""
+def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
+    """The gathered shape of a leaf without the padding of dims that are whole."""
     return tuple(
-        size if any(axis not in data for axis in split) else extent
-        for size, extent, split in zip(gathered, leaf.extent, leaf.splits, strict=True)
+        extent if size == whole else size for size, whole, extent in zip(gathered, leaf.shape, leaf.extent, strict=True)
     )
 
 

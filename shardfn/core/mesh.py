@@ -212,10 +212,10 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     Raises:
         ShardError: this process is not part of the mesh.
     """
-    cache: _Grids | None = getattr(mesh, "_shardfn_grids", None)
+    cache: _Grids | None = getattr(mesh, "shardfn_grids", None)
     if cache is None:
         cache = _Grids()
-        setattr(mesh, "_shardfn_grids", cache)
+        setattr(mesh, "shardfn_grids", cache)
     if tuple(order) not in cache:
         cache[tuple(order)] = _make_grid(mesh, tuple(order))
     return cache[tuple(order)]

@@ -80,11 +80,11 @@ class Params(dict[str, Tensor]):
         """The same leaves in a new tree."""
         return self.like(self)
 
-    def __or__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+    def __or__(self, other: Any) -> "Params":
         self._require_fits(other)
         return self.like({**self, **other})
 
-    def __ror__(self, other: Mapping[str, Tensor]) -> "Params":  # type: ignore[override]
+    def __ror__(self, other: Any) -> "Params":
         self._require_fits(other)
         return self.like({**other, **self})
 

@@ -44,7 +44,7 @@ def plan(
         >>> megatron = sf.Policy(rules={"0.weight": "ff@tp c@fsdp", "1.weight": "c@fsdp ff@tp"})
         >>> p = sf.plan(model, sf.MeshSpec(fsdp=16, tp=4), megatron, example=torch.empty(8, 64))
         >>> p.bytes_per_rank, p.comm_bytes
-        (2128, 102784)
+        (2080, 96672)
 
     Args:
         model: a module, or a mapping of names to tensors.
@@ -151,7 +151,7 @@ class _MetaWeights:
             cast = self._plan.policy.compute_dtype if layout.dtype.is_floating_point else None
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
             parts = [torch.empty(shape, dtype=cast or layout.dtype, device="meta") for shape in shapes]
-            made = compute_view(layout, parts, roles.data).detach()
+            made = compute_view(layout, parts).detach()
             made.requires_grad_(layout.trainable and made.is_floating_point())
             axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
             self._variance.mark(made, Tag(axes, None if axes else f"parameter {name}"))

@@ -62,10 +62,10 @@ class _Weights(dict[str, Any]):
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
 
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+    def items(self) -> Any:
         return ((attribute, None if name is None else self._wiring.fetch(name)) for attribute, name in super().items())
 
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
+    def values(self) -> Any:
         return (weight for _, weight in self.items())
 
 

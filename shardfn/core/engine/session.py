@@ -74,8 +74,7 @@ class Session:
         for bucket in unit.buckets:
             wholes |= self._gather_bucket(unit, bucket)
         layouts = (self.plan.layouts[name] for name in unit.params)
-        data = self.plan.roles.data
-        return {x.name: compute_view(x, [wholes[leaf.name] for leaf in x.leaves], data) for x in layouts}
+        return {x.name: compute_view(x, [wholes[leaf.name] for leaf in x.leaves]) for x in layouts}
 
     def _gather_bucket(self, unit: Unit, bucket: Bucket) -> dict[str, Tensor]:
         missing = [name for name in bucket.leaves if name not in self.leaves]

@@ -1,0 +1,131 @@
+"""`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import decoder, policy, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, assert_trees_close, on_meshes
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2)).double()
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+_TP = sf.Policy(rules={"0.weight": "ff@tp c@fsdp", "2.weight": "_@fsdp ff@tp"})
+
+
+@on_meshes({"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 3})
+def test_aux_argnums_and_sum(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    params = sf.shard(model, mesh, _TP)
+    x = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    shift = {"b": torch.zeros(2, dtype=torch.float64)}
+
+    def loss_fn(scale: float, p: sf.Params, shift: dict[str, Tensor], x: Tensor) -> tuple[Tensor, str]:
+        return (sf.apply(model, p, x) + shift["b"]).square().mean() * scale, "aux"
+
+    (loss, aux), (grads, shift_grads) = sf.value_and_grad(loss_fn, argnums=(1, 2), has_aux=True, reduce="sum")(2.0, params, shift, local)
+    ref_shift = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    ref = (reference(x) + ref_shift).square().mean() * 2.0
+    ref.backward()
+    ranks = mesh["fsdp"].size()
+    assert aux == "aux"
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert_parity(sf.gather(grads), {name: g * ranks for name, g in _grads(reference).items()})
+    if ranks == 1:
+        assert ref_shift.grad is not None
+        assert_parity(shift_grads, {"b": ref_shift.grad})
+    only, aux = sf.grad(loss_fn, argnums=1, has_aux=True, reduce="sum")(2.0, params, shift, local)
+    assert aux == "aux"
+    assert_parity(sf.gather(only), sf.gather(grads), tol=0)
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2})
+def test_a_loss_may_gather_and_calculate_on_the_tree(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    params = sf.shard(model, mesh, _TP if "tp" in (mesh.mesh_dim_names or ()) else sf.Policy())
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+
+    def penalty(tree: Any) -> Tensor:
+        return sum((value.square().sum() for value in tree.values()), torch.zeros((), dtype=torch.float64))
+
+    def loss_fn(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean() + penalty(sf.gather(p, "*.weight")) + p["0.bias"].sum().full_tensor()
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, local)
+    weights = {n: p for n, p in reference.named_parameters() if n.endswith("weight")}
+    ref = reference(x).square().mean() + penalty(weights) + reference.get_parameter("0.bias").sum()
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    assert {n: g.placements for n, g in grads.items()} == {n: p.placements for n, p in params.items()}
+    assert_parity(sf.gather(grads), _grads(reference))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_leaves_without_a_gradient_have_zeros(mesh: DeviceMesh) -> None:
+    model = decoder()
+    params = sf.shard(model, mesh, policy())
+    x, _ = sf.data.local_batch(tokens(), mesh)
+    for reduce in ("mean", None):
+        grads = sf.grad(lambda p: sf.gather(p, "norm.weight")["norm.weight"].sum(), reduce=reduce)(params)
+        assert list(grads) == list(params)
+        assert all(not g.to_local().any() for n, g in grads.items() if n != "norm.weight")
+        frozen = grads["adapter.weight"].to_local()
+        assert frozen.untyped_storage().nbytes() <= 8
+        assert_trees_close(sf.gather(sf.reduce_grads(grads), "norm.weight"), {"norm.weight": torch.ones(10, dtype=torch.float64)})
+    assert params["emb.weight"].requires_grad is False
+    assert x.shape == (6, 5)
+
+
+@on_meshes({"fsdp": 2})
+def test_second_order_through_the_gathered_weights(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    params = sf.shard(model, mesh, sf.Policy(units=("0", "2")))
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def inner(p: sf.Params) -> Tensor:
+        working = p.like((name, leaf) for name, leaf in p.items())
+        loss = sf.apply(model, working, x).square().sum()
+        grads = torch.autograd.grad(loss, list(working.values()), create_graph=True)
+        return torch.stack([g.to_local().square().sum() for g in grads]).sum()
+
+    got = sf.grad(inner)(params)
+    loss = reference(x).square().sum()
+    grads = torch.autograd.grad(loss, list(reference.parameters()), create_graph=True)
+    torch.stack([g.square().sum() for g in grads]).sum().backward()
+    assert {n: g.placements for n, g in got.items()} == {n: p.placements for n, p in params.items()}
+    # each rank squares its own shard of the inner gradient, and the outer gradient is the mean over the two ranks
+    assert_parity(sf.gather(got), {name: g / 2 for name, g in _grads(reference).items()}, tol=1e-10)
+
+
+def test_plain_trees_differentiate_too() -> None:
+    loss, grads = sf.value_and_grad(lambda p: (p["w"] * p["w"]).sum())({"w": torch.arange(3.0), "n": torch.ones(2)})
+    assert loss.item() == 5.0
+    assert_trees_close(grads, {"w": 2 * torch.arange(3.0), "n": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda p: sf.value_and_grad(lambda p: p["w"])(p), sf.ShardError, r"must be a scalar.*shape \(3,\)"),
+        (lambda p: sf.value_and_grad(lambda p: 3.0)(p), sf.ShardError, "not float"),
+        (lambda p: sf.value_and_grad(lambda p: p["w"].sum(), argnums=1)(p), TypeError, "argnums=1, but there are 1"),
+        (lambda p: sf.value_and_grad(lambda p: p["w"].sum(), reduce="max")(p), ValueError, "'mean', 'sum' or None"),
+        (lambda p: sf.value_and_grad(lambda p: p["w"].sum())({"w": torch.arange(3)}), TypeError, "no floating tensor"),
+    ],
+)
+def test_bad_calls(call: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call({"w": torch.arange(3.0)})
