@@ -202,7 +202,7 @@ def open_run(options: argparse.Namespace, mesh: DeviceMesh, corpus: text.Corpus)
 
 
 def save(job: Job, records: Sequence[report.Record]) -> None:
-    """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkposizes."""
+    """Write a checkpoint in a folder of its own and the losses so far, then delete all but the newest checkpoints."""
     folder = job.options.out / "checkpoints"
     job.trainer.save(folder)
     if job.rank0:

@@ -128,3 +128,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
+
+
+def foreach(operation: str) -> Callable[..., Any]:
+    """The fused form of an operation over lists of tensors, `foreach("add_")`: what torch's own optimizers call."""
+    return getattr(torch, f"_foreach_{operation}")

@@ -92,7 +92,7 @@ class Trainer(nn.Module):
         set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
         self.training = model.training
         self._slots = _install(model, params)
-        self.ema: Params | None = map_local(torch.clone, self.params) if ema is not None else None
+        self.ema: Params | None = _copied(self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
 
     @property
@@ -323,6 +323,11 @@ def _check_settings(model: object, accumulate: int, clip: float | None, ema: flo
         raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
     if compile:
         raise ShardError("Trainer(compile=True): compiling the step is not available yet; leave it out")
+
+
+@torch.no_grad()
+def _copied(params: Params) -> Params:
+    return map_local(torch.clone, params)
 
 
 def _owned(plan: Plan) -> Iterator[tuple[str, str, str]]:

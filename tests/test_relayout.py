@@ -74,6 +74,7 @@ def test_every_pair_of_layouts() -> None:
         ("b@tp@fsdp s -> b@fsdp s", ["all_gather(fsdp)", "all_gather(tp)", "slice(fsdp)"]),
         ("b s +tp,fsdp -> b@fsdp s@tp", ["psum_scatter(tp)", "psum_scatter(fsdp)"]),
         ("b s@fsdp +tp -> b s@tp", ["psum(tp)", "all_gather(fsdp)", "slice(tp)"]),
+        ("b@tp@fsdp s -> b s@fsdp", ["all_to_all(fsdp)", "all_gather(tp)"]),
         ("b s +tp -> b s +tp", []),
     ],
 )

@@ -169,3 +169,11 @@ def test_trees_of_plain_tensors() -> None:
     assert sft.cast(tree, torch.float16)["b"].dtype == torch.int64
     assert sft.zeros_like(tree)["a"].tolist() == [0, 0] and list(sft.select(tree, "b")) == ["b"]
     assert sft.paths([torch.ones(1), (torch.ones(1),)]) == ["0", "1.0"]
+
+
+def test_map_local_keeps_gradients() -> None:
+    params = sf.shard({"w": torch.arange(3.0)}, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+    working = sf.tree.map(lambda leaf: leaf.requires_grad_(), params)
+    average = sf.tree.lerp(sf.tree.zeros_like(params), working, 0.25)
+    average["w"].sum().full_tensor().backward()
+    assert working["w"].grad.full_tensor().tolist() == [0.25] * 3

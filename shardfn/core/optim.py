@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from shardfn._torch import in_transform, pytree, unwrap_local, with_local
+from shardfn._torch import foreach, in_transform, pytree, unwrap_local, with_local
 from shardfn.core.collectives import sum_flat_
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.pattern import first_match, matches
@@ -41,11 +41,6 @@ Groups: TypeAlias = Mapping[str, Options]
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 _CHUNK = 2**24  # elements that are widened at a time
-
-
-def _foreach(operation: str) -> Callable[..., Any]:
-    """torch's operation on a list of tensors, one kernel for many: documented, in spite of the underscore, as beta."""
-    return getattr(torch, f"_foreach_{operation}")
 
 
 class Optimizer(NamedTuple):
@@ -289,7 +284,7 @@ def _square_sum(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.dev
     if in_transform():  # foreach has no batching rules
         norms = [torch.linalg.vector_norm(x, dtype=dtype) for x in real]
     else:
-        norms = list(_foreach("norm")(real, 2, dtype=dtype))
+        norms = list(foreach("norm")(real, 2, dtype=dtype))
     return torch.stack(norms).square().sum()
 
 
@@ -337,7 +332,7 @@ def _require_positive(verb: str, max_norm: float) -> None:
 def _scaled(leaves: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     if not leaves or in_transform() or any(leaf.grad_fn is not None for leaf in leaves):
         return [leaf * factor.to(leaf.dtype) for leaf in leaves]
-    scaled = _foreach("mul")([unwrap_local(leaf) for leaf in leaves], factor)
+    scaled = foreach("mul")([unwrap_local(leaf) for leaf in leaves], factor)
     return [with_local(leaf, local) for leaf, local in zip(leaves, scaled, strict=True)]
 
 
@@ -481,13 +476,13 @@ def _lion_step(
 ) -> None:
     lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
     (mu,) = slots
-    direction = _foreach("mul")(mu, b1)
-    _foreach("add_")(direction, grads, alpha=1 - b1)
-    _foreach("sign_")(direction)
-    _foreach("mul_")(params, 1 - lr * decay)
-    _foreach("add_")(params, direction, alpha=-lr)
-    _foreach("mul_")(mu, b2)
-    _foreach("add_")(mu, grads, alpha=1 - b2)
+    direction = foreach("mul")(mu, b1)
+    foreach("add_")(direction, grads, alpha=1 - b1)
+    foreach("sign_")(direction)
+    foreach("mul_")(params, 1 - lr * decay)
+    foreach("add_")(params, direction, alpha=-lr)
+    foreach("mul_")(mu, b2)
+    foreach("add_")(mu, grads, alpha=1 - b2)
 
 
 _ADAMW = _Rule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
@@ -905,7 +900,7 @@ def _transform(init: Callable[[Tree], Any], update: Callable[[Tree, Any, Tree], 
             updates, state = update(grads, state, params)
             if updates:
                 weights = [unwrap_local(params[name]) for name in updates]
-                _foreach("add_")(weights, [unwrap_local(update) for update in updates.values()])
+                foreach("add_")(weights, [unwrap_local(update) for update in updates.values()])
         return params, state
 
     return Optimizer(init, update, step)

@@ -102,7 +102,7 @@ def _moved(have: list[list[str]], want: list[list[str]], mesh: DeviceMesh) -> li
     out = []
     for i, axes in enumerate(have):
         for j, target in enumerate(want):
-            if i != j and axes and axes[:-1] == want[i] and target == [*have[j], axes[-1]]:
+            if i != j and axes and target == [*have[j], axes[-1]]:
                 axis = axes.pop()
                 have[j].append(axis)
                 out.append(Step(f"all_to_all({axis})", lambda x, a=axis, s=j, c=i: all_to_all(x, mesh, a, s, c)))

@@ -171,7 +171,8 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     """`fn` on this rank's part of every leaf; the results are wrapped like the leaves of `tree`.
 
-    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape.
+    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape. Leaves that ask for a gradient
+    are given to `fn` whole, as `map` does: their local parts are outside autograd.
 
         >>> import torch, shardfn as sf
         >>> sf.tree.map_local(torch.neg, {"a": torch.ones(2)})
@@ -179,6 +180,8 @@ def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     """
 
     def on_local(leaf: Tensor, *others: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (leaf, *others)):
+            return fn(leaf, *others)
         return with_local(leaf, fn(unwrap_local(leaf), *(unwrap_local(other) for other in others)))
 
     return map(on_local, tree, *rest)
