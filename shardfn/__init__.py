@@ -24,8 +24,8 @@ from shardfn.core.policy import Policy as Policy
 from shardfn.core.tensor_parallel import cross_entropy as cross_entropy
 from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad
-from shardfn.core.trial import plan as plan
 from shardfn.core.tree import Params as Params
+from shardfn.core.trial import plan as plan
 from shardfn.trainer import Trainer as Trainer
 
 

@@ -26,7 +26,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 
 # A store for a world of one; exported by torch.distributed, but not declared.
-HashStore: Callable[[], dist.Store] = dist.__dict__["HashStore"]
+HashStore: Callable[[], Any] = dist.__dict__["HashStore"]
 
 # What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
 LAZY_MODULES = ("torch._dynamo",)
@@ -55,7 +55,9 @@ traces_first_order.__dict__["_dynamo_marked_constant"] = True
 # `from_local` also infers a wrong global shape for uneven shards. Checked with 2.11 and 2.13.
 
 
-def dtensor_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def dtensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
     """The metadata of a contiguous DTensor of global `shape`."""
     size = torch.Size(shape)
     stride, strides = 1, []
@@ -75,7 +77,7 @@ def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) ->
 
 
 def unwrap_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, outside autograd: 1 us against 232 us for `to_local`. A plain tensor is its own."""
+    """This rank's part of a DTensor, no autograd; 1 us against 232 us for `to_local`; a plain tensor is its own."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -29,7 +29,7 @@ from shardfn.core.tree import Params, map_local
 
 
 class Trainer(nn.Module):
-    """A sharded model that trains: an `nn.Module` whose parameters are shards, or, given a loss, a training loop's body.
+    """A sharded model that trains: an `nn.Module` whose parameters are shards, and, given a loss, a training loop.
 
     It takes the model over: its parameters become `nn.Parameter(DTensor)` shards in place, under the same names. So any
     `torch.optim` optimizer, learning-rate schedule, `state_dict` and torch.distributed.checkpoint work on it, and
@@ -184,7 +184,11 @@ class Trainer(nn.Module):
         return path
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
+        state: dict[str, Any] = {
+            "params": self.params,
+            "buffers": dict(self.module.named_buffers()),
+            "steps": self.steps,
+        }
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer_state
         return state | ({"ema": self.ema} if self.ema is not None else {})
@@ -223,11 +227,15 @@ class Trainer(nn.Module):
         missing = sorted(wanted - given - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
-            raise ShardError(f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}")
+            raise ShardError(
+                f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            )
         for layout in held:
             value = next(state_dict[name] for name in (layout.name, *layout.aliases) if name in state_dict)
             if tuple(value.shape) != layout.shape:
-                raise ShardError(f"Trainer.load_state_dict: '{layout.name}' is {tuple(value.shape)}, the model has {layout.shape}")
+                raise ShardError(
+                    f"Trainer.load_state_dict: '{layout.name}' is {tuple(value.shape)}, the model has {layout.shape}"
+                )
         names = [leaf.name for layout in held for leaf in layout.leaves]
         tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
         self._copy_in(from_state_dict(tree, state_dict))
@@ -360,6 +368,8 @@ def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] % count):
             size = leaf.shape[0] if leaf.dim() else "no dim"
-            raise ShardError(f"Trainer.step: accumulate={count} parts of a batch of shape {tuple(leaf.shape)} ({size} % {count})")
+            raise ShardError(
+                f"Trainer.step: accumulate={count} parts of a batch of shape {tuple(leaf.shape)} ({size} % {count})"
+            )
     cut = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(count)]

@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x + self.adapter(x)))
 
 
-def decoder(kv: int = 4, dtype: torch.dtype = torch.float64, **sizes: int) -> Decoder:
+def decoder(kv: int = 4, dtype: torch.dtype = torch.float64, **sizes: int) -> Any:
     """The same decoder on every rank."""
     torch.manual_seed(11)
     return Decoder(kv=kv, **sizes).to(dtype)

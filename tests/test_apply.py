@@ -41,7 +41,10 @@ def _reference_grads(model: nn.Module) -> dict[str, Tensor]:
 @on_meshes(*MESHES)
 def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
     model, reference = decoder(kv), decoder(kv)
-    optimizer, ref_optimizer = sf.optim.adamw(1e-2, weight_decay=0.1), torch.optim.AdamW(reference.parameters(), 1e-2, weight_decay=0.1)
+    optimizer, ref_optimizer = (
+        sf.optim.adamw(1e-2, weight_decay=0.1),
+        torch.optim.AdamW(reference.parameters(), 1e-2, weight_decay=0.1),
+    )
     params = sf.shard(model, mesh, policy())
     state = optimizer.init(params)
     step = sf.value_and_grad(_loss(model))
@@ -60,7 +63,12 @@ def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
         assert_parity(_without_noise(sf.gather(params)), _without_noise(expected))
 
 
-_FIELDS = [{"regather": False}, {"units": ("layers.*.attn", "layers.*")}, {"units": ()}, {"pad": {"vocab": 16, "ff": 8}}]
+_FIELDS = [
+    {"regather": False},
+    {"units": ("layers.*.attn", "layers.*")},
+    {"units": ()},
+    {"pad": {"vocab": 16, "ff": 8}},
+]
 
 
 @pytest.mark.parametrize("fields", _FIELDS)
@@ -94,7 +102,7 @@ def test_pending_gradients_are_reduced_once(mesh: DeviceMesh) -> None:
     model = decoder()
     params = sf.shard(model, mesh, policy())
     pending = sf.value_and_grad(_loss(model), reduce=None)
-    total = None
+    total: Any = None
     for i in range(3):
         _, grads = pending(params, *_mine(mesh, *tokens(i)))
         total = grads if total is None else sf.tree.map(torch.add, total, grads)
@@ -141,13 +149,21 @@ def _counts_of_a_step(axes: dict[str, int], regather: bool) -> tuple[dict[str, i
         step(params, *batch)  # the first calls compare the batch
     with count_collectives() as counts:
         step(params, *batch)
-    buckets = [(u.name, bool(b.axes), any(params.plan.leaves[n][0].trainable for n in b.leaves)) for u in params.plan.units for b in u.buckets]
+    buckets = [
+        (u.name, bool(b.axes), any(params.plan.leaves[n][0].trainable for n in b.leaves))
+        for u in params.plan.units
+        for b in u.buckets
+    ]
     expected = {
         "gathers": sum((1 + (regather and bool(unit))) for unit, sharded, _ in buckets if sharded),
         "scatters": sum(sharded and trainable for _, sharded, trainable in buckets),
         "replicated": sum(not sharded and trainable for _, sharded, trainable in buckets),
     }
-    found = {"all_gather": counts.all_gather, "scatter": counts.all_to_all + counts.reduce_scatter, "all_reduce": counts.all_reduce}
+    found = {
+        "all_gather": counts.all_gather,
+        "scatter": counts.all_to_all + counts.reduce_scatter,
+        "all_reduce": counts.all_reduce,
+    }
     return found, expected
 
 
@@ -206,7 +222,7 @@ class _Many(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.blocks: Any = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
         self.norm = nn.BatchNorm1d(6)
         self.seen = 0.0
 
@@ -224,7 +240,8 @@ class _Many(nn.Module):
 @on_meshes({"fsdp": 2})
 def test_module_features(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    model, reference = _Many().double(), _Many().double()
+    model: Any = _Many().double()
+    reference: Any = _Many().double()
     reference.load_state_dict(model.state_dict())
     params = sf.shard(model, mesh, sf.Policy(units="blocks.*"))
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -310,8 +327,12 @@ def test_double_backward_and_two_forwards(mesh: DeviceMesh) -> None:
 def test_mixed_precision_dtypes(mesh: DeviceMesh) -> None:
     model = decoder(dtype=torch.float32)
     seen: dict[str, torch.dtype] = {}
-    params = sf.shard(model, mesh, policy(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32))
-    hook = model.layers[0].down.register_forward_hook(lambda module, args, out: seen.update(x=args[0].dtype, y=out.dtype))
+    params = sf.shard(
+        model, mesh, policy(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    )
+    hook = model.layers[0].down.register_forward_hook(
+        lambda module, args, out: seen.update(x=args[0].dtype, y=out.dtype)
+    )
     loss, grads = sf.value_and_grad(_loss(model))(params, *_mine(mesh, *tokens()))
     hook.remove()
     assert seen == {"x": torch.bfloat16, "y": torch.bfloat16}
@@ -427,13 +448,14 @@ class _Fixed(Decoder):
 
     def __init__(self) -> None:
         super().__init__()
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             layer.attn.forward = lambda x, a=layer.attn: a.wo(a.wq(x).view(*x.shape[:2], 4, 3).flatten(2))
 
 
 def _apply_on(axes: dict[str, int], kind: str) -> None:
     mesh = sf.make_mesh("cpu", **axes)
-    x, y = tokens()
+    x, _ = tokens()
     if kind == "closure":
         model = _Fixed().double()
         sf.apply(model, sf.shard(model, mesh, sf.Policy()), x)

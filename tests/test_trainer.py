@@ -96,7 +96,9 @@ def test_backward_twice_adds_and_no_sync_has_the_same_sum(mesh: DeviceMesh) -> N
     expected = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
     full = sf.gather(grads)
     noise = [n for n in expected if "wk.bias" in n]
-    assert_parity({n: g for n, g in full.items() if n not in noise}, {n: g for n, g in expected.items() if n not in noise})
+    assert_parity(
+        {n: g for n, g in full.items() if n not in noise}, {n: g for n, g in expected.items() if n not in noise}
+    )
 
 
 @on_meshes({"fsdp": 4, "tp": 1})
@@ -164,7 +166,7 @@ def test_state_dicts_have_the_models_names_and_shapes(mesh: DeviceMesh) -> None:
         value.mul_(2)
     other.load_state_dict(wanted)
     assert all(torch.equal(v, wanted[n]) for n, v in sf.gather(other.params).items())
-    with pytest.raises(sf.ShardError, match="missing .*emb.weight.*, unexpected .*nope"):
+    with pytest.raises(sf.ShardError, match=r"missing .*emb\.weight.*, unexpected .*nope"):
         other.load_state_dict({"nope": torch.ones(1)} | {n: v for n, v in wanted.items() if n != "emb.weight"})
     with pytest.raises(sf.ShardError, match=r"'out.bias' is \(3,\), the model has \(8,\)"):
         other.load_state_dict(wanted | {"out.bias": torch.ones(3)})
@@ -176,16 +178,17 @@ def test_summon_full_params(mesh: DeviceMesh) -> None:
     trainer = sf.Trainer(_Fused(), mesh, _fused_policy())
     reference = sf.gather(trainer.params)
     names = [n for n, _ in trainer.named_parameters()]
+    module: Any = trainer.module
     ids = torch.arange(6).view(2, 3)
     with trainer.summon_full_params():
         assert all(torch.equal(p, reference[n]) for n, p in trainer.module.named_parameters())
         whole = trainer.module(ids)
         with torch.no_grad():
-            trainer.module.qkv.weight.add_(1)
+            module.qkv.weight.add_(1)
     assert [n for n, _ in trainer.named_parameters()] == names
     assert torch.equal(sf.gather(trainer.params)["qkv.weight"], reference["qkv.weight"] + 1)
     with trainer.summon_full_params(writeback=False), torch.no_grad():
-        trainer.module.qkv.weight.zero_()
+        module.qkv.weight.zero_()
     assert torch.equal(sf.gather(trainer.params)["qkv.weight"], reference["qkv.weight"] + 1)
     assert whole.shape == (2, 3, 8)
 
@@ -207,7 +210,10 @@ def _train(axes: dict[str, int], directory: str, start: int, stop: int, save_at:
     return [*losses, float(sf.optim.global_norm(trainer.ema))]
 
 
-@pytest.mark.parametrize("second", [{"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 1}])
+@pytest.mark.parametrize(
+    "second",
+    [{"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 1}],
+)
 def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path, second: dict[str, int]) -> None:
     ranks = second["fsdp"] * second["tp"]
     whole = run(_train, {"fsdp": 2, "tp": 2}, str(tmp_path), 0, 6, 3, ranks=4)
@@ -270,7 +276,7 @@ def test_a_step_needs_a_loss_and_an_optimizer() -> None:
     with pytest.raises(sf.ShardError, match="need loss_fn"):
         trainer.evaluate(torch.ones(1, 2))
     tensors: Any = {"w": torch.ones(2)}
-    with pytest.raises(TypeError, match="expected an nn.Module"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         sf.Trainer(tensors)
 
 
@@ -298,4 +304,4 @@ def _meta() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     trainer = sf.Trainer(model, mesh, init=lambda module: module.reset_parameters())
     assert not any(t.is_meta for t in (*trainer.parameters(), *trainer.buffers()))
-    assert trainer(torch.randn(4, 6)).isfinite().all()
+    assert bool(trainer(torch.randn(4, 6)).isfinite().all())

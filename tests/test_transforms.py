@@ -35,7 +35,9 @@ def test_aux_argnums_and_sum(mesh: DeviceMesh) -> None:
     def loss_fn(scale: float, p: sf.Params, shift: dict[str, Tensor], x: Tensor) -> tuple[Tensor, str]:
         return (sf.apply(model, p, x) + shift["b"]).square().mean() * scale, "aux"
 
-    (loss, aux), (grads, shift_grads) = sf.value_and_grad(loss_fn, argnums=(1, 2), has_aux=True, reduce="sum")(2.0, params, shift, local)
+    (loss, aux), (grads, shift_grads) = sf.value_and_grad(loss_fn, argnums=(1, 2), has_aux=True, reduce="sum")(
+        2.0, params, shift, local
+    )
     ref_shift = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ref = (reference(x) + ref_shift).square().mean() * 2.0
     ref.backward()
@@ -62,7 +64,9 @@ def test_a_loss_may_gather_and_calculate_on_the_tree(mesh: DeviceMesh) -> None:
         return sum((value.square().sum() for value in tree.values()), torch.zeros((), dtype=torch.float64))
 
     def loss_fn(p: sf.Params, x: Tensor) -> Tensor:
-        return sf.apply(model, p, x).square().mean() + penalty(sf.gather(p, "*.weight")) + p["0.bias"].sum().full_tensor()
+        return (
+            sf.apply(model, p, x).square().mean() + penalty(sf.gather(p, "*.weight")) + p["0.bias"].sum().full_tensor()
+        )
 
     loss, grads = sf.value_and_grad(loss_fn)(params, local)
     weights = {n: p for n, p in reference.named_parameters() if n.endswith("weight")}
@@ -84,7 +88,9 @@ def test_leaves_without_a_gradient_have_zeros(mesh: DeviceMesh) -> None:
         assert all(not g.to_local().any() for n, g in grads.items() if n != "norm.weight")
         frozen = grads["adapter.weight"].to_local()
         assert frozen.untyped_storage().nbytes() <= 8
-        assert_trees_close(sf.gather(sf.reduce_grads(grads), "norm.weight"), {"norm.weight": torch.ones(10, dtype=torch.float64)})
+        assert_trees_close(
+            sf.gather(sf.reduce_grads(grads), "norm.weight"), {"norm.weight": torch.ones(10, dtype=torch.float64)}
+        )
     assert params["emb.weight"].requires_grad is False
     assert x.shape == (6, 5)
 
@@ -98,7 +104,7 @@ def test_second_order_through_the_gathered_weights(mesh: DeviceMesh) -> None:
     def inner(p: sf.Params) -> Tensor:
         working = p.like((name, leaf) for name, leaf in p.items())
         loss = sf.apply(model, working, x).square().sum()
-        grads = torch.autograd.grad(loss, list(working.values()), create_graph=True)
+        grads: Any = torch.autograd.grad(loss, list(working.values()), create_graph=True)
         return torch.stack([g.to_local().square().sum() for g in grads]).sum()
 
     got = sf.grad(inner)(params)
@@ -108,6 +114,9 @@ def test_second_order_through_the_gathered_weights(mesh: DeviceMesh) -> None:
     assert {n: g.placements for n, g in got.items()} == {n: p.placements for n, p in params.items()}
     # each rank squares its own shard of the inner gradient, and the outer gradient is the mean over the two ranks
     assert_parity(sf.gather(got), {name: g / 2 for name, g in _grads(reference).items()}, tol=1e-10)
+
+
+_MAX: dict[str, Any] = {"reduce": "max"}
 
 
 def test_plain_trees_differentiate_too() -> None:
@@ -122,7 +131,7 @@ def test_plain_trees_differentiate_too() -> None:
         (lambda p: sf.value_and_grad(lambda p: p["w"])(p), sf.ShardError, r"must be a scalar.*shape \(3,\)"),
         (lambda p: sf.value_and_grad(lambda p: 3.0)(p), sf.ShardError, "not float"),
         (lambda p: sf.value_and_grad(lambda p: p["w"].sum(), argnums=1)(p), TypeError, "argnums=1, but there are 1"),
-        (lambda p: sf.value_and_grad(lambda p: p["w"].sum(), reduce="max")(p), ValueError, "'mean', 'sum' or None"),
+        (lambda p: sf.value_and_grad(lambda p: p["w"].sum(), **_MAX)(p), ValueError, "'mean', 'sum' or None"),
         (lambda p: sf.value_and_grad(lambda p: p["w"].sum())({"w": torch.arange(3)}), TypeError, "no floating tensor"),
     ],
 )

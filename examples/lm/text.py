@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 # Tests, tables of numbers, generated help texts and other people's packages: little to learn from.
-SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo",
-                     "encodings", "pydoc_data", "ensurepip", "__pycache__"})  # fmt: skip
+SKIPPED = frozenset(
+    "site-packages dist-packages test tests idle_test idlelib lib2to3 turtledemo encodings pydoc_data ensurepip "
+    "__pycache__".split()
+)
 VALIDATION_PERCENT = 5
 
 

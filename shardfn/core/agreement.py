@@ -39,7 +39,9 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
         raise made
     failed = [(rank, why) for rank, _, why, _ in answers if why]
     if failed:
-        raise ShardError(f"shard: rank {failed[0][0]} of {[rank for rank, _ in failed]} failed, so no rank goes on: {failed[0][1]}")
+        raise ShardError(
+            f"shard: rank {failed[0][0]} of {[rank for rank, _ in failed]} failed, so no rank goes on: {failed[0][1]}"
+        )
     if len({plan_digest for _, plan_digest, _, _ in answers}) > 1:
         described = _exchange(mesh, (dist.get_rank(), [*_mesh_lines(mesh), *_lines(made), *facts]))
         raise ShardError(f"shard: ranks have different models or policies: {_first_difference(described)}")
@@ -112,7 +114,8 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     if differ:
         where = ", ".join(f"{axis}={coord}" for axis, coord in places.coords.items())
         raise ShardError(
-            f"apply: the inputs differ between ranks along '{compute[differ - 1]}' (this is {where}). Those ranks work on the "
+            f"apply: the inputs differ between ranks along '{compute[differ - 1]}' (this is {where}). Those ranks "
+            "work on the "
             f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
         )
 
@@ -132,5 +135,6 @@ def wrong_inputs(batch: Any, device: torch.device) -> str | None:
     named: Mapping[str, Any] = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
     for name, leaf in named.items():
         if isinstance(leaf, Tensor) and leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
-            return f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'; move it with .to('{device.type}')"
+            why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"
+            return f"{why}; move it with .to('{device.type}')"
     return None

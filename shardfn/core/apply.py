@@ -1,6 +1,6 @@
 """`apply`: run a module with the weights of a tree. Layer 4.
 
-    inputs checked -> (first call: run without data) -> copies bound to a session -> forward -> outputs cast
+inputs checked -> (first call: run without data) -> copies bound to a session -> forward -> outputs cast
 """
 
 import weakref
@@ -92,7 +92,9 @@ class _Call:
 
     def __init__(self, model: nn.Module, params: Params, method: str) -> None:
         if not hasattr(model, method):
-            raise ShardError(f"apply: {type(model).__name__} has no method '{method}'{did_you_mean(method, dir(model))}")
+            raise ShardError(
+                f"apply: {type(model).__name__} has no method '{method}'{did_you_mean(method, dir(model))}"
+            )
         self.model, self.params, self.method = model, params, method
         self.plan = params.plan
         self.grid = grid(params.mesh, self.plan.roles.storage)

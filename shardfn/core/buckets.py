@@ -35,7 +35,9 @@ def placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str] = ()) ->
     return out
 
 
-def leaf_spec(plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False) -> DTensorSpec:
+def leaf_spec(
+    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False
+) -> DTensorSpec:
     """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
     kept: dict[Any, tuple[Grid, DTensorSpec]] = plan.__dict__.setdefault("_leaf_specs", {})
     key = (id(grid), name, dtype, pending)
@@ -82,15 +84,13 @@ class _Move:
             out.narrow(self.dim, full * step, rest).copy_(joined.select(self.dim, full).narrow(self.dim, 0, rest))
 
     def split(self, whole: Tensor, out: Tensor) -> None:
-        """whole -> [W, numel]; the transpose of `unpack`"""
+        """whole -> [W, numel]; the transpose of `unpack`. What nobody keeps stays unset."""
         parts = out.view(out.shape[0], *self.chunk)  # [W, ..., chunk, ...]
         step, size = self.chunk[self.dim], self.whole[self.dim]
         full, rest = divmod(size, step) if step else (0, 0)
         if full:
             source = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
             parts.narrow(0, 0, full).movedim(0, self.dim).copy_(source)
-        if full < parts.shape[0]:
-            parts.narrow(0, full, parts.shape[0] - full).zero_()
         if rest:
             parts[full].narrow(self.dim, 0, rest).copy_(whole.narrow(self.dim, full * step, rest))
 
@@ -242,7 +242,9 @@ class BucketOnGrid:
         cast = [shard.to(self.bucket.dtype) for shard in shards]
         return gather_leaves(self.leaves, cast, self.bucket.axes, self.grid, memo=self._memo)
 
-    def reduce(self, wholes: Sequence[Tensor | None], shards_like: Sequence[torch.dtype], op: Literal["mean", "sum"]) -> list[Tensor]:
+    def reduce(
+        self, wholes: Sequence[Tensor | None], shards_like: Sequence[torch.dtype], op: Literal["mean", "sum"]
+    ) -> list[Tensor]:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean.
 
         A missing gradient counts as zeros. One reduce-scatter over the axes that split the bucket, one all-reduce over
@@ -262,7 +264,9 @@ class BucketOnGrid:
         if op == "mean" and ranks > 1:
             shards = [shard / ranks for shard in shards]
         shards = [shard.to(want) for shard, want in zip(shards, shards_like, strict=True)]
-        return [clear_padding(leaf, shard, grid.sizes, grid.coords) for leaf, shard in zip(self.leaves, shards, strict=True)]
+        return [
+            clear_padding(leaf, shard, grid.sizes, grid.coords) for leaf, shard in zip(self.leaves, shards, strict=True)
+        ]
 
 
 def buckets_on_grid(plan: Plan, grid: Grid) -> dict[Bucket, BucketOnGrid]:
@@ -311,8 +315,8 @@ class GatherBucket(torch.autograd.Function):
 class ReduceBucket(torch.autograd.Function):
     """Pending gradients of a bucket, reduced into their parameters' layout, as DTensors.
 
-        forward   d [whole over data]  -> reduce_scatter(data) -> [shard]        (op None: kept, typed `+data`)
-        backward  e [shard]            -> all_gather(data)     -> [whole over data]
+    forward   d [whole over data]  -> reduce_scatter(data) -> [shard]        (op None: kept, typed `+data`)
+    backward  e [shard]            -> all_gather(data)     -> [whole over data]
     """
 
     @staticmethod
@@ -321,8 +325,12 @@ class ReduceBucket(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         names = spot.bucket.leaves
         if op is None:
-            kept = [None if grad is None else grad.detach().to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-            locals_ = [_or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in enumerate(zip(kept, dtypes, strict=True))]
+            kept = [
+                None if grad is None else grad.detach().to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+            ]
+            locals_ = [
+                _or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in enumerate(zip(kept, dtypes, strict=True))
+            ]
         else:
             locals_ = spot.reduce(grads, dtypes, op)
         specs = [leaf_spec(spot.plan, spot.grid, n, d, pending=op is None) for n, d in zip(names, dtypes, strict=True)]
@@ -338,7 +346,10 @@ class ReduceBucket(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         spot = ctx.spot
-        given = [_or_zeros(spot, i, x, dtype, ctx.op) for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))]
+        given = [
+            _or_zeros(spot, i, x, dtype, ctx.op)
+            for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))
+        ]
         wholes = given if ctx.op is None else GatherBucket.apply(spot, None, *given)
         ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "mean" else 1
         out = [None if d is None else unwrap_local(w).to(d) / ranks for w, d in zip(wholes, ctx.dtypes, strict=True)]

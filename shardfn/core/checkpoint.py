@@ -82,7 +82,9 @@ def _split_evenly(full: Tensor, params: Params, places: Grid) -> Tensor:
     local = full
     if split[-1]:
         local = full.narrow(0, *chunk(full.shape[0], places.sizes[order[-1]], places.coords[order[-1]])).clone()
-    return wrap_local(local, dtensor_spec(places.storage, [Shard(0) if s else Replicate() for s in split], full.shape, full.dtype))
+    return wrap_local(
+        local, dtensor_spec(places.storage, [Shard(0) if s else Replicate() for s in split], full.shape, full.dtype)
+    )
 
 
 def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None) -> Path:
@@ -191,7 +193,9 @@ def _empty(tensor: Tensor) -> Tensor:
 def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
     if isinstance(leaf, Params):
         prefix = f"{name}." if name else ""
-        return from_state_dict(leaf, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+        return from_state_dict(
+            leaf, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        )
     if isinstance(leaf, int | float):
         return type(leaf)(state[name].item())
     return state.get(name)
@@ -205,7 +209,9 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor]) ->
         if not isinstance(have, TensorStorageMetadata):
             problems.append(f"'{name}' is not in it")
         elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
-            problems.append(f"'{name}' is {tuple(have.size)} {have.properties.dtype}, wanted {tuple(tensor.shape)} {tensor.dtype}")
+            problems.append(
+                f"'{name}' is {tuple(have.size)} {have.properties.dtype}, wanted {tuple(tensor.shape)} {tensor.dtype}"
+            )
     if problems:
         listed = "\n  ".join(problems[:8]) + ("\n  ..." if len(problems) > 8 else "")
         raise ShardError(f"checkpoint.load: '{path}' does not fit, {len(problems)} leaves:\n  {listed}")
@@ -217,7 +223,10 @@ def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
         leaves = pytree.tree_leaves(tree, is_leaf=_is_params)
         mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Params)), None)
     if mesh is not None and dist.is_initialized() and mesh.size() != dist.get_world_size():
-        raise ShardError(f"checkpoint: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; all ranks must save and load together")
+        raise ShardError(
+            f"checkpoint: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; all ranks must save and "
+            "load together"
+        )
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

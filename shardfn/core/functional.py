@@ -105,7 +105,10 @@ def _checked_plan(
     else:
         made = plan(model, mesh, policy)
     if made.policy.offload == "cpu" and mesh.device_type != "cpu":
-        raise ShardError(f"shard: Policy(offload='cpu') on a {mesh.device_type} mesh is not available yet; make a CPU mesh or drop it")
+        raise ShardError(
+            f"shard: Policy(offload='cpu') on a {mesh.device_type} mesh is not available yet; make a CPU mesh "
+            "or drop it"
+        )
     ranks = mesh.mesh.flatten().tolist()
     if src is not None and src not in ranks:
         raise ShardError(f"shard: src={src} is not a rank of the mesh, which has {ranks}")
@@ -119,14 +122,20 @@ def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: A
     if not meta or (src is not None and dist.get_rank() != src):
         return
     if src is not None:
-        raise ShardError(f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, or drop src")
+        raise ShardError(
+            f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
+            "or drop src"
+        )
     if init is None:
         raise ShardError(
-            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
+            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
+            "to fill them. "
             f"Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
         )
     if not isinstance(model, nn.Module):
-        raise ShardError(f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values")
+        raise ShardError(
+            f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
+        )
 
 
 def _facts(model: object, init: Any, src: int | None) -> list[str]:
@@ -256,7 +265,10 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     plan_ = tree.plan
     layouts = {name: plan_.leaves[name] for name in names}
     out: dict[str, Tensor] = {}
-    keys = {name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype) for name, (_, leaf) in layouts.items()}
+    keys = {
+        name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype)
+        for name, (_, leaf) in layouts.items()
+    }
     for axes, dtype in dict.fromkeys(keys.values()):
         members = tuple(name for name in names if keys[name] == (axes, dtype))
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
@@ -273,8 +285,8 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
 class _GatherCompute(torch.autograd.Function):
     """Make leaves whole over the compute axes, for a computation that all their ranks do alike.
 
-        forward   [whole over data, split over compute]  -> all_gather(compute) -> [whole]
-        backward  d [whole]  -> this rank's part -> d [whole over data, split over compute]
+    forward   [whole over data, split over compute]  -> all_gather(compute) -> [whole]
+    backward  d [whole]  -> this rank's part -> d [whole over data, split over compute]
     """
 
     @staticmethod
@@ -301,7 +313,9 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     found = [x for x in held if any(matches(pattern, name) for pattern in wanted for name in (x.name, *x.aliases))]
     for pattern in wanted:
         if not any(matches(pattern, name) for x in held for name in (x.name, *x.aliases)):
-            raise KeyError(f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ...")
+            raise KeyError(
+                f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ..."
+            )
     return found
 
 
@@ -365,7 +379,9 @@ def reduce_grads(
     if op not in ("mean", "sum"):
         raise ValueError(f"reduce_grads(op={op!r}): 'mean' or 'sum'")
     if like is None and not isinstance(grads, Params):
-        raise TypeError("reduce_grads: a plain mapping of local tensors needs like=params, the tree they are gradients of")
+        raise TypeError(
+            "reduce_grads: a plain mapping of local tensors needs like=params, the tree they are gradients of"
+        )
     owner = like if like is not None else _require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
@@ -380,18 +396,25 @@ def reduce_grads(
                 names = tuple(name for name in bucket.leaves if name in pending and pending[name].dtype == dtype)
                 spot = BucketOnGrid(plan_, places, replace(bucket, leaves=names, dtype=dtype))
                 reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
-                done |= {n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
+                done |= {
+                    n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)
+                }
     return owner.like((name, done[name]) for name in plan_.leaves if name in done)
 
 
-def _sort_grads(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _sort_grads(
+    grads: Mapping[str, Tensor], owner: Params, places: Grid
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
     plan_ = owner.plan
     pending: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
     for name, grad in grads.items():
         if not isinstance(grad, Tensor):
-            raise TypeError(f"reduce_grads: '{name}' holds {type(grad).__name__}, not a tensor; leave parameters without a gradient out")
+            raise TypeError(
+                f"reduce_grads: '{name}' holds {type(grad).__name__}, not a tensor; leave parameters without a "
+                "gradient out"
+            )
         if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
             raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
@@ -400,7 +423,9 @@ def _sort_grads(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tup
             continue
         layout = plan_.layouts[plan_.canonical[name]]
         if layout.leaves[0].name in pending:
-            raise ShardError(f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one")
+            raise ShardError(
+                f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
+            )
         parts = from_compute_view(layout, _checked_shape(layout, grad, owner, places), plan_.roles.data, places.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
@@ -422,7 +447,8 @@ def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) ->
     wanted = compute_view_shape(layout, owner.plan.roles.data, places.sizes)
     if grad.shape != wanted:
         raise ShardError(
-            f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is whole over the "
+            f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
+            "whole over the "
             f"data axes and split over the compute axes by '{layout.rule}': {wanted}"
         )
     return grad
@@ -431,7 +457,7 @@ def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) ->
 def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
     """The same values in another layout: another policy, another mesh of the same ranks, or both.
 
-    `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)` and `reshard(params, plan, mesh)`
+    `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
     return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
     collectives that the two imply (differentiable): all-gather, slice, all-to-all, reduce-scatter or all-reduce.
 
@@ -466,7 +492,9 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     made = _target_plan(tree, to, target_mesh)
     old, new = tree.mesh.mesh.flatten().tolist(), target_mesh.mesh.flatten().tolist()
     if sorted(old) != sorted(new):
-        raise ShardError(f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead")
+        raise ShardError(
+            f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead"
+        )
     places = grid(target_mesh, made.roles.storage)
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)

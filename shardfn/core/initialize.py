@@ -48,7 +48,9 @@ def _filled(
     filled: dict[int, Tensor] = {}
     for attribute, meta in (*own["_parameters"].items(), *own["_buffers"].items()):
         if meta is not None and meta.is_meta:
-            filled.setdefault(id(meta), _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta))
+            filled.setdefault(
+                id(meta), _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta)
+            )
     return filled
 
 

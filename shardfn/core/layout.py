@@ -124,14 +124,19 @@ def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
 
     Padding stays on dims that compute axes split, so that every rank has the same shape; elsewhere it is trimmed.
     """
-    return _merge(layout, [_trim(x, compute_shape(leaf, x.shape)) for leaf, x in zip(layout.leaves, gathered, strict=True)])
+    return _merge(
+        layout, [_trim(x, compute_shape(leaf, x.shape)) for leaf, x in zip(layout.leaves, gathered, strict=True)]
+    )
 
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
     """Leaves that are whole over the data axes, from the tensor a module computes with; inverse of `compute_view`."""
     shapes = []
     for leaf in layout.leaves:
-        split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
+        split = tuple(
+            size // prod(sizes[a] for a in axes if a not in data)
+            for size, axes in zip(leaf.shape, leaf.splits, strict=True)
+        )
         shapes.append((leaf, split, compute_shape(leaf, split)))
     out, start = [], 0
     for leaf, padded, trimmed in shapes:
@@ -149,7 +154,10 @@ def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tupl
     """The shape of what a module computes with."""
     shapes = []
     for leaf in layout.leaves:
-        split = tuple(size // prod(sizes[a] for a in axes if a not in data) for size, axes in zip(leaf.shape, leaf.splits, strict=True))
+        split = tuple(
+            size // prod(sizes[a] for a in axes if a not in data)
+            for size, axes in zip(leaf.shape, leaf.splits, strict=True)
+        )
         shapes.append(_merged_shape(leaf, compute_shape(leaf, split)))
     whole = list(shapes[0])
     for shape in shapes[1:]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -212,10 +213,8 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     Raises:
         ShardError: this process is not part of the mesh.
     """
-    cache: _Grids | None = getattr(mesh, "shardfn_grids", None)
-    if cache is None:
-        cache = _Grids()
-        setattr(mesh, "shardfn_grids", cache)
+    attributes: dict[str, Any] = vars(mesh)
+    cache: _Grids = attributes.setdefault("shardfn_grids", _Grids())
     if tuple(order) not in cache:
         cache[tuple(order)] = _make_grid(mesh, tuple(order))
     return cache[tuple(order)]
@@ -229,7 +228,8 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
         if bool((rows.diff() < 0).any()):
             raise ShardError(
-                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group by rank, "
+                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process "
+                "group by rank, "
                 f"so that shards would be mixed up. Sort the ranks along each axis."
             )
     groups = {axis: mesh.get_group(axis) for axis in sizes}

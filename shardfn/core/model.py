@@ -81,18 +81,24 @@ def _tied(items: Iterable[tuple[str, torch.Tensor]]) -> tuple[ParamInfo, ...]:
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     return tuple(
-        ParamInfo(all_names[0], tuple(tensors[key].shape), tensors[key].dtype, _trainable(tensors[key]), tuple(all_names[1:]))
+        ParamInfo(
+            all_names[0], tuple(tensors[key].shape), tensors[key].dtype, _trainable(tensors[key]), tuple(all_names[1:])
+        )
         for key, all_names in names.items()
     )
 
 
 def _trainable(tensor: torch.Tensor) -> bool:
     """A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be."""
-    return tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point() or tensor.is_complex()
+    return (
+        tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point() or tensor.is_complex()
+    )
 
 
 def _buffers(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    return tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False))
+    return tuple(
+        (name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)
+    )
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleInfo]:

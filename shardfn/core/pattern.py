@@ -36,7 +36,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _join(segments: Sequence[str]) -> str:
-    """Segments with dots between; a `**` of its own also stands for no segment: "layers.**.weight" is "layers.weight" too."""
+    """Segments with dots between; a `**` of its own stands for none too: "layers.**.weight" is "layers.weight"."""
     kept = [segment for i, segment in enumerate(segments) if segment != _ANY or segments[i + 1 : i + 2] != [_ANY]]
     text = ""
     for segment in kept[:-1]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
-from shardfn.core.layout import Leaf, Layout
+from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
 from shardfn.core.pattern import compile_pattern, first_match, matches
@@ -50,15 +50,15 @@ class Unit:
 class Plan:
     """The layout of every parameter, the units and their buckets. Made by `plan`; compared by content.
 
-        >>> import shardfn as sf
-        >>> from torch import nn
-        >>> p = sf.plan(nn.Linear(8, 6), sf.MeshSpec(fsdp=2), sf.Policy())
-        >>> p.bytes_per_rank
-        108
-        >>> print(p.explain("weight"))
-        weight (6, 8) float32: 6@fsdp 8, by default 'auto'
-          local (3, 8), 96 bytes per rank
-          forward: all_gather over fsdp; backward: reduce_scatter over fsdp
+    >>> import shardfn as sf
+    >>> from torch import nn
+    >>> p = sf.plan(nn.Linear(8, 6), sf.MeshSpec(fsdp=2), sf.Policy())
+    >>> p.bytes_per_rank
+    108
+    >>> print(p.explain("weight"))
+    weight (6, 8) float32: 6@fsdp 8, by default 'auto'
+      local (3, 8), 96 bytes per rank
+      forward: all_gather over fsdp; backward: reduce_scatter over fsdp
     """
 
     axes: dict[str, int]
@@ -88,7 +88,9 @@ class Plan:
         return (
             tuple(self.axes.items()),
             self.roles,
-            tuple((n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim) for n, x in self.layouts.items()),
+            tuple(
+                (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim) for n, x in self.layouts.items()
+            ),
             self.units,
             settings,
             tuple(p.acts.items()),
@@ -139,13 +141,15 @@ class Plan:
         An all-gather or reduce-scatter of shards of n bytes over W ranks counts (W - 1) n, an all-reduce of n bytes
         2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch.
         """
-        return self.activation_bytes + sum(self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets)
+        return self.activation_bytes + sum(
+            self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets
+        )
 
     def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
         total = 0
         gathers = 2 if self.policy.regather and unit.name else 1
         for name in bucket.leaves:
-            layout, leaf = self.leaves[name]
+            layout, _ = self.leaves[name]
             size = prod(self.local_shape(name))
             item = (self.policy.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
             for axis in reversed(bucket.axes):
@@ -174,12 +178,14 @@ class Plan:
         data = [a for a in layout.axes if a in self.roles.data and self.axes[a] > 1]
         rest = [a for a in self.roles.data if a not in layout.axes and self.axes[a] > 1]
         forward = f"all_gather over {', '.join(data)}" if data else "nothing"
-        back = [f"reduce_scatter over {', '.join(data)}"] * bool(data) + [f"all_reduce over {', '.join(rest)}"] * bool(rest)
+        back = [f"reduce_scatter over {', '.join(data)}"] * bool(data) + [f"all_reduce over {', '.join(rest)}"] * bool(
+            rest
+        )
         lines.append(f"  forward: {forward}; backward: {', '.join(back) if back and layout.trainable else 'nothing'}")
         return "\n".join(lines)
 
     def assert_sharded(self, fraction: float = 0.98) -> None:
-        """Check that at least `fraction` of all elements are split over every rank that could hold a part.
+        """Check that at least `fraction` of all elements are in parameters that some axis of several ranks splits.
 
         Raises:
             ShardError: naming the largest parameters that are not.
@@ -190,7 +196,9 @@ class Plan:
         missing = sum(layout.numel for layout in whole)
         if total and 1 - missing / total < fraction:
             names = ", ".join(x.name for x in sorted(whole, key=lambda x: -x.numel)[:3])
-            raise ShardError(f"only {1 - missing / total:.1%} of the elements are sharded, {fraction:.1%} wanted; whole: {names}")
+            raise ShardError(
+                f"only {1 - missing / total:.1%} of the elements are sharded, {fraction:.1%} wanted; whole: {names}"
+            )
 
     def diff(self, other: "Plan") -> str:
         """The parameters whose layout differs between two plans, one line each, and the change in bytes."""
@@ -211,14 +219,26 @@ class Plan:
             shapes = [self.local_shape(leaf.name) for leaf in layout.leaves]
             size = sum(prod(shape) for shape in shapes) * layout.dtype.itemsize
             local = " + ".join(str(list(shape)) for shape in shapes)
-            rows.append((layout.name, str(list(layout.shape)), str(layout.rule) or "(scalar)", local, f"{size:,}", layout.unit or "(root)"))
+            rows.append(
+                (
+                    layout.name,
+                    str(list(layout.shape)),
+                    str(layout.rule) or "(scalar)",
+                    local,
+                    f"{size:,}",
+                    layout.unit or "(root)",
+                )
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        table = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         collectives = 2 * sum(bool(b.axes) for u in self.units for b in u.buckets)
         return (
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{len(self.units)} units; about {collectives} collectives and {self.comm_bytes:,} bytes of weights per step"
+            f"{len(self.units)} units; about {collectives} collectives and {self.comm_bytes:,} bytes of "
+            "weights per step"
         )
 
 
@@ -327,14 +347,16 @@ def _rules(
     names = [name for param in info.params for name in param.names]
     for pattern in policy.rules:
         if pattern not in used:
-            problems.append(f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}")
+            problems.append(
+                f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}"
+            )
     return found
 
 
 def _bias_rules(
     info: ModelInfo, found: Mapping[str, tuple[Spec, str]], policy: Policy, role: Roles
 ) -> dict[str, tuple[Spec, str]]:
-    """The bias of a linear whose weight splits its outputs over a compute axis is split alike, when no rule says how."""
+    """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
     derived: dict[str, tuple[Spec, str]] = {}
     for module in info.modules:
         names = dict(module.params)
@@ -342,9 +364,15 @@ def _bias_rules(
         if module.kind != "linear" or weight not in found or bias not in found or policy.default == "error":
             continue
         dim = found[weight][0].dims[0]
-        if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith("default"):
+        if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith(
+            "default"
+        ):
             factor = dim.factors[0]
-            if len(dim.factors) == 1 and policy.default == "auto" and not any(axis in role.data for axis in factor.axes):
+            if (
+                len(dim.factors) == 1
+                and policy.default == "auto"
+                and not any(axis in role.data for axis in factor.axes)
+            ):
                 dim = Dim((Block((replace(factor, axes=(*factor.axes, *role.shardable)),)),))
             spec = Spec((dim,))
             derived[bias] = (replace(spec, source=str(spec)), f"the rule of '{weight}'")
@@ -394,7 +422,9 @@ def _axis_problems(spec: Spec, axes: Mapping[str, int], role: Roles) -> list[str
     """Axes that the mesh lacks, that may not split weights, or that nest the wrong way round."""
     problems = []
     if spec.partial:
-        problems.append(f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret((0, len(spec.source)))}")
+        problems.append(
+            f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret((0, len(spec.source)))}"
+        )
     for factor in spec.factors:
         for axis in factor.axes:
             if axis not in axes:
@@ -476,7 +506,8 @@ class _LayoutBuilder:
         remedy += f", or Policy(pad={pads})." if pads else "."
         self.problems.append(
             f"{self.param.name!r} has shape {self.param.shape}; rule '{self.spec.source}' splits dim {at} "
-            f"({factor.name}={size}) over {over}, {size} % {ways} = {size % ways}.\n{self.spec.caret(factor.span)}\n    {remedy}"
+            f"({factor.name}={size}) over {over}, {size} % {ways} = "
+            f"{size % ways}.\n{self.spec.caret(factor.span)}\n    {remedy}"
         )
         return replace(factor, axes=())
 
@@ -528,7 +559,9 @@ def _unit_names(info: ModelInfo, policy: Policy, problems: list[str]) -> list[st
     for pattern in wanted:
         if not any(_is_unit(pattern, m) for m in info.modules):
             names = [m.name for m in info.modules if m.name]
-            problems.append(f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names)} {_examples(names)}")
+            problems.append(
+                f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names)} {_examples(names)}"
+            )
     return found
 
 
@@ -548,7 +581,12 @@ def _auto_units(modules: Sequence[ModuleInfo]) -> list[str]:
     lists = [m.name for m in modules if m.list_of]
     for module in modules:
         parent, _, leaf = module.name.rpartition(".")
-        if parent in lists and module.name and leaf.isdecimal() and not any(_inside(module.name, unit) for unit in units):
+        if (
+            parent in lists
+            and module.name
+            and leaf.isdecimal()
+            and not any(_inside(module.name, unit) for unit in units)
+        ):
             units.append(module.name)
     return units
 
@@ -571,7 +609,9 @@ def _units(layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, pol
     for layout in layouts.values():
         members[layout.unit].append(layout)
     return tuple(
-        Unit(name, tuple(layout.name for layout in own), _buckets(name, own, role, policy)) for name, own in members.items() if own
+        Unit(name, tuple(layout.name for layout in own), _buckets(name, own, role, policy))
+        for name, own in members.items()
+        if own
     )
 
 
@@ -608,8 +648,10 @@ def _uncomputable(
             if split and layout:
                 where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
                 problems.append(
-                    f"{name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its '{attribute}' "
-                    f"in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or nn.Embedding there, or give "
+                    f"{name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "
+                    f"'{attribute}' "
+                    f"in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
+                    "nn.Embedding there, or give "
                     f"the module a parallel forward: Policy(compute={{{module.name!r}: fn}})."
                 )
     return problems
@@ -619,7 +661,9 @@ def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelI
     """Settings that do not fit the mesh or the model."""
     problems = []
     if policy.regather is not True and policy.regather is not False and policy.regather > 1:
-        problems.append(f"Policy(regather={policy.regather}): keeping a shard over n ranks is not available yet; use True or False")
+        problems.append(
+            f"Policy(regather={policy.regather}): keeping a shard over n ranks is not available yet; use True or False"
+        )
     for kind in ("acts", "compute"):
         for pattern in getattr(policy, kind):
             if info.modules and not any(matches(pattern, m.name) for m in info.modules):
@@ -631,13 +675,16 @@ def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelI
         except ShardError as error:
             problems.append(f"Policy.acts[{pattern!r}]: {error}")
             continue
-        problems += [f"Policy.acts[{pattern!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes)}" for axis in unknown]
+        problems += [
+            f"Policy.acts[{pattern!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes)}" for axis in unknown
+        ]
     return problems
 
 
 def _described(layout: Layout) -> str:
     stored = " + ".join(str(leaf.shape) for leaf in layout.leaves)
-    return f"{layout.rule} {layout.shape} {_dtype(layout.dtype)}, stored as {stored}, {'trainable' if layout.trainable else 'frozen'}"
+    trains = "trainable" if layout.trainable else "frozen"
+    return f"{layout.rule} {layout.shape} {_dtype(layout.dtype)}, stored as {stored}, {trains}"
 
 
 def _function_name(fn: Callable[..., Any]) -> str:
@@ -648,5 +695,3 @@ def _function_name(fn: Callable[..., Any]) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

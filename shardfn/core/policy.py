@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from typing_extensions import Self
 
 from shardfn.core.errors import did_you_mean
 
@@ -78,7 +77,9 @@ class Policy:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise TypeError(f"Policy has no field '{name}'{did_you_mean(name, known) or '.'} Its fields: {', '.join(known)}.")
+                raise TypeError(
+                    f"Policy has no field '{name}'{did_you_mean(name, known) or '.'} Its fields: {', '.join(known)}."
+                )
         policy = super().__new__(cls)
         object.__setattr__(policy, "given", frozenset(given))
         return policy
@@ -92,7 +93,9 @@ class Policy:
         for name in ("rules", "acts"):
             for pattern, rule in getattr(self, name).items():
                 if not isinstance(pattern, str) or not isinstance(rule, str):
-                    raise TypeError(f"Policy({name}={{{pattern!r}: {rule!r}}}): a pattern and a rule, both strings, are needed")
+                    raise TypeError(
+                        f"Policy({name}={{{pattern!r}: {rule!r}}}): a pattern and a rule, both strings, are needed"
+                    )
         batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
         object.__setattr__(self, "batch", batch)
         for name in ("compute_dtype", "reduce_dtype", "output_dtype"):

@@ -1,8 +1,8 @@
 """`reshard` on one tensor: the collectives that two rules imply. Layer 3.
 
-    "b s@tp c -> b s c@tp"    all-to-all          "b s c +tp -> b s c"     psum
-    "b s@tp c -> b s c"       all-gather          "b s c +tp -> b s@tp c"  psum_scatter
-    "b s c -> b s@tp c"       slice
+"b s@tp c -> b s c@tp"    all-to-all          "b s c +tp -> b s c"     psum
+"b s@tp c -> b s c"       all-gather          "b s c +tp -> b s@tp c"  psum_scatter
+"b s c -> b s@tp c"       slice
 """
 
 from collections.abc import Callable
@@ -52,11 +52,15 @@ def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
         for dim in side.dims:
             for i, factor in enumerate(dim.factors):
                 if factor.axes and (i or len(dim.blocks) > 1):
-                    raise ShardError(f"reshard: only the outermost factor of a dim can be split here\n{side.caret(factor.span)}")
+                    raise ShardError(
+                        f"reshard: only the outermost factor of a dim can be split here\n{side.caret(factor.span)}"
+                    )
         used = [axis for factor in side.factors for axis in factor.axes] + list(side.partial)
         for axis in used:
             if axis not in axes:
-                raise ShardError(f"reshard: unknown mesh axis '{axis}'; the mesh has {', '.join(axes)}{did_you_mean(axis, axes)}")
+                raise ShardError(
+                    f"reshard: unknown mesh axis '{axis}'; the mesh has {', '.join(axes)}{did_you_mean(axis, axes)}"
+                )
     return left, right
 
 
@@ -65,7 +69,9 @@ def steps(left: Spec, right: Spec, mesh: DeviceMesh) -> list[Step]:
     have, want = _axes(left), _axes(right)
     new_sums = [axis for axis in right.partial if axis not in left.partial]
     if new_sums:
-        raise ShardError(f"reshard: a value cannot become a pending sum (+{new_sums[0]})\n{right.caret((0, len(right.source)))}")
+        raise ShardError(
+            f"reshard: a value cannot become a pending sum (+{new_sums[0]})\n{right.caret((0, len(right.source)))}"
+        )
     out: list[Step] = []
     for axis in (axis for axis in left.partial if axis not in right.partial):
         dim = next((d for d, axes in enumerate(want) if axis in axes), None)

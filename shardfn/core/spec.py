@@ -110,12 +110,15 @@ class Spec:
         dots = [i for i, dim in enumerate(self.dims) if dim.ellipsis]
         if not dots:
             if len(self.dims) != ndim:
-                raise ShardError(f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}")
+                raise ShardError(
+                    f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}"
+                )
             return self
         missing = ndim - (len(self.dims) - 1)
         if missing < 0:
             raise ShardError(
-                f"the rule has at least {len(self.dims) - 1} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}"
+                f"the rule has at least {len(self.dims) - 1} dims, the tensor has "
+                f"{ndim}\n{self.caret((0, len(self.source)))}"
             )
         at, span = dots[0], self.dims[dots[0]].span
         anonymous = Dim((Block((Factor("_", span=span),)),), span=span)
@@ -255,7 +258,8 @@ def repeated_axes(spec: Spec) -> list[str]:
         for axis, times in here.items():
             seen[axis] = seen.get(axis, 0) + times
     return [
-        f"mesh axis '{axis}' is used {times} times; an axis can split at most one factor\n{spec.caret((0, len(spec.source)))}"
+        f"mesh axis '{axis}' is used {times} times; an axis can split at most one "
+        f"factor\n{spec.caret((0, len(spec.source)))}"
         for axis, times in seen.items()
         if times > 1
     ]
@@ -269,7 +273,7 @@ class Sizes:
 
     def __init__(self, given: Mapping[str, int]) -> None:
         self.known: dict[str, int] = dict(given)
-        self._origin: dict[str, str] = {name: "Policy.sizes" for name in given}
+        self._origin: dict[str, str] = dict.fromkeys(given, "Policy.sizes")
         self._equations: list[tuple[str, Spec, int, int]] = []  # (tensor, rule, dim, size of that dim)
 
     def add(self, tensor: str, spec: Spec, shape: tuple[int, ...]) -> None:
@@ -325,7 +329,10 @@ class Sizes:
         for block in dim.blocks:
             keys = [_key(tensor, at, index + i, factor) for i, factor in enumerate(block.factors)]
             index += len(keys)
-            sizes = [f.literal if f.literal is not None else self.known.get(k) for f, k in zip(block.factors, keys, strict=True)]
+            sizes = [
+                f.literal if f.literal is not None else self.known.get(k)
+                for f, k in zip(block.factors, keys, strict=True)
+            ]
             missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
             product = prod(size for size in sizes if size is not None)
             unknowns += [key for key in missing if key not in unknowns]

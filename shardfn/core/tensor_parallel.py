@@ -53,7 +53,11 @@ class ComputeAxes:
     """The collectives over compute axes of one call; tells `Variance`, when there is one, what they did."""
 
     def __init__(
-        self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], variance: Variance | None = None
+        self,
+        mesh: DeviceMesh | MeshSpec,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int],
+        variance: Variance | None = None,
     ) -> None:
         self.mesh, self.sizes, self.coords = mesh, sizes, coords
         self._variance = variance
@@ -65,7 +69,9 @@ class ComputeAxes:
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
         if self._variance is not None and axis in self._variance.tag(x).axes:
-            self._variance.refuse(f"an input that is already split over '{axis}' meets a weight that splits its output over it")
+            self._variance.refuse(
+                f"an input that is already split over '{axis}' meets a weight that splits its output over it"
+            )
         cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
             cache[x] = self._marked(collectives.pvary(x, self.mesh, axis), x, adds=axis)
@@ -154,7 +160,9 @@ def _linear(
     act = first_match(plan.policy.acts, [module.name])
     out_features = layout.shape[0]
     if gathers and len(layout.leaves) > 1:
-        raise ShardError(f"apply: the fused output of {module.name!r} leaves the model split over {columns}; split it first")
+        raise ShardError(
+            f"apply: the fused output of {module.name!r} leaves the model split over {columns}; split it first"
+        )
 
     def forward(own: nn.Module, x: Tensor) -> Any:
         w = weight(layout.name)  # [out/columns, in/rows]
@@ -186,7 +194,8 @@ def _check_features(name: str, layout: Layout, x: Tensor, w: Tensor, rows: Seque
         why = f" over {', '.join(rows)}" if rows else ""
         raise ShardError(
             f"apply: {name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves {w.shape[1]} of "
-            f"{layout.shape[1]} here{why}. The layer that produces it must be split alike: use the same name and axis in its "
+            f"{layout.shape[1]} here{why}. The layer that produces it must be split alike: use the same name and "
+            "axis in its "
             f"rule, and sizes taken from the tensors, not from the configuration, in between."
         )
 
@@ -197,9 +206,13 @@ def _as_split_logits(
     """Logits as a DTensor over the compute axes, so that using them as whole ones is an error, never a wrong number."""
     wanted = [axis for axis in columns if axis in parse(act).expand(y.dim()).dims[-1].factors[-1].axes]
     if wanted != list(columns) or len(columns) != 1:
-        raise ShardError(f"apply: Policy.acts asks for '{act}' at {name!r}, whose last dim is split over {', '.join(columns)}")
+        raise ShardError(
+            f"apply: Policy.acts asks for '{act}' at {name!r}, whose last dim is split over {', '.join(columns)}"
+        )
     if y.shape[-1] * axes.sizes[columns[0]] != features:
-        raise ShardError(f"apply: Policy.acts at {name!r}: logits over a padded dim cannot stay split; drop the entry or the padding")
+        raise ShardError(
+            f"apply: Policy.acts at {name!r}: logits over a padded dim cannot stay split; drop the entry or the padding"
+        )
     if y.is_meta:
         return y
     shape = torch.Size((*y.shape[:-1], features))
@@ -218,7 +231,8 @@ def _embedding(
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
             raise ShardError(
-                f"apply: {module.name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and sparse need it whole"
+                f"apply: {module.name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and "
+                "sparse need it whole"
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
         first = _first_row(axes, vocab, w.shape[0])
@@ -273,7 +287,10 @@ def cross_entropy(
     Communication: for split logits three all-reduces of one number a target over the axis (maximum, sum, target).
     """
     if tuple(logits.shape[:-1]) != tuple(targets.shape):
-        raise ShardError(f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not {tuple(targets.shape)}")
+        raise ShardError(
+            f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not "
+            f"{tuple(targets.shape)}"
+        )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"cross_entropy(reduction={reduction!r}): 'mean', 'sum' or 'none'")
     targets = targets.long()

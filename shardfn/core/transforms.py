@@ -107,7 +107,7 @@ def grad(
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
-    """The same tree with fresh leaves that ask for a gradient; leaves inside an outer differentiation stay connected."""
+    """The same tree with fresh leaves that ask for a gradient; those of an outer differentiation stay connected."""
 
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -204,5 +204,7 @@ def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduction) -
     if not isinstance(gradient, DTensor):
         raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")
     if reduce is None:
-        raise ShardError(f"value_and_grad(reduce=None): '{name}' is used outside apply and gather; reduce its gradient at once")
+        raise ShardError(
+            f"value_and_grad(reduce=None): '{name}' is used outside apply and gather; reduce its gradient at once"
+        )
     return gradient.redistribute(gradient.device_mesh, list(spec.placements))

@@ -18,8 +18,12 @@ from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
 
 _INSTEAD = {
-    **dict.fromkeys(("to", "cuda", "cpu"), "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')"),
-    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), "use sf.tree.cast(params, dtype), or Policy(compute_dtype=...)"),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu"), "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')"
+    ),
+    **dict.fromkeys(
+        ("half", "float", "double", "bfloat16", "type"), "use sf.tree.cast(params, dtype), or Policy(compute_dtype=...)"
+    ),
     **dict.fromkeys(("parameters", "named_parameters"), "params is a dict: use params.values() or params.items()"),
     "state_dict": "use sf.gather(params) for full tensors; params itself is the sharded one",
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
@@ -27,7 +31,7 @@ _INSTEAD = {
 }
 
 
-class Params(dict[str, Tensor]):
+class Params(dict[str, Any]):
     """A tree of shards: parameter name -> `DTensor`, with its plan, its mesh and the model's buffers.
 
     Made by `shard`. Tied parameters appear once, under their first name.

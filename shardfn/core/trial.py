@@ -131,8 +131,10 @@ class Trial:
     def _failed(self, path: str, error: Exception) -> str:
         over = ", ".join(f"{axis}={self.plan.axes[axis]}" for axis in self.plan.roles.compute)
         return (
-            f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in {path!r}: {error}\n"
-            f"Take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
+            f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in "
+            f"{path!r}: {error}\n"
+            "Take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the "
+            "configuration: only "
             f"this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must follow "
             f"x.device, and control flow must not depend on values."
         )

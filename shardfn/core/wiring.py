@@ -1,4 +1,4 @@
-"""What goes into the module copies of one call: weights, parallel forwards, and the guard against direct reads. Layer 4."""
+"""What goes into the module copies of one call: weights, parallel forwards, a guard against direct reads. Layer 4."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,7 +64,9 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     unknown = [name for module in modules for _, name in module.params if name not in plan.canonical]
     odd = sorted(missing) or unknown or sorted(first - planned)
     if odd:
-        raise ShardError(f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model")
+        raise ShardError(
+            f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model"
+        )
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 
@@ -76,8 +78,10 @@ def _guard(plan: Plan) -> Callable[[str, str, str], None]:
         split = [axis for axis in layout.axes if axis in plan.roles.compute and plan.axes[axis] > 1]
         if split and first_match(plan.policy.compute, [path]) is None:
             raise ShardError(
-                f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads '{attribute}' of "
-                f"{path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a forward in "
+                f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads "
+                f"'{attribute}' of "
+                f"{path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a "
+                "forward in "
                 f"Policy(compute=...)"
             )
 

@@ -136,7 +136,11 @@ class Bound:
             return self._copies.get(id(value), value)
         if isinstance(value, MethodType) and id(value.__self__) in self._copies:
             return MethodType(value.__func__, weakref.proxy(self._copies[id(value.__self__)]))
-        if isinstance(value, list | tuple) and type(value) in (list, tuple) and any(isinstance(item, nn.Module | MethodType) for item in value):
+        if (
+            isinstance(value, list | tuple)
+            and type(value) in (list, tuple)
+            and any(isinstance(item, nn.Module | MethodType) for item in value)
+        ):
             return type(value)(self._moved(item) for item in value)
         if type(value) is dict and any(isinstance(item, nn.Module | MethodType) for item in value.values()):
             return {key: self._moved(item) for key, item in value.items()}
@@ -178,7 +182,8 @@ class _Escaped(dict[str, Any]):
 
     def __getitem__(self, attribute: str) -> Any:
         raise ShardError(
-            f"apply: '{attribute}' was read from the model itself, not from the copy that holds the shards: a closure or "
+            f"apply: '{attribute}' was read from the model itself, not from the copy that holds the shards: a "
+            "closure or "
             f"a list keeps a reference to the original module. Reach modules through attributes of 'self' in forward."
         )
 

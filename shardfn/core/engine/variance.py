@@ -25,8 +25,8 @@ from shardfn._torch import TorchDispatchMode, pytree
 class Tag:
     """What is known about one tensor.
 
-    `axes`: the axes it varies over. `source`: the one parameter or module output that it is made of (by operations whose
-    other inputs need no gradient). `split_by`: the column-parallel modules whose split it carries.
+    `axes`: the axes it varies over. `source`: the one parameter or module output that it is made of (by operations
+    whose other inputs need no gradient). `split_by`: the column-parallel modules whose split it carries.
     """
 
     axes: frozenset[str] = frozenset()
@@ -102,7 +102,9 @@ class Variance(TorchDispatchMode):
                 if tag.source is not None:
                     self.findings.vary.add((tag.source, axis))
                 else:
-                    self.refuse(f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it")
+                    self.refuse(
+                        f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
+                    )
         sources = {tag.source for tag in grads}
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         return Tag(axes, sources.pop() if len(sources) == 1 else None, split_by)
@@ -115,7 +117,9 @@ def check_outputs(variance: Variance, output: Any) -> None:
             tag = variance.tag(leaf)
             variance.findings.gather |= tag.split_by
             if not tag.split_by:
-                variance.findings.mixed.append(f"an output of shape {tuple(leaf.shape)} is split over {sorted(tag.axes)}")
+                variance.findings.mixed.append(
+                    f"an output of shape {tuple(leaf.shape)} is split over {sorted(tag.axes)}"
+                )
 
 
 def to_meta(tree: Any) -> Any:
