@@ -181,7 +181,7 @@ def _wrapped(module: nn.Module, fn: Callable[..., object], is_root: bool = False
     return found, done
 
 
-def _function_of(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
+def _function_of(policy: CustomPolicy) -> Callable[[Any], Any]:
     """The function a `CustomPolicy` was made with: the one thing it holds, for which it has no public name."""
     held = [value for value in vars(policy).values() if callable(value)]
     if len(held) != 1:
@@ -189,7 +189,7 @@ def _function_of(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
     return held[0]
 
 
-def _chosen(root: nn.Module, fn: Callable[[nn.Module], Any]) -> list[nn.Module]:
+def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
     """The modules for which a `CustomPolicy`'s function says True."""
     found = []
     for name, module in root.named_modules():

@@ -76,7 +76,7 @@ class Trainer(nn.Module):
         clip: float | None = None,
         ema: float | None = None,
         compile: bool = False,
-        init: Callable[[nn.Module], Any] | None = None,
+        init: Callable[[Any], Any] | None = None,
         src: int | None = None,
     ) -> None:
         super().__init__()

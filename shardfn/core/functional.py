@@ -34,7 +34,7 @@ def shard(
     mesh: DeviceMesh,
     policy: Policy | Plan,
     *,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Callable[[Any], Any] | None = None,
     src: int | None = None,
 ) -> Params:
     """Split the parameters of a model over a mesh: the tree that every other function takes.
@@ -157,7 +157,7 @@ def _full_tensors(
     model: nn.Module | Mapping[str, Tensor],
     made: Plan,
     places: Grid,
-    init: Callable[[nn.Module], Any] | None,
+    init: Callable[[Any], Any] | None,
     src: int | None,
     seed: int,
     buffers: dict[str, Tensor],

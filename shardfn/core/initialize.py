@@ -12,7 +12,7 @@ from shardfn.core.shadow import shallow_copy
 
 
 def initialized(
-    model: nn.Module, init: Callable[[nn.Module], Any], seed: int, device: torch.device, buffers: dict[str, Tensor]
+    model: nn.Module, init: Callable[[Any], Any], seed: int, device: torch.device, buffers: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every meta parameter; replaces meta tensors in `buffers`.
 
@@ -39,7 +39,7 @@ def initialized(
 
 
 def _filled(
-    module: nn.Module, path: str, init: Callable[[nn.Module], Any], seed: int, device: torch.device
+    module: nn.Module, path: str, init: Callable[[Any], Any], seed: int, device: torch.device
 ) -> dict[int, Tensor]:
     """id of a meta tensor that `module` owns -> what `init` puts in its place."""
     own = {kind: module.__dict__[kind] for kind in ("_parameters", "_buffers")}
@@ -70,7 +70,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
 
 
-def _run(init: Callable[[nn.Module], Any], module: nn.Module, seed: int, device: torch.device) -> None:
+def _run(init: Callable[[Any], Any], module: nn.Module, seed: int, device: torch.device) -> None:
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
