@@ -4,7 +4,7 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.transforms import value_and_grad
+from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
 
 
@@ -55,7 +55,7 @@ class Trainer(nn.Module):
         accumulate: microbatches a step: `step` cuts its batch on dim 0 into so many equal parts.
         clip: largest global norm of the gradients.
         ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
-        compile: compile the step.
+        compile: not available yet: True is an error.
         init: as for `shard`.
         src: as for `shard`.
 
@@ -81,6 +81,7 @@ class Trainer(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(model, accumulate, clip, ema, compile)
+        _check_optimizer(optimizer)
         mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
         params = shard(model, mesh, policy if policy is not None else Policy(), init=init, src=src)
         self.plan, self.mesh = params.plan, mesh
@@ -121,20 +122,28 @@ class Trainer(nn.Module):
             ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts.
         """
         optimizer = self._require("optimizer", self.optimizer)
-        differentiate = value_and_grad(self._require("loss_fn", self.loss_fn))
-        parts = _microbatches(batch, self.accumulate)
         params = self.params
-        loss, grads = differentiate(params, *parts[0])
-        for part in parts[1:]:
-            more_loss, more = differentiate(params, *part)
-            loss, grads = loss + more_loss, map_local(torch.add, grads, more)
-        if len(parts) > 1:
-            loss, grads = loss / len(parts), map_local(lambda g: g / len(parts), grads)
+        loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
         _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
         self._update_ema(params)
         self.steps += 1
         return {"loss": loss, "grad_norm": norm, "tokens": self._tokens(batch)}
+
+    def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
+        """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
+        differentiate = differentiator(self._require("loss_fn", self.loss_fn))
+        loss, _, grads, weight = differentiate(params, *parts[0])
+        if len(parts) == 1:
+            return loss, grads
+        total = weight = torch.ones((), dtype=torch.float64) if weight is None else weight
+        loss, grads = _scaled(loss, grads, weight)
+        for part in parts[1:]:
+            more_loss, _, more, count = differentiate(params, *part)
+            more_loss, more = _scaled(more_loss, more, torch.ones_like(weight) if count is None else count)
+            loss, grads = loss + more_loss, map_local(torch.add, grads, more)
+            total = total + (1 if count is None else count)
+        return _scaled(loss, grads, 1 / total)
 
     @torch.no_grad()
     def evaluate(self, *batch: Any) -> dict[str, Any]:
@@ -152,7 +161,7 @@ class Trainer(nn.Module):
         return {"loss": total / count, "tokens": self._tokens(batch)}
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write `directory/step-N`: parameters, buffers, optimizer state, average and step count.
+        """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
 
         Returns:
             the new checkpoint's path.
@@ -176,7 +185,7 @@ class Trainer(nn.Module):
         path = Path(directory) if (Path(directory) / ".metadata").is_file() else checkpoint.latest(directory)
         if path is None:
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
-        state = checkpoint.load(path, self._state())
+        state = checkpoint.load(path, self._state(), whole=("params", "optimizer"))
         self._copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
@@ -301,7 +310,7 @@ class Trainer(nn.Module):
 
     def _require(self, what: str, value: Any) -> Any:
         if value is None:
-            raise ShardError(f"Trainer: step and evaluate need {what}; pass Trainer(..., {what}=...)")
+            raise ShardError(f"Trainer: there is no {what}; pass Trainer(..., {what}=...)")
         return value
 
     def _tokens(self, batch: Any) -> int:
@@ -333,9 +342,22 @@ def _check_settings(model: object, accumulate: int, clip: float | None, ema: flo
         raise ShardError("Trainer(compile=True): compiling the step is not available yet; leave it out")
 
 
+def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
+    return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)
+
+
 @torch.no_grad()
 def _copied(params: Params) -> Params:
     return map_local(torch.clone, params)
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
+            f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
+        )
 
 
 def _owned(plan: Plan) -> Iterator[tuple[str, str, str]]:

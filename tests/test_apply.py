@@ -401,6 +401,55 @@ def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh) -> N
         loss.backward()
 
 
+class _Grouped(nn.Module):
+    """Grouped queries by torch's own attention, which repeats keys by the ratio of the heads that it is given."""
+
+    def __init__(self, heads: int, kv: int) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = nn.Linear(6, 4 * heads), nn.Linear(6, 4 * kv), nn.Linear(6, 4 * kv)
+        self.wo = nn.Linear(4 * heads, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+_GROUPED = {"wq.weight": "(heads@tp d) c", "wo.weight": "c (heads@tp d)"}
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(8, 4), (8, 2), (4, 2), (4, 1)])
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_fewer_key_heads_than_ranks(mesh: DeviceMesh, heads: int, kv: int) -> None:
+    torch.manual_seed(0)
+    model = _Grouped(heads, kv).double()
+    params = sf.shard(model, mesh, sf.Policy(rules=_GROUPED | {"{wk,wv}.weight": "(kv@tp? d) c"}, sizes={"d": 4}))
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())(params)
+    ref = model(x).square().mean()
+    ref.backward()
+    assert_parity({"loss": loss}, {"loss": ref.detach()})
+    noise = {"wk.bias"}
+    full, expected = sf.gather(grads), _reference_grads(model)
+    assert_parity({n: full[n] for n in full.keys() - noise}, {n: expected[n] for n in full.keys() - noise})
+
+
+def _grouped(heads: int, kv: int, rules: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    mesh, model = sf.make_mesh("cpu", fsdp=1, tp=4), _Grouped(heads, kv)
+    sf.apply(model, sf.shard(model, mesh, sf.Policy(rules=_GROUPED | rules, sizes={"d": 4})), torch.ones(2, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "rules", "match"),
+    [
+        (8, 2, {}, r"the output of 'w[kv]' is the same on all ranks of 'tp' and meets values .*'\(kv@tp\? d\) c'"),
+        (12, 3, {"{wk,wv}.weight": "(kv@tp? d) c"}, r"'w[kv]' has 3 parts .* 4 % 3 = 1 and 3 % 4 = 3"),
+    ],
+)
+def test_keys_that_fit_no_group_are_an_error(heads: int, kv: int, rules: dict[str, str], match: str) -> None:
+    run_raises(sf.ShardError, _grouped, heads, kv, rules, match=match, ranks=4)
+
+
 class _Sinks(nn.Module):
     """A parameter for each head, used directly."""
 

@@ -437,3 +437,27 @@ def test_what_is_no_argument() -> None:
         sf.plan(untyped([Model()]), MESH, POLICY)
     with pytest.raises(TypeError, match=r"Policy\(units=3\): 'auto', patterns, classes, or a callable"):
         plan(sf.Policy(units=3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"sizes": {"hedas": 2}}, "Policy.sizes: no rule has a dim named 'hedas'; did you mean 'heads'"),
+        ({"pad": {"vocb": 2}}, "Policy.pad: no rule has a dim named 'vocb'"),
+        ({"axes": {"hed": "tp"}}, "Policy.axes: no rule has a dim named 'hed'"),
+        ({"axes": {"heads": "tpp"}}, "Policy.axes.'heads'.: unknown mesh axis 'tpp'; did you mean 'tp'"),
+        ({"batch": ("fdsp",)}, "has no axis 'fdsp'; did you mean 'fsdp'"),
+    ],
+)
+def test_names_that_nothing_has(fields: dict[str, Any], match: str) -> None:
+    policy = sf.Policy(rules={"weight": "(heads d) c"}, sizes={"d": 2}) | sf.Policy(**fields)
+    with pytest.raises(sf.ShardError, match=match):
+        sf.plan(nn.Linear(4, 6), sf.MeshSpec(fsdp=2, tp=2), policy)
+
+
+def test_a_tied_parameter_has_one_rule() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    rules = {"0.weight": "vocab@tp c", "1.weight": "vocab c"}
+    with pytest.raises(sf.ShardError, match=r"one tensor under several names needs one rule, but '0\.weight' has"):
+        sf.plan(model, sf.MeshSpec(tp=2), sf.Policy(rules=rules))

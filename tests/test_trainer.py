@@ -1,6 +1,7 @@
 """`Trainer` against the functions and against one process; as a module; its checkpoints."""
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +272,9 @@ def test_settings_that_mean_nothing(fields: dict[str, Any], error: type[Exceptio
 
 def test_a_step_needs_a_loss_and_an_optimizer() -> None:
     trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
-    with pytest.raises(sf.ShardError, match="need optimizer"):
+    with pytest.raises(sf.ShardError, match="there is no optimizer"):
         trainer.step(torch.ones(1, 2))
-    with pytest.raises(sf.ShardError, match="need loss_fn"):
+    with pytest.raises(sf.ShardError, match="there is no loss_fn"):
         trainer.evaluate(torch.ones(1, 2))
     tensors: Any = {"w": torch.ones(2)}
     with pytest.raises(TypeError, match=r"expected an nn\.Module"):
@@ -305,3 +306,34 @@ def _meta() -> None:
     trainer = sf.Trainer(model, mesh, init=lambda module: module.reset_parameters())
     assert not any(t.is_meta for t in (*trainer.parameters(), *trainer.buffers()))
     assert bool(trainer(torch.randn(4, 6)).isfinite().all())
+
+
+@on_meshes({"fsdp": 2})
+def test_accumulated_means_over_unequal_counts_are_exact(mesh: DeviceMesh) -> None:
+    batch = sf.data.local_batch(tokens(), mesh)
+    batch[1][:2] = -100
+    batch[1][3, 1:] = -100
+    out = []
+    for accumulate in (1, 3):
+        model = decoder()
+
+        def loss_fn(params: sf.Params, x: Tensor, y: Tensor, model: nn.Module = model) -> sf.data.Mean:
+            return sf.data.Mean(sf.cross_entropy(sf.apply(model, params, x), y, reduction="sum"), (y != -100).sum())
+
+        trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(0.1), loss_fn=loss_fn, accumulate=accumulate)
+        result = trainer.step(*batch)
+        out.append({"loss": result["loss"], "norm": result["grad_norm"], **_full(trainer)})
+    assert_parity(out[1], out[0])
+
+
+@on_meshes({"fsdp": 2})
+def test_a_checkpoint_of_another_optimizer_is_refused(mesh: DeviceMesh) -> None:
+    directory = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(directory)
+    sf.Trainer(decoder(), mesh, optimizer=sf.optim.adamw(0.1)).save(directory[0])
+    for optimizer in (sf.optim.lion(0.1), None):
+        with pytest.raises(sf.ShardError, match=r"'optimizer\..*' is in it and was not asked for"):
+            sf.Trainer(decoder(), mesh, optimizer=optimizer).load(directory[0])
+    adam: Any = torch.optim.AdamW
+    with pytest.raises(TypeError, match=r"sf\.optim\.from_torch\(AdamW"):
+        sf.Trainer(decoder(), mesh, optimizer=adam)

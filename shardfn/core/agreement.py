@@ -19,6 +19,8 @@ from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, not_in_mesh
 from shardfn.core.plan import Plan
 
+VALUES = "values of"  # how a fact about values begins
+
 
 def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -> int:
     """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
@@ -33,7 +35,7 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
     if mesh.get_coordinate() is None:
         raise made if isinstance(made, Exception) else not_in_mesh(mesh)
     error = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else None
-    digest = None if isinstance(made, Exception) else (made.digest, *_mesh_lines(mesh), *facts)
+    digest = None if isinstance(made, Exception) else _digest([made.digest, *_mesh_lines(mesh), *facts])
     answers = _exchange(mesh, (dist.get_rank(), digest, error, torch.initial_seed()))
     if isinstance(made, Exception):
         raise made
@@ -44,8 +46,16 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
         )
     if len({plan_digest for _, plan_digest, _, _ in answers}) > 1:
         described = _exchange(mesh, (dist.get_rank(), [*_mesh_lines(mesh), *_lines(made), *facts]))
-        raise ShardError(f"shard: ranks have different models or policies: {_first_difference(described)}")
+        difference = _first_difference(described)
+        remedy = (
+            ". Call torch.manual_seed before making the model, or pass src=0." if f"has {VALUES}" in difference else ""
+        )
+        raise ShardError(f"shard: ranks have different models or policies: {difference}{remedy}")
     return answers[0][3]
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ written has the model's names and shapes, whatever the layout.
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +126,14 @@ def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None
     return target
 
 
-def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None) -> Any:
+def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None, *, whole: Sequence[str] = ()) -> Any:
     """Read a checkpoint into a new tree with the layouts of `like`, which may be on another mesh than it was saved on.
 
     Args:
         path: a directory made by `save`.
-        like: a tree of the same structure; its values are not used or changed.
+        like: a tree of the same structure, or of a part of it; its values are not used or changed.
         mesh: as in `save`.
+        whole: names at the top of the tree of which everything in the checkpoint must be wanted.
 
     Returns:
         the tree.
@@ -146,7 +147,7 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     if not (Path(path) / ".metadata").is_file():
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
     state = {name: _empty(tensor) for name, tensor in _flat_state(like).items()}
-    _require_same(str(path), reader.read_metadata(), state)
+    _require_same(str(path), reader.read_metadata(), state, whole)
     state_dict_loader.load(state, storage_reader=reader)
     flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
     return pytree.tree_unflatten([_restored(_name(key), leaf, state) for key, leaf in flat], spec)
@@ -201,9 +202,10 @@ def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
     return state.get(name)
 
 
-def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
-    """Every wanted tensor is there with its shape and dtype; more may be there."""
-    problems = []
+def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], whole: Sequence[str]) -> None:
+    """Every wanted tensor is there with its shape and dtype; more may be there, but not under the names in `whole`."""
+    extra = (name for name in metadata.state_dict_metadata if name.split(".")[0] in whole and name not in state)
+    problems = [f"'{name}' is in it and was not asked for" for name in extra]
     for name, tensor in state.items():
         have = metadata.state_dict_metadata.get(name)
         if not isinstance(have, TensorStorageMetadata):

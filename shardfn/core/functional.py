@@ -3,6 +3,7 @@
 Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardfn._torch import unwrap_local, wrap_local
-from shardfn.core.agreement import agree
+from shardfn.core.agreement import VALUES, agree
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, gather_leaves, leaf_spec
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
@@ -56,14 +57,15 @@ def shard(
         init: fills meta tensors: called once for every module that owns some, with that module's own tensors on the
             mesh's device, under a seed of its own (drawn from torch's seed on the first rank and the module's name), so
             that the values do not depend on the mesh. Tensors of one module at a time are whole.
-        src: the global rank whose values count; others may hold meta tensors. Default: every rank has the values.
+        src: the global rank whose values count; others may hold meta tensors. Default: every rank has the same values
+            (some of each tensor are compared): make the model under the same `torch.manual_seed` everywhere.
 
     Returns:
         the tree; `params.plan`, `params.mesh`, `params.buffers` go with it.
 
     Raises:
-        ShardError: everything `plan` raises; meta tensors without `init` or `src`; ranks whose models, policies or
-            meshes differ. On every rank, before any tensor is sent.
+        ShardError: everything `plan` raises; meta tensors without `init` or `src`; ranks whose models, values, policies
+            or meshes differ. On every rank, before any tensor is sent.
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
@@ -139,10 +141,23 @@ def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: A
 
 
 def _facts(model: object, init: Any, src: int | None) -> list[str]:
-    """What the ranks must have in common besides the plan, so that they issue the same collectives."""
-    buffers = _named_buffers(model).items()
-    lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers]
-    return [*lines, f"src={src}", "an init function" if init is not None else "no init function"]
+    """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
+    buffers = _named_buffers(model)
+    lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
+    lines += [f"src={src}", "an init function" if init is not None else "no init function"]
+    if src is None and isinstance(model, nn.Module | Mapping):
+        held = {**dict(_named_tensors(model)), **buffers}
+        lines += [
+            f"{VALUES} '{name}' {_sampled(x)}" for name, x in held.items() if isinstance(x, Tensor) and not x.is_meta
+        ]
+    return lines
+
+
+def _sampled(tensor: Tensor) -> str:
+    """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
+    return hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def _named_buffers(model: object) -> dict[str, Tensor]:

@@ -75,6 +75,9 @@ class Layout:
     leaves: tuple[Leaf, ...]
     block_dim: int = 0  # the model dim along which several leaves are concatenated
     unit: str = ""
+    # (axis, n) of `kv@tp?` on dim 0 when its n parts do not divide: whole in storage, and where the model meets it
+    # with values that are split over the axis, each rank takes the part that its share of them belongs to
+    shared: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:

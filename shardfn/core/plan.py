@@ -7,6 +7,7 @@ moves data looks its decisions up here and never thinks.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
 from shardfn.core.pattern import compile_pattern, first_match, matches
-from shardfn.core.policy import Policy
+from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
 
 
@@ -330,6 +331,7 @@ def _rules(
     for param in info.params:
         used |= {pattern for pattern in policy.rules if any(matches(pattern, name) for name in param.names)}
         pattern = first_match(policy.rules, param.names)
+        problems += _conflicts(param, policy)
         try:
             if pattern is None:
                 found[param.name] = _default(param, axes, role, policy)
@@ -351,6 +353,15 @@ def _rules(
                 f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}"
             )
     return found
+
+
+def _conflicts(param: ParamInfo, policy: Policy) -> list[str]:
+    """A tied parameter whose names match rules that differ."""
+    chosen = {name: policy.rules[p] for name in param.names if (p := first_match(policy.rules, [name])) is not None}
+    if len(set(chosen.values())) < 2:
+        return []
+    said = ", ".join(f"{name!r} has {rule!r}" for name, rule in chosen.items())
+    return [f"{param.name}: one tensor under several names needs one rule, but {said}"]
 
 
 def _bias_rules(
@@ -472,8 +483,25 @@ class _LayoutBuilder:
         else:
             leaves = (self._leaf(param.name, rule, fused, 0),)
         return Layout(
-            param.name, param.aliases, param.shape, param.dtype, param.trainable, rule, self.source, leaves, fused
+            param.name,
+            param.aliases,
+            param.shape,
+            param.dtype,
+            param.trainable,
+            rule,
+            self.source,
+            leaves,
+            fused,
+            shared=self._shared(rule),
         )
+
+    def _shared(self, rule: Spec) -> tuple[tuple[str, int], ...]:
+        """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
+        if not rule.dims or len(rule.dims[0].blocks) > 1:
+            return ()
+        asked, given = self.spec.dims[0].factors[0], rule.dims[0].factors[0]
+        denied = [axis for axis in asked.axes if axis in self.role.compute and axis not in given.axes]
+        return tuple((axis, self._size(0, 0, asked)) for axis in denied if asked.optional and self.axes[axis] > 1)
 
     def _size(self, at: int, index: int, factor: Factor) -> int:
         return self.sizes.of(self.param.name, at, index, factor)
@@ -657,9 +685,35 @@ def _uncomputable(
     return problems
 
 
+def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
+    """Names in `sizes`, `pad` and `axes` that no rule has, and axes that the mesh does not have."""
+    problems = []
+    factors: set[str] = set()
+    for rule in policy.rules.values():
+        try:
+            factors |= {factor.name for factor in parse(rule).factors}
+        except (ShardError, TypeError):
+            return []  # reported with its rule
+    for field_name in ("sizes", "pad", "axes"):
+        for name in getattr(policy, field_name):
+            if policy.rules and name not in factors:
+                hint = did_you_mean(name, factors) or "."
+                problems.append(f"Policy.{field_name}: no rule has a dim named '{name}'{hint}")
+    for name, split in policy.axes.items():
+        for axis in (split,) if isinstance(split, str) else split:
+            if axis not in axes:
+                problems.append(f"Policy.axes[{name!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes) or '.'}")
+    if policy.batch != BATCH_AXES:
+        for pattern in policy.batch:
+            if not any(fnmatchcase(axis, pattern) for axis in axes):
+                hint = did_you_mean(pattern, axes) or "."
+                problems.append(f"Policy.batch: the mesh {dict(axes)} has no axis '{pattern}'{hint}")
+    return problems
+
+
 def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:
     """Settings that do not fit the mesh or the model."""
-    problems = []
+    problems = _unused_names(policy, axes)
     if policy.regather is not True and policy.regather is not False and policy.regather > 1:
         problems.append(
             f"Policy(regather={policy.regather}): keeping a shard over n ranks is not available yet; use True or False"

@@ -56,11 +56,26 @@ def value_and_grad(
     """
     if reduce not in ("mean", "sum", None):
         raise ValueError(f"value_and_grad(reduce={reduce!r}): 'mean', 'sum' or None")
-    single = isinstance(argnums, int)
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    differentiate = differentiator(loss_fn, argnums, has_aux, reduce)
 
     @wraps(loss_fn)
     def call(*args: Any, **kwargs: Any) -> Any:
+        value, aux, grads, _ = differentiate(*args, **kwargs)
+        return ((value, aux) if has_aux else value), grads
+
+    return call
+
+
+def differentiator(
+    loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, reduce: Reduction = "mean"
+) -> Callable[..., tuple[Tensor, Any, Any, Tensor | None]]:
+    """`value_and_grad` that also says what the loss counted: f(*args) -> (loss, aux, grads, count of a `Mean` or None).
+
+    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks.
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
         inputs = list(args)
         for position in positions:
             if position >= len(args):
@@ -70,10 +85,10 @@ def value_and_grad(
             result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
             owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
-            loss, value = _objective(loss, owner)
+            loss, count = _objective(loss, owner)
         grads = _gradients(loss, [inputs[p] for p in positions])
-        value = _averaged(value, owner)
-        return ((value, aux) if has_aux else value), (grads[0] if single else tuple(grads))
+        value = _averaged(loss.detach(), owner)
+        return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
 
     return call
 
@@ -128,8 +143,9 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     return Params(leaves, plan, tree.mesh, tree.buffers)
 
 
-def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor]:
-    """(what to differentiate, this rank's value): for a `Mean`, scaled so that the mean over ranks is exact."""
+def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
+    """(what to differentiate, count of a `Mean`): divided by the count's mean over ranks, so that their mean is exact."""
+    count = None
     if isinstance(loss, Mean):
         count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
         loss = loss.total / count.to(loss.total.dtype)
@@ -137,7 +153,7 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor]:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         what = "a DTensor" if isinstance(loss, DTensor) else what
         raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
-    return loss, loss.detach()
+    return loss, count
 
 
 def _averaged(value: Tensor, owner: Params | None) -> Tensor:

@@ -23,7 +23,7 @@ from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
-from shardfn.core.wiring import owned_names, wire
+from shardfn.core.wiring import owned_names, shared_parts, wire
 
 _ROUNDS = 8
 
@@ -51,7 +51,8 @@ def plan(
         mesh: a `DeviceMesh` with axis names, or a `MeshSpec`.
         policy: rules, units, precision.
         example: one data rank's inputs, a tuple for several: the forward then runs once on meta tensors of local shape,
-            and `comm_bytes` counts activations too.
+            and `comm_bytes` counts activations too. Without it a head count taken from the configuration, or a layer
+            that no rule splits, is only found by the first `apply`.
 
     Returns:
         plain data; `print` shows it as a table.
@@ -80,6 +81,10 @@ def splits_compute(plan_: Plan) -> bool:
     return any(compute.intersection(layout.axes) for layout in plan_.layouts.values())
 
 
+class _ForwardFailed(ShardError):
+    """The forward itself raised, with the sizes of one rank."""
+
+
 class Trial:
     """Runs a forward on meta tensors until nothing is found to add."""
 
@@ -97,18 +102,44 @@ class Trial:
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
-        adjust, found = Adjustments(), Findings()
+        try:
+            return self._settled(Adjustments(), args, kwargs)
+        except _ForwardFailed as failure:
+            # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries.
+            groups = self._groups()
+            if not groups:
+                raise
+            try:
+                return self._settled(Adjustments(vary=groups), args, kwargs)
+            except ShardError:
+                raise failure from failure.__cause__
+
+    def _settled(self, adjust: Adjustments, args: Any, kwargs: Any) -> Adjustments:
+        found = Findings()
         for _ in range(_ROUNDS):
             found = self._run(adjust, *to_meta(cast_inputs(self.plan, (args, kwargs))))
             if new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
             elif new_vary := found.vary - adjust.vary:
+                for source, axis in sorted(new_vary):
+                    if source.startswith("module "):
+                        shared_parts(self.plan, source.removeprefix("module "), axis)
                 adjust = replace(adjust, vary=adjust.vary | new_vary)
             elif not found.mixed:
                 return adjust
             else:
                 break
         raise ShardError(_mixed_message(found))
+
+    def _groups(self) -> frozenset[tuple[str, str]]:
+        """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
+        return frozenset(
+            (f"module {module.name}", axis)
+            for module in self.plan.info.modules
+            if module.kind == "linear"
+            for axis, parts in self.plan.layouts[dict(module.params)["weight"]].shared
+            if self.plan.axes[axis] % parts == 0
+        )
 
     def _run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Findings:
         """One forward."""
@@ -123,7 +154,7 @@ class Trial:
         except ShardError:
             raise
         except Exception as error:
-            raise ShardError(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
+            raise _ForwardFailed(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
         check_outputs(variance, output)
         self.bytes_moved = axes.bytes_moved
         return variance.findings

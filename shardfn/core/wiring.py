@@ -43,9 +43,10 @@ def wire(
         return value
 
     wrapped = dict(around)
-    for source in {source for source, _ in adjust.vary if source.startswith("module ")}:
-        path = source.removeprefix("module ")
-        wrapped[path] = _chained(_varying(axes, adjust.axes_of(source)), wrapped.get(path))
+    for source, axis in sorted(adjust.vary):
+        if source.startswith("module "):
+            path = source.removeprefix("module ")
+            wrapped[path] = _chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
     forwards = parallel_forwards(plan, axes, fetch, adjust)
     return Wiring(names, buffers, fetch, _guard(plan), forwards, wrapped)
 
@@ -88,15 +89,43 @@ def _guard(plan: Plan) -> Callable[[str, str, str], None]:
     return guard
 
 
-def _varying(axes: ComputeAxes, names: list[str]) -> Around:
-    """`pvary` the output of a module, see [Note: varying and invariant]."""
+def shared_parts(plan: Plan, path: str, axis: str) -> int:
+    """How many parts the output of a linear has that asked to be split over `axis` (`kv@tp?`) and does not divide.
+
+    Raises:
+        ShardError: nobody asked for that, or ranks of the axis would need parts of a part.
+    """
+    module = next((m for m in plan.info.modules if m.name == path), None)
+    layout = plan.layouts[dict(module.params)["weight"]] if module is not None and module.kind == "linear" else None
+    parts = dict(layout.shared).get(axis, 0) if layout is not None else 0
+    ranks = plan.axes[axis]
+    if parts and ranks % parts == 0:
+        return parts
+    if parts and layout is not None:
+        raise ShardError(
+            f"apply: {path!r} has {parts} parts by '{layout.rule}', {axis}={ranks} ranks need one each or share one in "
+            f"equal groups, {ranks} % {parts} = {ranks % parts} and {parts} % {ranks} = {parts % ranks}. "
+            f"Choose another size of '{axis}'."
+        )
+    raise ShardError(
+        f"apply: the output of {path!r} is the same on all ranks of '{axis}' and meets values that are split over it. "
+        f"Split it too, for keys and values of grouped queries with a rule such as '(kv@{axis}? d) c', where '?' lets "
+        f"the ranks of one group share a head; or, when it belongs to every part, write "
+        f"sf.collectives.pvary(x, mesh, '{axis}')."
+    )
+
+
+def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
+    """The part of a module's output, [.., parts * n] -> [.., n], that this rank's share of the axis belongs to.
+
+    With 2 key heads on 4 ranks, ranks 0 and 1 take head 0: the queries on them are those of its group.
+    """
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            out = inner(*args, **kwargs)
-            for axis in names:
-                out = axes.vary(out, axis)
-            return out
+            out = axes.vary(inner(*args, **kwargs), axis)
+            length = out.shape[-1] // parts
+            return out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
 
         return forward
 
