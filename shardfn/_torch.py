@@ -135,3 +135,8 @@ IncompatibleKeys = nn.modules.module._IncompatibleKeys
 def foreach(operation: str) -> Callable[..., Any]:
     """The fused form of an operation over lists of tensors, `foreach("add_")`: what torch's own optimizers call."""
     return getattr(torch, f"_foreach_{operation}")
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view belongs to."""
+    return tensor._base

@@ -149,11 +149,14 @@ class Trainer(nn.Module):
     def evaluate(self, *batch: Any) -> dict[str, Any]:
         """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
         loss_fn, training = self._require("loss_fn", self.loss_fn), self.training
+        modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
             loss = loss_fn(self.params, *batch)
         finally:
-            self.train(training)
+            self.training = training
+            for module, mode in modes:
+                module.training = mode
         total, count = loss if isinstance(loss, Mean) else (loss, torch.ones_like(loss))
         for axis in self.plan.roles.data:
             total = pmean(total, self.mesh, axis)

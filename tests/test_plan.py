@@ -444,13 +444,15 @@ def test_what_is_no_argument() -> None:
     [
         ({"sizes": {"hedas": 2}}, "Policy.sizes: no rule has a dim named 'hedas'; did you mean 'heads'"),
         ({"pad": {"vocb": 2}}, "Policy.pad: no rule has a dim named 'vocb'"),
-        ({"axes": {"hed": "tp"}}, "Policy.axes: no rule has a dim named 'hed'"),
+        ({"axes": {"head": "tp"}}, "Policy.axes: no rule has a dim named 'head'"),
         ({"axes": {"heads": "tpp"}}, "Policy.axes.'heads'.: unknown mesh axis 'tpp'; did you mean 'tp'"),
         ({"batch": ("fdsp",)}, "has no axis 'fdsp'; did you mean 'fsdp'"),
     ],
 )
 def test_names_that_nothing_has(fields: dict[str, Any], match: str) -> None:
-    policy = sf.Policy(rules={"weight": "(heads d) c"}, sizes={"d": 2}) | sf.Policy(**fields)
+    policy = sf.Policy(rules={"weight": "(heads d) c", "bias": "vocab"}, sizes={"d": 2, "other": 3}) | sf.Policy(
+        **fields
+    )
     with pytest.raises(sf.ShardError, match=match):
         sf.plan(nn.Linear(4, 6), sf.MeshSpec(fsdp=2, tp=2), policy)
 

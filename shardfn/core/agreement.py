@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
 from shardfn.core.collectives import gather_flat
@@ -134,9 +135,11 @@ def _fingerprint(batch: Any) -> int:
     """A hash of the bytes of every tensor in a batch."""
     digest = hashlib.blake2b(digest_size=7)
     for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
             digest.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
             digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, bool | int | float | str | None):
+            digest.update(repr(leaf).encode())
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -144,6 +147,8 @@ def wrong_inputs(batch: Any, device: torch.device) -> str | None:
     """Why the inputs of `apply` cannot be used on this rank."""
     named: Mapping[str, Any] = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
     for name, leaf in named.items():
+        if isinstance(leaf, DTensor):
+            return f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch"
         if isinstance(leaf, Tensor) and leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
             why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"
             return f"{why}; move it with .to('{device.type}')"

@@ -3,15 +3,16 @@
 inputs checked -> (first call: run without data) -> copies bound to a session -> forward -> outputs cast
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardfn._torch import pytree
+from shardfn._torch import in_transform, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.session import Session
@@ -34,7 +35,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     this rank's heads are there. The model itself is not changed, except for attributes that its forward assigns.
 
         >>> import torch, shardfn as sf
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> model = nn.Linear(4, 2)
         >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
         >>> x = torch.ones(3, 4)
@@ -65,8 +66,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     if not isinstance(params, Params):
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}")
     call = _Call(model, params, method or "__call__")
-    call.check_inputs((args, kwargs))
-    adjust = call.adjustments(args, kwargs)
+    adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))
     with no_escape(model) if call.record.calls == 1 else nullcontext():
         output = call.run(adjust, args, kwargs)
@@ -101,20 +101,44 @@ class _Call:
         self.record = _record(model, self.plan)
         self.compute = [axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1]
 
-    def check_inputs(self, batch: Any) -> None:
-        """Raise when the inputs cannot be used; on the first calls all ranks do when one must."""
-        self.record.calls += 1
-        problem = wrong_inputs(batch, self.grid.device)
-        if self.record.calls <= _CHECKED_CALLS and len(self.grid.ranks()) > 1:
-            check_batch(self.grid, self.compute, batch, problem)
-        elif problem is not None:
-            raise ShardError(problem)
+    def prepare(self, args: Any, kwargs: Any) -> Adjustments:
+        """Check everything that can be checked without data, and find what the derivation needs.
 
-    def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
+        On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
+        """
+        self.record.calls += 1
+        adjust, problem = Adjustments(), None
+        try:
+            self._require_leaves()
+            if why := wrong_inputs((args, kwargs), self.grid.device):
+                raise ShardError(why)
+            if self.method == "__call__":
+                inspect.signature(type(self.model).forward).bind(self.model, *args, **kwargs)
+            adjust = self._adjustments(args, kwargs)
+        except (ShardError, TypeError) as error:
+            problem = error
+        if self.record.calls <= _CHECKED_CALLS and len(self.grid.ranks()) > 1 and not in_transform():
+            batch = (args, kwargs, self.model.training)
+            try:
+                check_batch(self.grid, self.compute, batch, None if problem is None else str(problem))
+            except ShardError as error:
+                raise (problem or error) from None
+        if problem is not None:
+            raise problem
+        return adjust
+
+    def _require_leaves(self) -> None:
+        missing = [name for name in self.plan.leaves if name not in self.params]
+        if missing:
+            raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
+
+    def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""
         if not splits_compute(self.plan):
             return Adjustments()
-        key = (self.method, self.model.training, str(pytree.tree_structure((args, kwargs))))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        modes = tuple(module.training for module in self.model.modules())
+        key = (self.method, modes, str(structure), *map(_kind, leaves))
         if key not in self.record.adjustments:
             trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
             self.record.adjustments[key] = trial.adjustments(args, kwargs)
@@ -133,6 +157,13 @@ class _Call:
         finally:
             session.close()
             bound.write_back(buffers)
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an input may change the way of a forward, and is looked at to decide whether a new run is needed."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
 def _record(model: nn.Module, plan: Plan) -> _Record:

@@ -122,7 +122,7 @@ def kind_of(module: nn.Module) -> str:
     The forward must be torch's: a subclass that overrides it computes something else. `nn.MultiheadAttention` reads
     the weight of its output projection without calling it, so that projection does not count either.
     """
-    forward = type(module).forward
+    forward = None if "forward" in vars(module) else type(module).forward
     if forward is nn.Linear.forward and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "linear"
     return "embedding" if forward is nn.Embedding.forward else "other"

@@ -7,6 +7,7 @@ moves data looks its decisions up here and never thinks.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -686,7 +687,10 @@ def _uncomputable(
 
 
 def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
-    """Names in `sizes`, `pad` and `axes` that no rule has, and axes that the mesh does not have."""
+    """Names in `sizes`, `pad` and `axes` that look like those of the rules misspelt; axes that the mesh does not have.
+
+    Further names are fine: a policy may serve several models.
+    """
     problems = []
     factors: set[str] = set()
     for rule in policy.rules.values():
@@ -696,9 +700,9 @@ def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
             return []  # reported with its rule
     for field_name in ("sizes", "pad", "axes"):
         for name in getattr(policy, field_name):
-            if policy.rules and name not in factors:
-                hint = did_you_mean(name, factors) or "."
-                problems.append(f"Policy.{field_name}: no rule has a dim named '{name}'{hint}")
+            typo = next(iter(get_close_matches(name, sorted(factors - {name}), 1, 0.8)), None)
+            if name not in factors and typo and _letters(typo) != _letters(name):
+                problems.append(f"Policy.{field_name}: no rule has a dim named '{name}'; did you mean '{typo}'?")
     for name, split in policy.axes.items():
         for axis in (split,) if isinstance(split, str) else split:
             if axis not in axes:
@@ -709,6 +713,10 @@ def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
                 hint = did_you_mean(pattern, axes) or "."
                 problems.append(f"Policy.batch: the mesh {dict(axes)} has no axis '{pattern}'{hint}")
     return problems
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in name if not c.isdigit())
 
 
 def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:

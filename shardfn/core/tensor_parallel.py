@@ -74,7 +74,8 @@ class ComputeAxes:
             )
         cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
-            cache[x] = self._marked(collectives.pvary(x, self.mesh, axis), x, adds=axis)
+            with torch.set_grad_enabled(x.requires_grad or torch.is_grad_enabled()):  # also used outside a no_grad
+                cache[x] = self._marked(collectives.pvary(x, self.mesh, axis), x, adds=axis)
             self._count(x, axis, 2 if x.requires_grad else 0)
         return cache[x]
 
@@ -104,9 +105,10 @@ class ComputeAxes:
 
     def _marked(self, out: Tensor, x: Tensor, adds: str | None = None, removes: str | None = None) -> Tensor:
         if self._variance is not None:
-            axes = self._variance.tag(x).axes
-            axes = axes | {adds} if adds else axes - {removes}
-            self._variance.mark(out, Tag(axes, None, self._variance.tag(x).split_by if axes else frozenset()))
+            known = self._variance.tag(x)
+            axes = known.axes | {adds} if adds else known.axes - {removes}
+            wants = known.wants or x.requires_grad
+            self._variance.mark(out, Tag(axes, wants, None, known.split_by if axes else frozenset()))
         return out
 
 
@@ -235,6 +237,7 @@ def _embedding(
                 "sparse need it whole"
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
+        _require_ids(module.name, ids, layout.shape[0])
         first = _first_row(axes, vocab, w.shape[0])
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
@@ -250,6 +253,16 @@ def _embedding(
         return axes.note_source(rows, f"module {module.name}")
 
     return forward
+
+
+def _require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
+    """On the CPU, as torch does there: an id that no rank has would silently be a row of zeros."""
+    if ids.device.type == "cpu" and ids.numel():
+        known = ids if ignore is None else ids[ids != ignore]
+        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
+            raise IndexError(
+                f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
+            )
 
 
 def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
@@ -315,6 +328,7 @@ def _split_cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, sm
         raise ShardError(f"cross_entropy: logits must be split over their last dim by one axis, not {placements}")
     axis = (mesh.mesh_dim_names or ("",))[0]
     vocab = logits.shape[-1]
+    _require_ids("cross_entropy", targets, vocab, ignore_index)
     local = logits.to_local(grad_placements=[Shard(logits.dim() - 1)])  # [..., vocab/axis]
     local = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     largest = local.detach().amax(-1)

@@ -144,11 +144,11 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
-    """(what to differentiate, count of a `Mean`): divided by the count's mean over ranks, so that their mean is exact."""
+    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact."""
     count = None
     if isinstance(loss, Mean):
         count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
-        loss = loss.total / count.to(loss.total.dtype)
+        loss = loss.total / torch.where(count > 0, count, 1).to(loss.total.dtype)  # nothing counted: a loss of zero
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         what = "a DTensor" if isinstance(loss, DTensor) else what

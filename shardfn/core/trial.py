@@ -155,7 +155,7 @@ class Trial:
             raise
         except Exception as error:
             raise _ForwardFailed(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
-        check_outputs(variance, output)
+        check_outputs(variance, (output, bound.assigned()))
         self.bytes_moved = axes.bytes_moved
         return variance.findings
 
@@ -187,7 +187,7 @@ class _MetaWeights:
             made = compute_view(layout, parts).detach()
             made.requires_grad_(layout.trainable and made.is_floating_point())
             axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
-            self._variance.mark(made, Tag(axes, None if axes else f"parameter {name}"))
+            self._variance.mark(made, Tag(axes, made.requires_grad, None if axes else f"parameter {name}"))
             self._made[name] = made
         return self._made[name]
 

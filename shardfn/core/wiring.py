@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
-from shardfn.core.model import describe
+from shardfn.core.model import describe, kind_of
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
@@ -68,7 +68,19 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
         raise ShardError(
             f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model"
         )
+    for module in modules:
+        split = any(_compute_split(plan, name) for _, name in module.params)
+        if split and kind_of(model.get_submodule(module.name)) != module.kind:
+            raise ShardError(
+                f"apply: {module.name!r} splits its weights and has another forward than when its plan was made (a "
+                f"patched one, or another class); give it a parallel forward: Policy(compute={{{module.name!r}: fn}})"
+            )
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
+
+
+def _compute_split(plan: Plan, name: str) -> list[str]:
+    """The compute axes of several ranks that split a parameter."""
+    return [axis for axis in plan.layouts[name].axes if axis in plan.roles.compute and plan.axes[axis] > 1]
 
 
 def _guard(plan: Plan) -> Callable[[str, str, str], None]:
@@ -76,7 +88,7 @@ def _guard(plan: Plan) -> Callable[[str, str, str], None]:
 
     def guard(path: str, attribute: str, name: str) -> None:
         layout = plan.layouts[name]
-        split = [axis for axis in layout.axes if axis in plan.roles.compute and plan.axes[axis] > 1]
+        split = _compute_split(plan, name)
         if split and first_match(plan.policy.compute, [path]) is None:
             raise ShardError(
                 f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads "

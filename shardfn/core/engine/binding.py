@@ -146,6 +146,16 @@ class Bound:
             return {key: self._moved(item) for key, item in value.items()}
         return value
 
+    def assigned(self) -> list[Any]:
+        """What the forward assigned to attributes of its modules, and all buffers: it may have filled them."""
+        values = [
+            copy.__dict__[name]
+            for _, copy, before in self._changed
+            for name in copy.__dict__.keys() - _OWN
+            if before.get(name, self) is not copy.__dict__[name]
+        ]
+        return values + [buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._named_buffers]
+
     def write_back(self, buffers: dict[str, Tensor]) -> None:
         """Give the template the attributes, and `buffers` the buffers, that the forward assigned."""
         for module, copy, before in self._changed:

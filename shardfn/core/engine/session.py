@@ -35,6 +35,7 @@ class Session:
         self.plan, self.grid, self.leaves = plan, grid, leaves
         self._units = {unit.name: unit for unit in plan.units}
         self._spots = buckets_on_grid(plan, grid)
+        self._differentiates = torch.is_grad_enabled()
         self._live: dict[str, dict[str, Tensor]] = {}
         self._depth: dict[str, int] = {}
         self._by_storage: dict[int, _Regather] = {}
@@ -44,7 +45,9 @@ class Session:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
         unit = self.plan.layouts[name].unit
         if unit not in self._live:
-            self._live[unit] = self._gather(self._units[unit])
+            # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
+            with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
+                self._live[unit] = self._gather(self._units[unit])
         return self._live[unit][name]
 
     def enter(self, unit: str) -> None:
@@ -86,6 +89,7 @@ class Session:
         regather = _Regather(spot, leaves, self) if frees else None
         wholes = GatherBucket.apply(spot, regather.release if regather else None, *leaves)
         if regather is not None and (storage := wholes[0].untyped_storage().data_ptr()):
+            regather.gathered = {whole.storage_offset(): version_of(whole) for whole in wholes}
             self._by_storage[storage] = regather
         return dict(zip(bucket.leaves, wholes, strict=True))
 
@@ -99,6 +103,7 @@ class Session:
         regather = self._by_storage.get(saved.untyped_storage().data_ptr()) if self._by_storage else None
         if regather is None:
             return saved
+        regather.require_unchanged(saved)
         return _Packed(regather, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def keep(self, regather: "_Regather") -> None:
@@ -137,6 +142,17 @@ class _Regather:
         self._versions = [version_of(shard) for shard in self._shards]
         self._session = session
         self._flat: Tensor | None = None
+        self.gathered: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
+
+    def require_unchanged(self, saved: Tensor) -> None:
+        """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
+        begins = max(offset for offset in self.gathered if offset <= saved.storage_offset())
+        if version_of(saved) != self.gathered[begins]:
+            name = self.spot.bucket.leaves[list(self.gathered).index(begins)]
+            raise RuntimeError(
+                f"'{name}' was changed in place by the forward; with Policy(regather=True) its backward would use the "
+                f"value from before. Write a new tensor instead, or update the tree of parameters."
+            )
 
     def view(self, packed: _Packed) -> Tensor:
         """The saved view; the bucket's one all-gather happens at the first one."""

@@ -9,7 +9,7 @@ the missing `pvary` from its types; here the forward runs once on meta tensors u
 through every operation and says where it is missing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import TorchDispatchMode, pytree
+from shardfn._torch import TorchDispatchMode, base_of, pytree
 
 
 @dataclass(frozen=True)
 class Tag:
     """What is known about one tensor.
 
-    `axes`: the axes it varies over. `source`: the one parameter or module output that it is made of (by operations
-    whose other inputs need no gradient). `split_by`: the column-parallel modules whose split it carries.
+    `axes`: the axes it varies over. `wants`: whether it depends on what is differentiated, which its `requires_grad`
+    does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one parameter or module
+    output that it is made of (by operations whose other inputs need no gradient). `split_by`: the column-parallel
+    modules whose split it carries.
     """
 
     axes: frozenset[str] = frozenset()
+    wants: bool = False
     source: str | None = None
     split_by: frozenset[str] = frozenset()
 
@@ -91,12 +94,20 @@ class Variance(TorchDispatchMode):
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self._tags[leaf] = tag
+                    self._tag_base(leaf, tag)
         return out
+
+    def _tag_base(self, written: Tensor, tag: Tag) -> None:
+        """What is written into a view is in the tensor that it views."""
+        base = base_of(written)
+        if base is not None and tag.axes - self.tag(base).axes:
+            known = self.tag(base)
+            self._tags[base] = Tag(known.axes | tag.axes, known.wants or tag.wants, None, known.split_by | tag.split_by)
 
     def _joined(self, inputs: list[Tensor], operation: str) -> Tag:
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset().union(*(tag.axes for _, tag in tags))
-        grads = [tag for tensor, tag in tags if tensor.requires_grad]
+        grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.axes):
                 if tag.source is not None:
@@ -107,12 +118,13 @@ class Variance(TorchDispatchMode):
                     )
         sources = {tag.source for tag in grads}
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
-        return Tag(axes, sources.pop() if len(sources) == 1 else None, split_by)
+        wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
+        return Tag(axes, wants, sources.pop() if len(sources) == 1 else None, split_by)
 
 
 def check_outputs(variance: Variance, output: Any) -> None:
     """Note the column-parallel modules whose split would leave `apply`."""
-    for leaf in pytree.tree_leaves(output):
+    for leaf in _tensors(output, depth=4):
         if isinstance(leaf, Tensor) and variance.tag(leaf).axes:
             tag = variance.tag(leaf)
             variance.findings.gather |= tag.split_by
@@ -120,6 +132,15 @@ def check_outputs(variance: Variance, output: Any) -> None:
                 variance.findings.mixed.append(
                     f"an output of shape {tuple(leaf.shape)} is split over {sorted(tag.axes)}"
                 )
+
+
+def _tensors(tree: Any, depth: int) -> Iterator[Tensor]:
+    """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable):
+            yield from _tensors(dict(vars(leaf)), depth - 1)
 
 
 def to_meta(tree: Any) -> Any:

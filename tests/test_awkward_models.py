@@ -1,0 +1,216 @@
+"""Models that do what derivations and caches tend to forget; each was a wrong number or a hang once."""
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes, run_raises
+
+RULES = {"up.weight": "f@tp c", "down.weight": "c f@tp"}
+MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+
+
+class MLP(nn.Module):
+    """The parts that the models below put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.gate = nn.Linear(8, 8), nn.Linear(8, 16)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.flag = "plain"
+        self.aux: Any = None
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        return self.down(self.hidden(self.enter(x), mode))
+
+    def hidden(self, x: Tensor, mode: str | None) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return h * self.scale if mode == "scaled" else h
+
+
+class Frozen(MLP):
+    """A unit read first under no_grad, then with gradients."""
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        with torch.no_grad():
+            bias = self.enter(x).mean(-1, keepdim=True) * 0.1
+        return super().forward(x + bias)
+
+
+class Gated(MLP):
+    """An input of column-parallel layers that is read first under no_grad."""
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        x = self.enter(x)
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return self.down(self.up(x) * gate)
+
+
+class Twice(torch.autograd.Function):
+    """A product that autograd does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(h, scale)
+        return h * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        h, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0] * h).sum()
+
+
+class Custom(MLP):
+    def hidden(self, x: Tensor, mode: str | None) -> Tensor:
+        out: Tensor = Twice.apply(torch.tanh(self.up(x)), self.scale)
+        return out
+
+
+class Assigned(MLP):
+    """A split value written into a part of a tensor."""
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        h = self.up(self.enter(x))
+        out = x.new_zeros(*h.shape[:-1], h.shape[-1] + 1)
+        out[..., 1:] = h
+        return out
+
+
+@dataclasses.dataclass
+class Output:
+    """A container that torch does not know."""
+
+    hidden: Tensor
+
+
+class Contained(MLP):
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        return Output(self.up(self.enter(x)))
+
+
+def _make(kind: type[MLP]) -> MLP:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def _policy(model: MLP) -> sf.Policy:
+    gate = {"gate.weight": "f@tp c"} if isinstance(model, Gated) else {}
+    return sf.Policy(rules=RULES | gate)
+
+
+def _loss(out: Any) -> Tensor:
+    return (out.hidden if isinstance(out, Output) else out).square().mean()
+
+
+def _check(model: MLP, params: sf.Params, *args: Any) -> None:
+    mesh = params.mesh
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    loss, grads = sf.value_and_grad(lambda p: _loss(sf.apply(model, p, local, *args)))(params)
+    reference = _make(type(model))
+    expected = _loss(reference(x, *args))
+    expected.backward()
+    named = reference.named_parameters()
+    assert_parity({"loss": loss}, {"loss": expected.detach()})
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+    assert_parity(sf.gather(grads), wanted, tol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [MLP, Frozen, Gated, Custom, Assigned, Contained])
+@on_meshes({"fsdp": 4, "tp": 1}, *MESHES)
+def test_equal_to_one_process(mesh: DeviceMesh, kind: type[MLP]) -> None:
+    model = _make(kind)
+    _check(model, sf.shard(model, mesh, _policy(model)))
+
+
+@on_meshes(*MESHES)
+def test_another_way_through_the_forward_is_looked_at_again(mesh: DeviceMesh) -> None:
+    model = _make(MLP)
+    params = sf.shard(model, mesh, _policy(model))
+    _check(model, params)
+    _check(model, params, "scaled")
+
+
+def _refused(kind: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2, tp=2)
+    data, tp = mesh.get_local_rank("fsdp"), mesh.get_local_rank("tp")
+    model = _make(MLP)
+    params = sf.shard(model, mesh, _policy(model))
+    x: Any = torch.ones(4, 8, dtype=torch.float64)
+    if kind == "patched":
+        model.up.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model.up)
+        sf.apply(model, params, x)
+    elif kind == "argument":
+        sf.apply(model, params, x, "scaled" if tp else None)
+    elif kind == "mode":
+        sf.apply(model.train(bool(tp)), params, x)
+    elif kind == "shape":
+        sf.apply(model, params, x[:, : 8 - data])
+    elif kind == "keyword":
+        sf.apply(model, params, x, **({"mod": None} if data else {}))
+    elif kind == "leaves":
+        sf.apply(model, params.select("up.*") if data else params, x)
+    elif kind == "dtensor":
+        sf.apply(model, params, params["up.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("patched", "has another forward than when its plan was made"),
+        ("argument", "inputs differ between ranks along 'tp'"),
+        ("mode", "inputs differ between ranks along 'tp'"),
+        ("shape", "got an input of 7 features|failed in 'enter'|other ranks cannot use their inputs"),
+        ("leaves", "the tree lacks|other ranks cannot use their inputs"),
+        ("dtensor", "is a DTensor"),
+    ],
+)
+def test_refused_on_every_rank(kind: str, match: str) -> None:
+    run_raises(sf.ShardError, _refused, kind, match=match, ranks=4, timeout=30)
+
+
+def test_a_wrong_keyword_on_one_data_rank_stops_all() -> None:
+    run_raises(Exception, _refused, "keyword", match="mod|other ranks cannot use", ranks=4, timeout=30)
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            weight: Any = layer.weight
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+            x = layer(x)
+        return x
+
+
+@on_meshes({"fsdp": 2})
+def test_a_gathered_weight_written_in_forward_is_an_error(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(Clamped())
+    params = sf.shard(model, mesh, sf.Policy(units="0"))
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="was changed in place by the forward"):
+        sf.value_and_grad(lambda p: sf.apply(model, p, x).sum())(params)
+
+
+def _out_of_range(kind: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=2)
+    model = nn.Sequential(nn.Embedding(8, 4))
+    params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "vocab@tp c"}))
+    sf.apply(model, params, torch.tensor([[1, 8]]))
+
+
+def test_ids_that_no_rank_has_are_an_error() -> None:
+    run_raises(IndexError, _out_of_range, "embedding", match="index out of range: ids from 1 to 8, size 8", ranks=2)
