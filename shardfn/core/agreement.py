@@ -6,7 +6,7 @@ exchanged once, and every rank raises when one of them has to.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,28 +35,44 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
         raise made
     if mesh.get_coordinate() is None:
         raise made if isinstance(made, Exception) else not_in_mesh(mesh)
-    error = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else None
-    digest = None if isinstance(made, Exception) else _digest([made.digest, *_mesh_lines(mesh), *facts])
-    answers = _exchange(mesh, (dist.get_rank(), digest, error, torch.initial_seed()))
+    lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
+    rows = _exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
+    if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
+        _raise_difference(mesh, made, facts)
+    return rows[0][2] + 2**63
+
+
+def _raise_difference(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str]) -> NoReturn:
+    """Say on every rank which rank failed, or what the first difference is."""
+    if isinstance(made, Exception):
+        mine = (dist.get_rank(), f"{type(made).__name__}: {made}", [])
+    else:
+        mine = (dist.get_rank(), None, [*_mesh_lines(mesh), *_lines(made), *facts])
+    answers = _exchange(mesh, mine)
     if isinstance(made, Exception):
         raise made
-    failed = [(rank, why) for rank, _, why, _ in answers if why]
+    failed = [(rank, why) for rank, why, _ in answers if why]
     if failed:
-        raise ShardError(
-            f"shard: rank {failed[0][0]} of {[rank for rank, _ in failed]} failed, so no rank goes on: {failed[0][1]}"
-        )
-    if len({plan_digest for _, plan_digest, _, _ in answers}) > 1:
-        described = _exchange(mesh, (dist.get_rank(), [*_mesh_lines(mesh), *_lines(made), *facts]))
-        difference = _first_difference(described)
-        remedy = (
-            ". Call torch.manual_seed before making the model, or pass src=0." if f"has {VALUES}" in difference else ""
-        )
-        raise ShardError(f"shard: ranks have different models or policies: {difference}{remedy}")
-    return answers[0][3]
+        ranks = [rank for rank, _ in failed]
+        raise ShardError(f"shard: rank {failed[0][0]} of {ranks} failed, so no rank goes on: {failed[0][1]}")
+    difference = _first_difference([(rank, lines) for rank, _, lines in answers])
+    remedy = ". Call torch.manual_seed before making the model, or pass src=0." if f"has {VALUES}" in difference else ""
+    raise ShardError(f"shard: ranks have different models or policies: {difference}{remedy}")
 
 
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def _exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+    """The int64 numbers of all ranks of the mesh, in mesh order; see `_exchange`. One collective."""
+    row = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    if mesh.size() == dist.get_world_size():
+        everyone = gather_flat(row, dist.group.WORLD or mesh.get_group(0)).view(-1, len(numbers)).tolist()
+        return [everyone[rank] for rank in mesh.mesh.flatten().tolist()]
+    for axis in reversed(list(axes_of(mesh))):
+        row = gather_flat(row, mesh.get_group(axis))
+    return row.view(-1, len(numbers)).tolist()
+
+
+def _digest(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
 
 
 def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
