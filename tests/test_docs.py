@@ -182,14 +182,11 @@ def test_block_runs_on_ranks(block: Block, tmp_path: Path) -> None:
         run(exec_block, block.source, str(block.path), ranks=block.ranks)
 
 
-ALONE_IN_DOCSTRING = [block for block in DOCSTRING_BLOCKS if block.language == "python" and block.ranks == 1]
-
-
-@pytest.mark.parametrize("block", ALONE_IN_DOCSTRING, ids=lambda block: block.place)
-@pytest.mark.usefixtures("world_of_one")
-def test_docstring_block_runs(block: Block, tmp_path: Path) -> None:
+def test_docstring_blocks_run(world_of_one: None, tmp_path: Path) -> None:
     with chdir(tmp_path):
-        exec_block(block.source, str(block.path))
+        for block in DOCSTRING_BLOCKS:
+            if block.language == "python" and block.ranks == 1:
+                exec_block(block.source, str(block.path))
 
 
 def run_doctest(name: str, docstring: str, path: Path, line: int) -> None:
