@@ -215,7 +215,7 @@ def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> 
 
 
 def hold_for_all(
-    law: Callable[[Any], None], strategy: st.SearchStrategy[Case], examples: int = 500, batch: int = 125
+    law: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int = 500, batch: int = 125
 ) -> None:
     """Check `law` on every rank for `examples` cases; the smallest that fails is reported."""
     drawn: dict[Case, None] = {}

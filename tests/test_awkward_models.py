@@ -136,7 +136,7 @@ def test_equal_to_one_process(mesh: DeviceMesh, kind: type[MLP]) -> None:
 def test_another_way_through_the_forward_is_looked_at_again(mesh: DeviceMesh) -> None:
     model = _make(MLP)
     params = sf.shard(model, mesh, _policy(model))
-    _check(model, params)
+    _check(model, params, "plain")
     _check(model, params, "scaled")
 
 

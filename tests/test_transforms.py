@@ -1,9 +1,13 @@
 """`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from drawing import Axes, hold_for_all, mesh_of
+from hypothesis import strategies as st
 from models import decoder, policy, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +19,114 @@ from shardfn.testing import assert_parity, assert_trees_close, on_meshes
 def _model() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2)).double()
+
+
+@dataclass(frozen=True)
+class Net:
+    """An embedding, gated layers and a head, of any sizes, on any mesh of up to 4 ranks, laid out in any way."""
+
+    seed: int
+    axes: Axes
+    vocab: int
+    width: int
+    hidden: tuple[int, ...]
+    layouts: tuple[str, str, str]  # of the embedding, of what goes up and of what comes down
+    bias: bool
+    tied: bool
+    fields: tuple[tuple[str, Any], ...]
+
+    @property
+    def ranks(self) -> int:
+        return int(torch.tensor([size for _, size in self.axes]).prod())
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return _Net(self.vocab, self.width, self.hidden, self.bias, self.tied).double()
+
+    def policy(self) -> sf.Policy:
+        emb, up, down = self.layouts
+        rules = {"emb.weight": emb, "**.gate.weight": up, "**.up.weight": up, "**.down.weight": down}
+        return sf.Policy(rules=rules, **dict(self.fields))
+
+
+class _Gated(nn.Module):
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
+        self.down = nn.Linear(hidden, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))
+
+
+class _Net(nn.Module):
+    def __init__(self, vocab: int, width: int, hidden: Sequence[int], bias: bool, tied: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(_Gated(width, size, bias) for size in hidden)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(width, vocab, bias)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@st.composite
+def nets(draw: st.DrawFn) -> Net:
+    """Rules ask with `?`, so that any sizes go on any mesh; each hidden size has a rule of its own, by `_`."""
+    size = st.integers(1, 9)
+    first, second = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2)]))
+    data, compute = draw(st.sampled_from([("fsdp", "tp"), ("dp", "model"), ("replicate", "tp")]))
+    shard = "" if data == "replicate" else f"@{data}"
+    axes = ((data, first), (compute, second)) if draw(st.booleans()) else ((compute, second), (data, first))
+    emb = draw(st.sampled_from([f"vocab@{compute}? c{shard}", f"vocab{shard} c", "vocab c"]))
+    wide = draw(st.sampled_from([f"_@{compute}? c{shard}", f"_@{compute}? c"]))
+    down = draw(st.sampled_from([f"c{shard} _@{compute}?", f"c _@{compute}?"]))
+    units = draw(st.sampled_from(["auto", (), ("layers.*", "layers.*.down")]))
+    regather = draw(st.booleans())
+    hidden = tuple(draw(st.lists(size, min_size=1, max_size=3)))
+    layouts = (emb, wide, down)
+    return Net(
+        draw(st.integers(0, 99)),
+        axes,
+        draw(size),
+        draw(size),
+        hidden,
+        layouts,
+        draw(st.booleans()),
+        draw(st.booleans()),
+        (("units", units), ("regather", regather)),
+    )
+
+
+def equal_to_one_process(net: Net) -> None:
+    model, reference, mesh = net.model(), net.model(), mesh_of(net.axes)
+    params = sf.shard(model, mesh, net.policy())
+    generator = torch.Generator().manual_seed(net.seed)
+    ids = torch.randint(0, net.vocab, (12, 2), generator=generator)
+    weights = torch.rand(12, 2, net.vocab, dtype=torch.float64, generator=generator)
+
+    def loss_fn(p: sf.Params, ids: Tensor, weights: Tensor) -> Tensor:
+        return (sf.apply(model, p, ids).tanh() * weights).mean()
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, *sf.data.local_batch((ids, weights), mesh))
+    ref = (reference(ids).tanh() * weights).mean()
+    ref.backward()
+    assert {n: g.placements for n, g in grads.items()} == {n: p.placements for n, p in params.items()}
+    named = reference.named_parameters(remove_duplicate=False)
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+    assert_parity({"loss": loss, **sf.gather(grads)}, {"loss": ref.detach(), **expected}, tol=1e-11)
+
+
+def test_loss_and_gradients_equal_one_process() -> None:
+    hold_for_all(equal_to_one_process, nets())
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor]:

@@ -382,6 +382,7 @@ def _bias_rules(
             factor = dim.factors[0]
             if (
                 len(dim.factors) == 1
+                and not factor.optional  # a `?` would then ask about more axes than the weight's does
                 and policy.default == "auto"
                 and not any(axis in role.data for axis in factor.axes)
             ):
