@@ -19,10 +19,8 @@ train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--me
 test: .venv/.with-test ## run the tests: ARGS="-k plan"
 	$(PY) -m pytest $(ARGS)
 
-bench: .venv/.with-progress,plot ## run every benchmark in examples/benchmarks
-	@set -e; for file in examples/benchmarks/*.py; do \
-		echo "== $$file"; $(TORCHRUN) --nproc-per-node $(RANKS) $$file $(ARGS); \
-	done
+bench: .venv/.with-progress,plot ## run every benchmark, 15 minutes: ARGS=--quick, ARGS="--only step host"
+	$(PY) examples/benchmarks/run.py $(ARGS)
 
 docs: .venv/.with-docs ## build the documentation into site/
 	$(PY) -m mkdocs build --strict

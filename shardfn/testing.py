@@ -372,9 +372,9 @@ def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
 class Collectives:
     """How many collectives this process issued, by kind.
 
-    `other` holds barriers, sends, receives, reduces, gathers and scatters. `bytes` is the size of this rank's own input
-    tensors, all kinds together, and `bytes_of` the same by kind: what a rank offers, not what the algorithm then sends.
-    `total` is the number of calls.
+    `other` holds barriers, reduces, gathers and scatters. `bytes` is the size of this rank's own input tensors, all
+    kinds together, and `bytes_of` the same by kind: what a rank offers, not what the algorithm then sends; of `receive`
+    it is what arrives. `total` is the number of calls.
 
     Example:
         >>> from shardfn.testing import Collectives
@@ -387,6 +387,8 @@ class Collectives:
     all_reduce: int = 0
     all_to_all: int = 0
     broadcast: int = 0
+    send: int = 0
+    receive: int = 0
     other: int = 0
     bytes_of: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
@@ -1061,7 +1063,7 @@ def _raise_problems(problems: Sequence[str]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Counting collectives
 
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "other")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive", "other")
 _OTHER = re.compile("barrier|gather|p2p|recv|reduce|scatter|send")  # their namespaces hold waits and wrappers too
 
 
@@ -1096,7 +1098,7 @@ def _kind(namespace: str, name: str) -> str | None:
         return "all_to_all"
     if namespace not in ("c10d", "_c10d_functional"):
         return None
-    plain = name.replace("_", "")  # both "allgather_" and "all_gather_into_tensor" occur
+    plain = name.replace("_", "").replace("recv", "receive")  # both "allgather_" and "all_gather_into_tensor" occur
     named = next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), None)
     return named or ("other" if _OTHER.search(name) else None)
 

@@ -1,5 +1,6 @@
-"""Many leaves in one collective: packing against torch's own DTensor, memory, and derivatives of the pair."""
+"""Many leaves travel together: against torch's own DTensor, both ways over an axis, memory, and derivatives."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from drawing import as_dtensor, assert_same_bits
@@ -9,21 +10,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
-from shardfn.core.buckets import (
-    BucketOnGrid,
-    GatherBucket,
-    ReduceBucket,
-    empty_in_one,
-    gather_leaves,
-    leaf_spec,
-    scatter_leaves,
-    sum_leaves,
-)
+from shardfn.core import crossing
+from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.pool import BufferPool, FreshBuffers
 from shardfn.testing import count_collectives, run
 
-SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0)}
-RULES = {"a": "x@fsdp _", "b": "_ y@fsdp", "c": "_ z@fsdp", "d": "w@fsdp _"}
+SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0), "e": (9, 2), "f": (3,)}
+RULES = {"a": "x@fsdp _", "b": "_ y@fsdp", "c": "_ z@fsdp", "d": "w@fsdp _", "e": "v@fsdp _", "f": "u@fsdp"}
 
 
 def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.Params, Grid, BucketOnGrid]:
@@ -33,49 +27,79 @@ def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.
     }
     params = sf.shard(model, mesh, sf.Policy(rules=RULES, compute_dtype=dtype))
     places = grid(mesh, params.plan.roles.storage)
-    return params, places, BucketOnGrid(params.plan, places, params.plan.units[0].buckets[0])
+    bucket = params.plan.units[0].buckets[0]
+    return params, places, BucketOnGrid(params.plan, places, bucket, BufferPool(places.device))
 
 
-def move_on_a_rank() -> None:
+def in_place(message: int | None) -> None:
+    """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
+    limits = (2**20, 2**17) if message is None else (0, message)
+    crossing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
+
+
+def move_on_a_rank(message: int | None) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    params, places, spot = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
-    shards = [unwrap_local(leaf) for leaf in params.values()]
-    with count_collectives() as counts:
-        wholes = gather_leaves(spot.leaves, shards, ("fsdp",), places)
-    assert counts.as_dict() == {"all_gather": 1}, "one for all leaves"
-    for leaf, whole in zip(params.values(), wholes, strict=True):
-        assert_same_bits(whole, as_dtensor(leaf).full_tensor())
-    assert len({whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}) == 1, "one buffer"
-    with count_collectives() as counts:
-        back = scatter_leaves(spot.leaves, [whole * (rank + 1) for whole in wholes], ("fsdp",), places)
-    assert counts.total == 1
-    total = sum(range(1, size + 1))
-    for shard, got in zip(shards, back, strict=True):
-        assert_same_bits(got, shard * total)
-    with count_collectives() as counts:
-        summed = sum_leaves([wholes[0], wholes[1]], ("fsdp",), places)
-    assert counts.as_dict() == {"all_reduce": 1}
-    assert_same_bits(summed[0], wholes[0] * size)
-    assert summed[0].data_ptr() != wholes[0].data_ptr()
+    params, _, spot = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
+    names = spot.bucket.leaves
+    shards = [unwrap_local(params[name]) for name in names]
+    in_place(message)
+    try:
+        with count_collectives() as counts:
+            wholes = spot.gather(shards)
+        if message is None:
+            assert counts.as_dict() == {"all_gather": 1}, "one for all leaves"
+        else:
+            assert set(counts.as_dict()) == {"send", "receive"}
+        for name, whole in zip(names, wholes, strict=True):
+            assert_same_bits(whole, as_dtensor(params[name]).full_tensor())
+        assert len({whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}) == 1, "one buffer"
+        scaled: list[Tensor | None] = [whole * (rank + 1) for whole in wholes]
+        with count_collectives() as counts:
+            back = spot.reduce(scaled, [torch.float64] * len(names), "sum")
+        assert message is not None or counts.total == 1
+        total = sum(range(1, size + 1))
+        for shard, got in zip(shards, back, strict=True):
+            assert_same_bits(got, shard * total)
+        for wide, narrow in ((torch.float64, torch.float32), (torch.float64, torch.bfloat16)):
+            part = spot.reduce([None, *scaled[1:]], [narrow] * len(names), "mean")
+            for i, (shard, got) in enumerate(zip(shards, part, strict=True)):
+                expected = shard * total / size if i else torch.zeros_like(shard)
+                assert_same_bits(got, expected.to(wide).to(narrow), names[i])
+    finally:
+        in_place(None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("message", [None, 0, 60, 2**20])
+def test_leaves_travel_together_or_in_place(ranks: int, message: int | None) -> None:
+    run(move_on_a_rank, message, ranks=ranks)
+
+
+def nothing_to_send_on_a_rank() -> None:
+    params, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
     empty = [leaf for leaf in spot.leaves if leaf.name == "d"]
-    with count_collectives() as counts:
-        assert gather_leaves(empty, [shards[3]], ("fsdp",), places)[0].shape == (2, 0)
-        assert scatter_leaves(empty, [wholes[3]], ("fsdp",), places)[0].shape == shards[3].shape
-    assert counts.total == 0, "nothing to send"
+    alone = spot.part([name == "d" for name in spot.bucket.leaves])
+    for message in (None, 0):
+        in_place(message)
+        with count_collectives() as counts:
+            assert gather_leaves(empty, [unwrap_local(params["d"])], ("fsdp",), places)[0].shape == (2, 0)
+            got = alone.reduce([torch.empty(2, 0, dtype=torch.float64)], [torch.float64], "mean")
+            assert got[0].shape == unwrap_local(params["d"]).shape
+        assert counts.total == 0
+    in_place(None)
 
 
-def test_leaves_travel_together() -> None:
-    for ranks in (2, 3):
-        run(move_on_a_rank, ranks=ranks)
+def test_nothing_to_send() -> None:
+    run(nothing_to_send_on_a_rank, ranks=2)
 
 
 def one_rank_on_a_rank() -> None:
     params, places, spot = make_params(init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
-    shards = [unwrap_local(leaf) for leaf in params.values()]
+    shards = [unwrap_local(params[name]) for name in spot.bucket.leaves]
     with count_collectives() as counts:
         assert all(a is b for a, b in zip(gather_leaves(spot.leaves, shards, ("fsdp",), places), shards, strict=True))
-        assert all(a is b for a, b in zip(scatter_leaves(spot.leaves, shards, ("fsdp",), places), shards, strict=True))
-        assert all(a is b for a, b in zip(sum_leaves(shards, ("fsdp",), places), shards, strict=True))
+        for shard, got in zip(shards, spot.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
+            assert_same_bits(got, shard)
     assert counts.total == 0 and not spot.communicates
 
 
@@ -83,36 +107,75 @@ def test_one_rank_moves_nothing() -> None:
     run(one_rank_on_a_rank, ranks=1)
 
 
-def test_tensors_of_one_storage_have_their_own_versions() -> None:
-    a, b = empty_in_one([(2, 3), (4,)], torch.ones(1, dtype=torch.float64))
-    assert (a.shape, b.shape, a.dtype) == ((2, 3), (4,), torch.float64)
-    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.storage_offset() == 6
-    before = a._version, b._version
-    a.zero_()
-    assert (a._version, b._version) == (before[0] + 1, before[1]), "autograd tells them apart"
+def side_by_side_on_a_rank() -> None:
+    _, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    even = spot.part([name in ("a", "e", "f") for name in spot.bucket.leaves])
+    if dist.get_rank():  # has less of each: padding lies between, and they are copied together
+        assert even.crossings[0].side_by_side(even.empty_shards(torch.float64)) is None
+        return
+    shards = even.empty_shards(torch.float64)
+    for i, shard in enumerate(shards):
+        shard.fill_(i)
+    crossing_ = even.crossings[0]
+    flat, _ = crossing_.packed(shards, torch.float64, FreshBuffers(places.device))
+    assert flat.data_ptr() == shards[0].data_ptr(), "no copy"
+    versions = [shard._version for shard in shards]
+    shards[1].add_(1)
+    assert [shard._version - v for shard, v in zip(shards, versions, strict=True)] == [0, 1, 0]
+    moved = [shards[0], shards[1].clone(), shards[2]]
+    copied, _ = crossing_.packed(moved, torch.float64, FreshBuffers(places.device))
+    assert copied.data_ptr() != shards[0].data_ptr(), "a leaf that was replaced is copied in"
+    swapped = crossing_.side_by_side([shards[1], shards[0], shards[2]])
+    assert swapped is None
+    assert all(shard.untyped_storage().nbytes() == shard.numel() * 8 for shard in shards), "storages of their own"
+    assert crossing_.side_by_side([shards[0], shards[1], shards[2].to(torch.float32)]) is None
+    where, shards_too = shards[0].data_ptr(), shards
+    del shards
+    assert torch.equal(shards_too[2], torch.full((2,), 2.0, dtype=torch.float64)) and shards_too[0].data_ptr() == where
+    shards = shards_too
+    cast, _ = crossing_.packed(shards, torch.bfloat16, FreshBuffers(places.device))
+    assert cast.dtype == torch.bfloat16 and cast.shape == flat.shape
+
+
+def test_shards_of_a_bucket_lie_side_by_side() -> None:
+    run(side_by_side_on_a_rank, ranks=2)
+
+
+def flights_on_a_rank() -> None:
+    params, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    shards = [unwrap_local(params[name]) for name in spot.bucket.leaves]
+    first, second = Flight(spot.gather_steps(shards)), Flight(spot.gather_steps(shards))
+    second.advance()
+    wholes = (spot.wholes_of(flight.finish()[0]) for flight in (second, first))
+    for a, b, name in zip(*wholes, spot.bucket.leaves, strict=True):
+        assert_same_bits(a, b)
+        assert_same_bits(a, as_dtensor(params[name]).full_tensor())
+    assert first.finish() is first.finish(), "a result stays"
+
+
+def test_several_gathers_at_a_time() -> None:
+    run(flights_on_a_rank, ranks=2)
 
 
 def derivatives_on_a_rank() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     params, places, spot = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
     specs = [leaf_spec(params.plan, places, name) for name in spot.bucket.leaves]
-    leaves = [
-        wrap_local(unwrap_local(params[n]), s, requires_grad=n != "b")
+    leaves = {
+        n: wrap_local(unwrap_local(params[n]), s, requires_grad=n != "b")
         for n, s in zip(spot.bucket.leaves, specs, strict=True)
-    ]
-    called: list[int] = []
-    wholes = GatherBucket.apply(spot, lambda: called.append(1), *leaves)
-    loss = (rank + 1) * (wholes[0] ** 3).sum() + wholes[3].sum()  # wholes[2] takes no part
-    wanted = [leaves[0], leaves[2], leaves[3]]
+    }
+    wholes = dict(zip(leaves, GatherBucket.apply(spot, *leaves.values()), strict=True))
+    loss = (rank + 1) * (wholes["a"] ** 3).sum() + wholes["d"].sum()  # c takes no part
+    wanted = [leaves["a"], leaves["c"], leaves["d"]]
     grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-    assert called == [1]
     mean = (size + 1) / 2
-    x = unwrap_local(leaves[0])
-    assert as_dtensor(grads[0]).placements == as_dtensor(leaves[0]).placements
+    x = unwrap_local(leaves["a"])
+    assert as_dtensor(grads[0]).placements == as_dtensor(leaves["a"]).placements
     torch.testing.assert_close(unwrap_local(grads[0]), 3 * mean * x**2)
     assert grads[1] is None or not unwrap_local(grads[1]).any()
-    second = torch.autograd.grad(unwrap_sum(grads[0]), leaves[0])[0]
-    assert as_dtensor(second).placements == as_dtensor(leaves[0]).placements
+    second = torch.autograd.grad(unwrap_sum(grads[0]), leaves["a"])[0]
+    assert as_dtensor(second).placements == as_dtensor(leaves["a"]).placements
     # what every rank differentiates is averaged: here the sum over its own part, a `size`-th of the whole
     torch.testing.assert_close(unwrap_local(second), 6 * mean * x / size)
 
@@ -128,18 +191,20 @@ def test_gather_and_reduce_are_transposes() -> None:
 
 def pending_on_a_rank() -> None:
     params, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    grads = [torch.ones(SHAPES[name], dtype=torch.float64) for name in spot.bucket.leaves]
-    dtypes = [torch.float64] * 4
+    names = spot.bucket.leaves
+    grads = [torch.ones(SHAPES[name], dtype=torch.float64) for name in names]
+    dtypes = [torch.float64] * len(names)
     kept = ReduceBucket.apply(spot, None, dtypes, grads[0], None, *grads[2:])
-    assert kept[0].placements == (Partial(),) and kept[0].shape == (5, 3)
-    assert unwrap_local(kept[1]).shape == SHAPES["b"] and not unwrap_local(kept[1]).any(), "a missing gradient is zeros"
+    assert kept[0].placements == (Partial(),) and kept[0].shape == SHAPES[names[0]]
+    assert unwrap_local(kept[1]).shape == SHAPES[names[1]], "a missing gradient is zeros"
+    assert not unwrap_local(kept[1]).any()
     for op, value in (("sum", 2.0), ("mean", 1.0)):
         reduced = ReduceBucket.apply(spot, op, dtypes, *grads)
         assert reduced[0].placements == (Shard(0),) and (unwrap_local(reduced[0]) == value).all()
-    half = ReduceBucket.apply(spot, "mean", [torch.float32] * 4, *grads)
+    half = ReduceBucket.apply(spot, "mean", [torch.float32] * len(names), *grads)
     assert half[0].dtype == torch.float32 and unwrap_local(half[0]).dtype == torch.float32
-    some = spot.part([True, False, False, True])
-    assert some.bucket.leaves == ("a", "d") and spot.part([True] * 4) is spot
+    some = spot.part([name in "ad" for name in names])
+    assert set(some.bucket.leaves) == {"a", "d"} and spot.part([True] * len(names)) is spot
     spec = leaf_spec(params.plan, places, "a", torch.bfloat16)
     assert spec.placements == (Shard(0),) and spec.tensor_meta is not None and spec.tensor_meta.dtype == torch.bfloat16
     plain = sf.shard({"s": torch.tensor(1.0)}, params.mesh, sf.Policy())
@@ -154,9 +219,9 @@ def cast_on_a_rank() -> None:
     _, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), dtype=torch.bfloat16)
     params, _, _ = make_params(spot.grid.mesh)
     with count_collectives() as counts:
-        wholes = spot.gather([unwrap_local(leaf) for leaf in params.values()])
+        wholes = spot.gather([unwrap_local(params[name]) for name in spot.bucket.leaves])
     numel = sum(unwrap_local(leaf).numel() for leaf in params.values())
-    assert all(whole.dtype == torch.bfloat16 for whole in wholes) and counts.bytes < 4 * (numel + 8), (
+    assert all(whole.dtype == torch.bfloat16 for whole in wholes) and counts.bytes < 4 * (numel + 16), (
         "cast before it is sent"
     )
 

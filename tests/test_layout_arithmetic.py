@@ -9,7 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core.layout import (
-    clear_padding,
+    clear_padding_,
     compute_view,
     compute_view_shape,
     from_compute_view,
@@ -61,7 +61,9 @@ def assert_parts(plan: sf.Plan, name: str, wholes: list[Tensor], coords: dict[st
         ones = local_slice(
             leaf, to_leaves(layout, torch.ones(layout.shape))[layout.leaves.index(leaf)], plan.axes, coords
         )
-        assert_same_bits(clear_padding(leaf, torch.full(mine.shape, 1.0), plan.axes, coords), ones.contiguous(), name)
+        cleared = torch.full(mine.shape, 1.0)
+        clear_padding_(leaf, cleared, plan.axes, coords)
+        assert_same_bits(cleared, ones.contiguous(), name)
 
 
 @PROPERTY
@@ -99,5 +101,6 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
     assert layout.leaves[0].shape == (8, 4) and layout.leaves[0].extent == (5, 3) and not layout.plain
     assert compute_view_shape(layout, ("fsdp",), plan.axes) == (4, 3)
     assert compute_view(layout, [torch.ones(4, 4)]).shape == (4, 3)
-    cleared = clear_padding(layout.leaves[0], torch.ones(4, 4), plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
+    cleared = torch.ones(4, 4)
+    clear_padding_(layout.leaves[0], cleared, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
     assert cleared.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]

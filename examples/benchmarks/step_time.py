@@ -1,191 +1,155 @@
-"""Step time against PyTorch's own FSDP2 on the same model, weights and data, in one interleaved run.
+"""Step time against PyTorch's own ways to train, and against the least that a step can take.
 
-    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time.py --tokens 64
+    python examples/benchmarks/step_time.py                # every case, about five minutes
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time.py --worker --tokens 64
 
-Every contender makes one step in turn (A B C A B C ...), so that a busy machine slows all alike; what counts is the
-ratio within a round, and its median over rounds. Losses must agree, or the run fails. Rank 0 prints a markdown table.
-With `--mesh fsdp=2,tp=2` the peer is FSDP2 with `parallelize_module`.
+A step is forward, backward and AdamW. All contenders of a case train in the same processes and take their steps in
+turn; their losses must agree to 1e-3, or the case fails. The floor of a step is
+
+    compute + update / ranks + bytes / rate
+
+with the forward and backward of one rank alone and its AdamW update, both measured in turn with the others while all
+ranks do the same; the bytes that each rank must receive, two gathers and one reduction of every layer, one of each for
+the rest; and the best rate, in any round, at which all ranks can pass 16 MiB on to the next one.
 """
 
 import argparse
-import json
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from einops import rearrange
-from torch import Tensor, nn
+from contenders import CONTENDERS, Job, make_batch, make_model
+from measure import QUICK, Cases, finish, in_turn, job_of, launch, make_mesh, parse, report
+from results import Row
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import shardfn as sf
-
-RULES = {
-    "layers.*.{wq,wk,wv}.weight": "(heads@tp d) c@fsdp",
-    "layers.*.wo.weight": "c@fsdp (heads@tp d)",
-    "layers.*.{w1,w3}.weight": "ff@tp c@fsdp",
-    "layers.*.w2.weight": "c@fsdp ff@tp",
+PEERS = {
+    "fsdp2": "FSDP2",
+    "fsdp1": "FSDP1",
+    "ddp": "DDP",
+    "tp": "parallelize_module",
+    "floor": "its floor",
 }
+EXCHANGED = 16 * 2**20  # bytes
 
 
-class Layer(nn.Module):
-    """Pre-norm attention and SwiGLU."""
+@dataclass(frozen=True)
+class Case:
+    """One run of the worker: on how many ranks, with which options; peers with their bars (None: none)."""
 
-    def __init__(self, width: int, head: int) -> None:
-        super().__init__()
-        self.head = head
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-        hidden = 8 * width // 3 // 64 * 64
-        self.w1, self.w3 = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm1(x)
-        q, k, v = (rearrange(w(h), "b s (h d) -> b h s d", d=self.head) for w in (self.wq, self.wk, self.wv))
-        x = x + self.wo(rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h s d -> b s (h d)"))
-        h = self.norm2(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+    what: str
+    ranks: int
+    options: dict[str, Any]
+    bars: Mapping[str, float | None]
 
 
-class Decoder(nn.Module):
-    """The model of the comparison: about 30M parameters by default."""
-
-    def __init__(self, width: int, layers: int, vocab: int) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Layer(width, 64) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.emb(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+CASES = [
+    Case("2 ranks", 2, {"tokens": 64}, {"fsdp2": 0.57, "fsdp1": None, "ddp": None, "floor": 1.15}),
+    Case("2 ranks", 2, {"tokens": 512}, {"fsdp2": 0.74, "floor": 1.15}),
+    Case("4 ranks", 4, {"tokens": 64}, {"fsdp2": 0.66, "floor": 1.15}),
+    Case("2 x 2 (fsdp, tp)", 4, {"tokens": 64, "mesh": "fsdp=2,tp=2"}, {"fsdp2": 0.50}),
+    Case("1 x 2 (fsdp, tp)", 2, {"tokens": 64, "mesh": "fsdp=1,tp=2"}, {"tp": None}),
+]
 
 
-def make_model(args: argparse.Namespace) -> Decoder:
-    """The same weights for every contender, on every rank."""
-    torch.manual_seed(0)
-    return Decoder(args.width, args.layers, args.vocab)
+def cases(quick: bool) -> Cases:
+    """What to run, by name."""
+    found = {}
+    for case in CASES:
+        options = case.options | (QUICK | {"tokens": case.options["tokens"] // 8} if quick else {})
+        what = f"step, {case.what}, 1 x {options['tokens']} tokens"
+        found[what] = partial(run_case, what, case, options)
+    return found
 
 
-def shardfn_step(args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Forward, backward and AdamW with the functions of this library."""
-    model, optimizer = make_model(args), sf.optim.adamw(1e-4)
-    params = sf.shard(model, mesh, sf.Policy(rules=RULES if mesh["tp"].size() > 1 else {}, sizes={"d": 64}))
-    state = optimizer.init(params)
-    differentiate = sf.value_and_grad(lambda p, x: sf.cross_entropy(sf.apply(model, p, x), x))
-
-    def step(x: Tensor) -> Tensor:
-        nonlocal params, state
-        loss, grads = differentiate(params, x)
-        params, state = optimizer.step(params, grads, state)
-        return loss
-
-    return step
-
-
-def fsdp2_step(args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """The same with `fully_shard` on every layer and the root, over `parallelize_module` where there is a tp axis."""
-    model = make_model(args)
-    if mesh["tp"].size() > 1:
-        columns, rows = ColwiseParallel(), RowwiseParallel()
-        styles: dict[str, Any] = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), columns) | {"wo": rows, "w2": rows}
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], styles)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["fsdp"])
-    fully_shard(model, mesh=mesh["fsdp"])
-    return _module_step(model, args, mesh)
-
-
-def unsharded_step(args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Every rank computes alone: what the step costs without any sharding."""
-    return _module_step(make_model(args), args, mesh)
-
-
-def _module_step(model: nn.Module, args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=mesh["tp"].size() == 1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        return sf.collectives.pmean(loss.detach(), mesh, "fsdp")
-
-    return step
-
-
-CONTENDERS = {"shardfn": shardfn_step, "fsdp2": fsdp2_step, "unsharded": unsharded_step}
+def run_case(what: str, case: Case, options: Mapping[str, Any]) -> list[Row]:
+    """A row for each peer of a case."""
+    names = ",".join(["shardfn", *case.bars])
+    seconds = launch(__file__, case.ranks, {**options, "contenders": names})
+    times = {name: [1e3 * t for t in values] for name, values in seconds.items()}
+    over = " + parallelize_module" if "tp=2" in str(options.get("mesh")) else ""
+    return [
+        Row(
+            what=what,
+            peer=PEERS[peer] + (over if peer == "fsdp2" else ""),
+            unit="ms",
+            ours=times["shardfn"],
+            theirs=times[peer],
+            bar=bar,
+        )
+        for peer, bar in case.bars.items()
+    ]
 
 
 def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, list[float]]:
-    """Seconds of every contender in every round, after checks that the losses agree."""
-    steps = {name: CONTENDERS[name](args, mesh) for name in args.contenders}
-    index, _ = sf.data.rank(mesh)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.warmup + args.rounds):
-        generator = torch.Generator().manual_seed(1000 * round_ + index)
-        x = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=generator)
-        losses: dict[str, float] = {}
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            losses[name] = float(step(x))
-            dist.barrier()
-            if round_ >= args.warmup:
-                seconds[name].append(time.perf_counter() - start)
-        sharded = [loss for name, loss in losses.items() if name != "unsharded"]
-        if max(sharded) - min(sharded) > 1e-3 * max(sharded):
-            raise SystemExit(f"the losses of round {round_} differ: {losses}")
+    """Seconds of every contender in every round, and of the floor when it is one of them."""
+    job, names = job_of(args), args.contenders.split(",")
+    losses: dict[str, list[float]] = {name: [] for name in names if name != "floor"}
+    actions: dict[str, Callable[[int], object]] = {}
+    for name in losses:
+        step = CONTENDERS[name](job, mesh).step
+        actions[name] = lambda n, name=name, step=step: losses[name].append(float(step(make_batch(job, n, mesh))))
+    if "floor" in names:
+        alone = CONTENDERS["unsharded"](job, mesh)
+        actions["compute"] = lambda n: alone.differentiate(make_batch(job, n, mesh))
+        actions["update"] = lambda n: alone.update()
+        actions["exchange"] = make_exchange(EXCHANGED // 4)
+    seconds = in_turn(actions, args.rounds, args.warmup)
+    require_equal_losses(losses)
+    if "floor" in names:
+        ranks, rate = mesh.size(), EXCHANGED / min(seconds["exchange"])
+        moving = received_bytes(job, ranks) / rate
+        halves = zip(seconds["compute"], seconds["update"], strict=True)
+        seconds["floor"] = [compute + update / ranks + moving for compute, update in halves]
     return seconds
 
 
-def report(args: argparse.Namespace, seconds: dict[str, list[float]]) -> str:
-    """A markdown table: milliseconds, and shardfn's ratio to each peer with its quartiles."""
-    rows = [f"{args.mesh}, {args.batch} x {args.tokens} tokens a rank, {args.rounds} rounds", ""]
-    rows += ["| contender | median ms | shardfn / it | quartiles |", "|---|---|---|---|"]
-    for name, times in seconds.items():
-        ratios = sorted(mine / theirs for mine, theirs in zip(seconds["shardfn"], times, strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows.append(f"| {name} | {1000 * statistics.median(times):.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
-    return "\n".join(rows)
+def make_exchange(numel: int) -> Callable[[int], None]:
+    """An action: every rank sends float32 elements to the next rank and receives as many from the one before."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    out, into = torch.ones(numel), torch.zeros(numel)
+    assert group is not None
+
+    def exchange(round_: int) -> None:
+        works = [group.recv([into], (rank - 1) % ranks, 0), group.send([out], (rank + 1) % ranks, 0)]
+        for work in works:
+            work.wait()
+
+    return exchange
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the comparison that the options describe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="", help="axis sizes such as fsdp=2,tp=2; default fsdp=<all ranks>,tp=1")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a data rank")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens a sequence")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds that do not")
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--json", type=Path, help="also write the seconds of every round here")
-    args = parser.parse_args(argv)
-    axes = dict(part.split("=") for part in args.mesh.split(",")) if args.mesh else {"fsdp": "-1", "tp": "1"}
-    mesh = sf.make_mesh("cpu", **{axis: int(size) for axis, size in axes.items()})
-    args.mesh = ", ".join(f"{axis}={mesh[axis].size()}" for axis in axes)
-    seconds = measure(args, mesh)
-    if dist.get_rank() == 0:
-        print(report(args, seconds))
-        if args.json:
-            args.json.write_text(json.dumps({"mesh": args.mesh, "tokens": args.tokens, "seconds": seconds}))
-    dist.destroy_process_group()
+def received_bytes(job: Job, ranks: int) -> float:
+    """Bytes of weights and gradients that each rank must receive in a step when everything is split over all ranks."""
+    model = make_model(job)
+    layers = sum(param.numel() for param in model.layers.parameters())
+    rest = sum(param.numel() for param in model.parameters()) - layers
+    return 4 * (ranks - 1) / ranks * (3 * layers + 2 * rest)
+
+
+def require_equal_losses(losses: Mapping[str, list[float]]) -> None:
+    """Fail when contenders do not train alike."""
+    for round_, of_round in enumerate(zip(*losses.values(), strict=True)):
+        if max(of_round) - min(of_round) > 1e-3 * max(of_round):
+            raise SystemExit(f"the losses of round {round_} differ: {dict(zip(losses, of_round, strict=True))}")
+
+
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options and their defaults."""
+    return parse(__doc__, argv, contenders="shardfn,fsdp2,floor")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every case, or be the worker of one."""
+    args = read_options(argv)
+    if not args.worker:
+        report(cases(args.quick))
+        return
+    mesh = make_mesh(args.mesh)
+    finish(args, measure(args, mesh))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,7 +17,7 @@ from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.mesh import grid
+from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
@@ -146,17 +146,74 @@ class _Call:
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
-        session = Session(self.plan, self.grid, self.params)
-        axes = ComputeAxes(self.grid.mesh, self.grid.sizes, self.grid.coords)
-        around = {unit.name: _in_unit(session, unit.name) for unit in self.plan.units if unit.name}
+        mode = (self.method, self.model.training)
+        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
+        idle = self._idle()
+        copies = idle.pop(adjust, None)
+        if copies is None or not copies.bound.up_to_date:
+            copies = _Copies(self.model, self.plan, self.grid, self.record.names, adjust)
         buffers = self.params.buffers
-        bound = Bound(self.model, wire(self.plan, self.record.names, buffers, session.weight, axes, adjust, around))
+        copies.begin(session, buffers)
         try:
             with session.hooks():
-                return getattr(bound.root, self.method)(*args, **kwargs)
+                return getattr(copies.bound.root, self.method)(*args, **kwargs)
         finally:
             session.close()
-            bound.write_back(buffers)
+            copies.bound.write_back(buffers)
+            if copies.bound.untouched:
+                copies.current.session = None
+                idle[adjust] = copies
+
+    def _idle(self) -> "dict[Adjustments, _Copies]":
+        """Copies of this model that may serve again; kept with the plan, since they may refer to the model."""
+        kept: dict[int, Any] = self.plan.__dict__.setdefault("_idle_copies", {})
+        own = kept.get(id(self.model))
+        if own is None or own[0]() is not self.model:
+            own = kept[id(self.model)] = weakref.ref(self.model), {}
+        return own[1]
+
+
+@dataclass
+class _Current:
+    """The session that copies get their weights from. It knows nothing of them: a cycle would outlive the call."""
+
+    session: Session | None = None
+
+    def weight(self, name: str) -> Tensor:
+        assert self.session is not None
+        return self.session.weight(name)
+
+    def in_unit(self, unit: str) -> Callable[[Forward], Forward]:
+        """What goes around the forward of a unit."""
+
+        def around(inner: Forward) -> Forward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                session = self.session
+                assert session is not None
+                session.enter(unit)
+                try:
+                    return inner(*args, **kwargs)
+                finally:
+                    session.leave(unit)
+
+            return forward
+
+        return around
+
+
+class _Copies:
+    """Copies of a model's modules, and what they reach in the call that they serve."""
+
+    def __init__(self, model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments) -> None:
+        self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
+        around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
+        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around))
+
+    def begin(self, session: Session, buffers: Mapping[str, Tensor]) -> None:
+        """Serve a call."""
+        self.current.session = session
+        self.axes.forget()
+        self.bound.begin(buffers)
 
 
 def _kind(leaf: Any) -> Any:
@@ -173,17 +230,3 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
             return record
     records.append(_Record(plan, owned_names(model, plan)))
     return records[-1]
-
-
-def _in_unit(session: Session, unit: str) -> Callable[[Forward], Forward]:
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            session.enter(unit)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                session.leave(unit)
-
-        return forward
-
-    return around

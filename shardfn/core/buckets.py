@@ -1,16 +1,15 @@
-"""Moving many leaves in one collective: pack, communicate, unpack. Layer 3.
+"""Moving many leaves together: gather, reduce, and the differentiable pair over a plan's bucket. Layer 3.
 
-    gather_leaves     undo the split over some axes        one all-gather an axis
-    scatter_leaves    its transpose, summing over ranks    one reduce-scatter an axis
-    sum_leaves        sum over axes that split nothing     one all-reduce an axis
+    gather    undo the split over the data axes         one all-gather an axis
+    reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
 
-Uneven dims are padded here, inside the collective, and nowhere else. `GatherBucket` and `ReduceBucket` are the
-differentiable pair over a plan's bucket; the functions below them are outside autograd.
+Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in crossing.py. A `Flight` is a
+communication that goes on while something else is done.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Literal
 
@@ -19,11 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardfn._torch import DTensorSpec, dtensor_spec, unwrap_local, wrap_local
-from shardfn.core.collectives import gather_flat, scatter_sum_flat, sum_flat_
-from shardfn.core.layout import Leaf, clear_padding
+from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wrap_local
+from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, finished, sum_steps
+from shardfn.core.crossing import Crossing
+from shardfn.core.layout import Leaf, clear_padding_
 from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan
+from shardfn.core.pool import Buffers, FreshBuffers
+from shardfn.core.storage import split_flat
 
 
 def placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str] = ()) -> list[Placement]:
@@ -48,163 +50,77 @@ def leaf_spec(
     return kept[key][1]
 
 
-@dataclass(frozen=True)
-class _Move:
-    """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
+class Flight:
+    """A communication in the air: started when made, over when it is asked for its result."""
 
-    `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
-    without the split.
-    """
+    def __init__(self, steps: Steps, explain: Callable[[RuntimeError], Exception] | None = None) -> None:
+        """`explain` may know why a wait failed."""
+        self._steps, self._explain = steps, explain
+        self._works: Works = []
+        self._result: list[Tensor] | None = None
+        self._next()
 
-    dim: int
-    shard: tuple[int, ...]
-    chunk: tuple[int, ...]
-    whole: tuple[int, ...]
+    def advance(self) -> None:
+        """Wait for the collective under way and start the next one, if there is one."""
+        if self._result is None:
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                self._steps.close()
+                raise (self._explain(error) if self._explain is not None else error) from error
+            self._next()
 
-    @property
-    def numel(self) -> int:
-        return prod(self.chunk)
+    def finish(self) -> list[Tensor]:
+        """Wait for all that is left."""
+        while self._result is None:
+            self.advance()
+        return self._result
 
-    def pack(self, shard: Tensor, out: Tensor) -> None:
-        """shard -> [numel]"""
-        if self.shard == self.chunk:
-            out.copy_(shard.reshape(-1))
-        else:
-            out.zero_().view(self.chunk).narrow(self.dim, 0, self.shard[self.dim]).copy_(shard)
-
-    def unpack(self, parts: Tensor, out: Tensor) -> None:
-        """[W, numel] -> whole"""
-        joined = parts.view(parts.shape[0], *self.chunk).movedim(0, self.dim)  # [..., W, chunk, ...]
-        step, size = self.chunk[self.dim], self.whole[self.dim]
-        full, rest = divmod(size, step) if step else (0, 0)
-        if full:
-            target = out.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
-            target.copy_(joined.narrow(self.dim, 0, full))
-        if rest:
-            out.narrow(self.dim, full * step, rest).copy_(joined.select(self.dim, full).narrow(self.dim, 0, rest))
-
-    def split(self, whole: Tensor, out: Tensor) -> None:
-        """whole -> [W, numel]; the transpose of `unpack`. What nobody keeps stays unset."""
-        parts = out.view(out.shape[0], *self.chunk)  # [W, ..., chunk, ...]
-        step, size = self.chunk[self.dim], self.whole[self.dim]
-        full, rest = divmod(size, step) if step else (0, 0)
-        if full:
-            source = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
-            parts.narrow(0, 0, full).movedim(0, self.dim).copy_(source)
-        if rest:
-            parts[full].narrow(self.dim, 0, rest).copy_(whole.narrow(self.dim, full * step, rest))
+    def _next(self) -> None:
+        self._works = []
+        try:
+            self._works = next(self._steps)
+        except StopIteration as end:
+            self._result = end.value
 
 
-Memo = dict[tuple[str, tuple[str, ...]], list[_Move]]
-
-
-def _moves(leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...], memo: Memo) -> list[_Move]:
-    """The moves over `axis` of leaves that are still split over `keep` (without `axis`); remembered in `memo`."""
-    if (axis, keep) in memo:
-        return memo[axis, keep]
-    moves = memo[axis, keep] = []
-    for leaf in leaves:
-        dim = leaf.split_dim(axis)
-        assert dim is not None, f"{leaf.name} is not split over {axis}"
-        whole = leaf.local_shape(grid.sizes, grid.coords, keep)
-        shard = leaf.local_shape(grid.sizes, grid.coords, (*keep, axis))
-        step = -(-whole[dim] // grid.sizes[axis])
-        moves.append(_Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
-    return moves
+def gather_steps(
+    crossings: Sequence[Crossing], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
+) -> Steps:
+    """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
+    *inner, last = crossings
+    tensors = shards
+    for crossing in inner:
+        (flat,) = yield from crossing.gather(tensors, dtype, buffers)
+        tensors = crossing.wholes_of(flat)
+    return (yield from last.gather(tensors, dtype, buffers))
 
 
 def gather_leaves(
-    leaves: Sequence[Leaf],
-    shards: Sequence[Tensor],
-    axes: Sequence[str],
-    grid: Grid,
-    undone: Sequence[str] = (),
-    memo: Memo | None = None,
+    leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()
 ) -> list[Tensor]:
     """Whole tensors over `axes` (outermost first), all in one new storage.
 
-    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. `memo` remembers the
-    arithmetic between calls with the same leaves, grid and `undone`.
-
-    One all-gather an axis larger than one. Axes of one rank cost nothing: the shards themselves come back.
+    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. One all-gather an axis
+    larger than one; axes of one rank cost nothing: the shards themselves come back.
     """
-    tensors = list(shards)
+    crossings = _crossings(leaves, axes, grid, undone)
+    if not crossings or not shards:
+        return list(shards)
+    (flat,) = finished(gather_steps(crossings, shards, shards[0].dtype, FreshBuffers(grid.device)))
+    return crossings[-1].wholes_of(flat)
+
+
+def _crossings(leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()) -> list[Crossing]:
+    """The crossings that undo `axes`, innermost first."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
+    found = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1:
-            moves = _moves(leaves, grid, axis, kept, {} if memo is None else memo)
-            tensors = _gather_axis(moves, tensors, axis, grid)
-    return tensors
-
-
-def _gather_axis(moves: Sequence[_Move], shards: Sequence[Tensor], axis: str, grid: Grid) -> list[Tensor]:
-    numels = [move.numel for move in moves]
-    if not sum(numels):
-        return [shard.new_empty(move.whole) for move, shard in zip(moves, shards, strict=True)]
-    flat = shards[0].new_empty(sum(numels))
-    for move, shard, part in zip(moves, shards, flat.split(numels), strict=True):
-        move.pack(shard, part)
-    gathered = gather_flat(flat, grid.groups[axis]).view(grid.sizes[axis], -1)  # [W, sum(numels)]
-    wholes = empty_in_one([move.whole for move in moves], flat)
-    for move, parts, whole in zip(moves, gathered.split(numels, dim=1), wholes, strict=True):
-        move.unpack(parts, whole)
-    return wholes
-
-
-def empty_in_one(shapes: Sequence[Sequence[int]], like: Tensor) -> list[Tensor]:
-    """Uninitialised tensors that share one storage, each with a version counter of its own."""
-    storage = like.new_empty(sum(prod(shape) for shape in shapes)).untyped_storage()
-    out, offset = [], 0
-    for shape in shapes:
-        blank: Any = like.new_empty(0)
-        out.append(blank.set_(storage, offset, torch.Size(shape)))
-        offset += prod(shape)
-    return out
-
-
-def scatter_leaves(
-    leaves: Sequence[Leaf], wholes: Sequence[Tensor], axes: Sequence[str], grid: Grid, memo: Memo | None = None
-) -> list[Tensor]:
-    """The sum over ranks of whole tensors, of which every rank keeps its shard; the transpose of `gather_leaves`.
-
-    One reduce-scatter an axis larger than one.
-    """
-    tensors = list(wholes)
-    kept = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in axes))
-    for axis in axes:
-        if grid.sizes[axis] > 1:
-            moves = _moves(leaves, grid, axis, tuple(kept), {} if memo is None else memo)
-            tensors = _scatter_axis(moves, tensors, axis, grid)
-        kept.append(axis)
-    return tensors
-
-
-def _scatter_axis(moves: Sequence[_Move], wholes: Sequence[Tensor], axis: str, grid: Grid) -> list[Tensor]:
-    numels = [move.numel for move in moves]
-    if not sum(numels):
-        return [whole.new_empty(move.shard) for move, whole in zip(moves, wholes, strict=True)]
-    parts = wholes[0].new_empty(grid.sizes[axis], sum(numels))  # [W, sum(numels)]
-    for move, whole, part in zip(moves, wholes, parts.split(numels, dim=1), strict=True):
-        move.split(whole, part)
-    flat = scatter_sum_flat(parts.view(-1), grid.groups[axis])  # [sum(numels)]
-    out = []
-    for move, mine in zip(moves, flat.split(numels), strict=True):
-        shard = mine.view(move.chunk)
-        out.append(shard if move.chunk == move.shard else shard.narrow(move.dim, 0, move.shard[move.dim]).contiguous())
-    return out
-
-
-def sum_leaves(tensors: Sequence[Tensor], axes: Sequence[str], grid: Grid) -> list[Tensor]:
-    """The sum over all ranks of `axes`, in new tensors. One all-reduce an axis larger than one."""
-    wide = [axis for axis in axes if grid.sizes[axis] > 1]
-    if not wide:
-        return list(tensors)
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    for axis in wide:
-        sum_flat_(flat, grid.groups[axis])
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            found.append(Crossing(leaves, grid, axis, kept))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,13 +130,43 @@ class BucketOnGrid:
     plan: Plan
     grid: Grid
     bucket: Bucket
-    _memo: Memo = field(default_factory=dict)
+    buffers: Buffers
     _parts: "dict[tuple[bool, ...], BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[Leaf]:
         """The stored leaves, in bucket order."""
         return [self.plan.leaves[name][1] for name in self.bucket.leaves]
+
+    @cached_property
+    def crossings(self) -> list[Crossing]:
+        """One for each axis to gather over, in the order of gathering."""
+        return _crossings(self.leaves, self.bucket.axes, self.grid)
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether gathering needs a collective here; otherwise the gathered tensors are the shards themselves."""
+        return bool(self.crossings)
+
+    @cached_property
+    def _shard_shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.local_shape(self.grid.sizes, self.grid.coords) for leaf in self.leaves]
+
+    @cached_property
+    def _whole_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of pending gradients: whole over the data axes."""
+        keep = self.plan.roles.compute
+        return [leaf.local_shape(self.grid.sizes, self.grid.coords, keep) for leaf in self.leaves]
+
+    @cached_property
+    def _padded(self) -> list[int]:
+        """Leaves with padding that is stored."""
+        return [index for index, leaf in enumerate(self.leaves) if leaf.shape != leaf.extent]
+
+    @cached_property
+    def _sum_axes(self) -> list[str]:
+        """Data axes that split nothing here: gradients are added up over them."""
+        return [axis for axis in self.plan.roles.data if axis not in self.bucket.axes and self.grid.sizes[axis] > 1]
 
     def part(self, wanted: Sequence[bool]) -> "BucketOnGrid":
         """The same bucket with some of its leaves only."""
@@ -229,53 +175,111 @@ class BucketOnGrid:
         key = tuple(wanted)
         if key not in self._parts:
             names = tuple(name for name, want in zip(self.bucket.leaves, wanted, strict=True) if want)
-            self._parts[key] = BucketOnGrid(self.plan, self.grid, replace(self.bucket, leaves=names))
+            self._parts[key] = replace(self, bucket=replace(self.bucket, leaves=names), _parts={})
         return self._parts[key]
 
-    @cached_property
-    def communicates(self) -> bool:
-        """Whether gathering needs a collective here; otherwise the gathered tensors are the shards themselves."""
-        return any(self.grid.sizes[axis] > 1 for axis in self.bucket.axes)
+    def empty_shards(self, dtype: torch.dtype) -> list[Tensor]:
+        """Uninitialised shards side by side, so that a gather need not copy them together."""
+        if self.crossings:
+            crossing = self.crossings[0]
+            return crossing.shards_of(FreshBuffers(self.grid.device).tensor(crossing.numel, dtype))
+        return _side_by_side(self._shard_shapes, dtype, FreshBuffers(self.grid.device))[1]
+
+    def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
+        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
+        return gather_steps(self.crossings, shards, self.bucket.dtype, self.buffers)
+
+    def wholes_of(self, flat: Tensor) -> list[Tensor]:
+        """The leaves in what `gather_steps` makes."""
+        return self.crossings[-1].wholes_of(flat)
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Local shards -> tensors whole over the data axes, in the bucket's dtype."""
-        cast = [shard.to(self.bucket.dtype) for shard in shards]
-        return gather_leaves(self.leaves, cast, self.bucket.axes, self.grid, memo=self._memo)
+        """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
+        if not self.communicates:
+            return [shard.to(self.bucket.dtype) for shard in shards]
+        return self.wholes_of(finished(self.gather_steps(shards))[0])
 
-    def reduce(
-        self, wholes: Sequence[Tensor | None], shards_like: Sequence[torch.dtype], op: Literal["mean", "sum"]
-    ) -> list[Tensor]:
-        """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean.
+    def reduce_steps(
+        self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
+    ) -> Steps:
+        """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
 
         A missing gradient counts as zeros. One reduce-scatter over the axes that split the bucket, one all-reduce over
         the other data axes.
         """
-        grid, axes = self.grid, self.bucket.axes
         dtype = self.bucket.dtype
-        if dtype.is_floating_point:
-            dtype = self.plan.policy.reduce_dtype or dtype
-        filled = []
-        for leaf, whole in zip(self.leaves, wholes, strict=True):
-            shape = leaf.local_shape(grid.sizes, grid.coords, self.plan.roles.compute)
-            filled.append(torch.zeros(shape, dtype=dtype, device=grid.device) if whole is None else whole.to(dtype))
-        shards = scatter_leaves(self.leaves, filled, axes, grid, self._memo)
-        shards = sum_leaves(shards, [axis for axis in self.plan.roles.data if axis not in axes], grid)
-        ranks = prod(grid.sizes[axis] for axis in self.plan.roles.data)
+        dtype = (self.plan.policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+        tensors: Sequence[Tensor | None] = wholes
+        if self.crossings:
+            *outer, last = reversed(self.crossings)
+            for crossing in outer:
+                (flat,) = yield from crossing.reduce(tensors, dtype, self.buffers)
+                tensors, dtype = crossing.shards_of(flat), flat.dtype
+            (flat,) = yield from last.reduce(tensors, dtype, self.buffers)
+            shards = last.shards_of
+        else:
+            flat, places = _side_by_side(self._whole_shapes, dtype, self.buffers)
+            _fill(places, wholes)
+            shards = partial(split_flat, shapes=self._shard_shapes)
+        for axis in self._sum_axes:
+            group = self.grid.groups[axis]
+            if backend_of(group, self.grid.device) == "gloo":
+                flat = flat.to(accumulation_dtype(flat.dtype))
+            yield from sum_steps(flat, group)
+        ranks = prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
         if op == "mean" and ranks > 1:
-            shards = [shard / ranks for shard in shards]
-        shards = [shard.to(want) for shard, want in zip(shards, shards_like, strict=True)]
-        return [
-            clear_padding(leaf, shard, grid.sizes, grid.coords) for leaf, shard in zip(self.leaves, shards, strict=True)
-        ]
+            flat.div_(ranks)
+        return self._finished_shards(flat, shards, dtypes)
+
+    def _finished_shards(
+        self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """The shards in a flat tensor, in their dtypes and without values in padding."""
+        if len(set(dtypes)) == 1 and dtypes[0] != flat.dtype:
+            flat = self.buffers.tensor(flat.numel(), dtypes[0]).copy_(flat)
+        out = shards(flat)
+        if any(want != flat.dtype for want in dtypes):
+            out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
+        for index in self._padded:
+            clear_padding_(self.leaves[index], out[index], self.grid.sizes, self.grid.coords)
+        return out
+
+    def reduce(
+        self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
+    ) -> list[Tensor]:
+        """`reduce_steps`, waited for."""
+        return finished(self.reduce_steps(wholes, dtypes, op))
 
 
-def buckets_on_grid(plan: Plan, grid: Grid) -> dict[Bucket, BucketOnGrid]:
-    """Every bucket of a plan on a grid; made once and kept with the plan."""
-    kept: dict[int, dict[Bucket, BucketOnGrid]] = plan.__dict__.setdefault("_buckets_on_grid", {})
-    if id(grid) not in kept:  # the values hold the grid, so its id is not given to another one
-        buckets = (bucket for unit in plan.units for bucket in unit.buckets)
-        kept[id(grid)] = {bucket: BucketOnGrid(plan, grid, bucket) for bucket in buckets}
-    return kept[id(grid)]
+def _side_by_side(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, buffers: Buffers
+) -> tuple[Tensor, list[Tensor]]:
+    """A flat tensor and tensors of these shapes that fill it."""
+    flat = buffers.tensor(sum(prod(shape) for shape in shapes), dtype)
+    return flat, split_flat(flat, shapes)
+
+
+def _fill(places: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copy the values to their places; a missing one is zeros."""
+    given = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+    for place, value in zip(places, values, strict=True):
+        if value is None:
+            place.zero_()
+    if given:
+        foreach("copy_")([place for place, _ in given], [value for _, value in given])
+
+
+def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+    """Uninitialised memory for this rank's part of leaves (default: all); those of one bucket lie side by side."""
+    wanted = {name: layout.dtype for name, (layout, _) in plan.leaves.items()} if dtypes is None else dtypes
+    out: dict[str, Tensor] = {}
+    for unit in plan.units:
+        for bucket in unit.buckets:
+            for dtype in dict.fromkeys(wanted[name] for name in bucket.leaves if name in wanted):
+                names = tuple(name for name in bucket.leaves if wanted.get(name) == dtype)
+                spot = BucketOnGrid(plan, grid, replace(bucket, leaves=names), FreshBuffers(grid.device))
+                out |= dict(zip(names, spot.empty_shards(dtype), strict=True))
+    return out
 
 
 class GatherBucket(torch.autograd.Function):
@@ -284,32 +288,29 @@ class GatherBucket(torch.autograd.Function):
         forward   leaf [shard]            -> all_gather(data)     -> [whole over data, split over compute]
         backward  d    [whole over data]  -> reduce_scatter(data) -> d leaf [shard]
 
-    `on_backward` is called when the gradients arrive, before they are reduced: whoever keeps the gathered tensors for
-    the backward can let go of them.
+    At once, and under every transform; the engine has a pair of its own that overlaps.
     """
 
     @staticmethod
-    def forward(spot: BucketOnGrid, on_backward: Callable[[], None] | None, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(spot: BucketOnGrid, *leaves: Tensor) -> tuple[Tensor, ...]:
         shards = [unwrap_local(leaf) for leaf in leaves]
         wholes = spot.gather(shards)
         return tuple(w.detach() if w is s else w for w, s in zip(wholes, shards, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.spot, ctx.on_backward, *leaves = inputs
+        ctx.spot, *leaves = inputs
         ctx.dtypes = [leaf.dtype for leaf in leaves]
         ctx.needed = [leaf.requires_grad for leaf in leaves]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.on_backward is not None:
-            ctx.on_backward()
-        spot, needed = ctx.spot, ctx.needed
+        spot, needed = ctx.spot.part(ctx.needed), ctx.needed
         dtypes = [dtype for dtype, need in zip(ctx.dtypes, needed, strict=True) if need]
         pending = [grad for grad, need in zip(grads, needed, strict=True) if need]
-        reduced = iter(ReduceBucket.apply(spot.part(needed), spot.plan.reduction, dtypes, *pending))
-        return (None, None, *(next(reduced) if need else None for need in needed))
+        reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
+        return (None, *(next(reduced) if need else None for need in needed))
 
 
 class ReduceBucket(torch.autograd.Function):
@@ -350,7 +351,7 @@ class ReduceBucket(torch.autograd.Function):
             _or_zeros(spot, i, x, dtype, ctx.op)
             for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))
         ]
-        wholes = given if ctx.op is None else GatherBucket.apply(spot, None, *given)
+        wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
         ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "mean" else 1
         out = [None if d is None else unwrap_local(w).to(d) / ranks for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *out)

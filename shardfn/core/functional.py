@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.core.agreement import VALUES, agree
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, gather_leaves, leaf_spec
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, empty_shards, gather_leaves, leaf_spec
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
 from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice, to_leaves
@@ -24,6 +24,7 @@ from shardfn.core.mesh import Grid, axes_of, grid
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
+from shardfn.core.pool import FreshBuffers
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
 
@@ -77,22 +78,26 @@ def shard(
     seed = agree(mesh, made, _facts(model, init, src))
     assert isinstance(made, Plan)
     places = grid(mesh, made.roles.storage)
-    leaves: dict[str, Tensor] = {}
+    locals_ = empty_shards(made, places)
     buffers: dict[str, Tensor] = {}
     for layout, full in _full_tensors(model, made, places, init, src, seed, buffers):
-        leaves |= _cut(layout, full, made, places)
+        _cut(layout, full, locals_, places)
         del full  # the next tensor is not made before this one is gone
-    return Params({name: leaves[name] for name in made.leaves}, made, mesh, buffers)
+    return _wrapped(locals_, made, places, mesh, buffers)
 
 
-def _cut(layout: Layout, full: Tensor, made: Plan, places: Grid) -> dict[str, Tensor]:
-    """This rank's part of every leaf of a full tensor, in memory of its own on the mesh's device."""
-    leaves: dict[str, Tensor] = {}
+def _cut(layout: Layout, full: Tensor, locals_: Mapping[str, Tensor], places: Grid) -> None:
+    """Fill this rank's part of every leaf of a full tensor."""
     for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
-        local = local_slice(leaf, whole, places.sizes, places.coords).detach()
-        copied = torch.empty(local.shape, dtype=local.dtype, device=places.device).copy_(local)
-        leaves[leaf.name] = wrap_local(copied, leaf_spec(made, places, leaf.name, local.dtype))
-    return leaves
+        locals_[leaf.name].copy_(local_slice(leaf, whole, places.sizes, places.coords).detach())
+
+
+def _wrapped(
+    locals_: Mapping[str, Tensor], made: Plan, places: Grid, mesh: DeviceMesh, buffers: Mapping[str, Tensor]
+) -> Params:
+    names = [name for name in made.leaves if name in locals_]
+    leaves = {n: wrap_local(locals_[n], leaf_spec(made, places, n, locals_[n].dtype)) for n in names}
+    return Params(leaves, made, mesh, buffers)
 
 
 def _checked_plan(
@@ -287,8 +292,8 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     for axes, dtype in dict.fromkeys(keys.values()):
         members = tuple(name for name in names if keys[name] == (axes, dtype))
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype))
-        gathered = GatherBucket.apply(spot, None, *(tree[name] for name in members))
+        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), FreshBuffers(places.device))
+        gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _GatherCompute.apply(spot, compute, *gathered) if compute else gathered
         if all(places.sizes[axis] == 1 for axis in axes):
@@ -409,7 +414,8 @@ def reduce_grads(
         for bucket in unit.buckets:
             for dtype in dict.fromkeys(pending[name].dtype for name in bucket.leaves if name in pending):
                 names = tuple(name for name in bucket.leaves if name in pending and pending[name].dtype == dtype)
-                spot = BucketOnGrid(plan_, places, replace(bucket, leaves=names, dtype=dtype))
+                travels = replace(bucket, leaves=names, dtype=dtype)
+                spot = BucketOnGrid(plan_, places, travels, FreshBuffers(places.device))
                 reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
                 done |= {
                     n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)
@@ -514,20 +520,24 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
     with torch.no_grad():
-        leaves = _moved_leaves(tree, made, places)
-    return Params({name: leaves[name] for name in made.leaves if name in leaves}, made, target_mesh, tree.buffers)
+        locals_ = _moved_locals(tree, made, places)
+    return _wrapped(locals_, made, places, target_mesh, tree.buffers)
 
 
-def _moved_leaves(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
-    """The leaves of `tree` as the plan `made` stores them, in new memory."""
+def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
+    """The local parts of `tree` as the plan `made` stores them, in new memory."""
     from_places = grid(tree.mesh, tree.plan.roles.storage)
     stays = from_places.storage == places.storage
-    leaves: dict[str, Tensor] = {}
+    held = _selected(tree, None)
+    dtypes = {
+        leaf.name: tree[layout.leaves[0].name].dtype for layout in held for leaf in made.layouts[layout.name].leaves
+    }
+    locals_ = empty_shards(made, places, dtypes)
     changed: list[Layout] = []
-    for layout in _selected(tree, None):
+    for layout in held:
         if stays and _stored_alike(layout, made.layouts[layout.name]):
-            copies = {leaf.name: unwrap_local(tree[leaf.name]).clone() for leaf in layout.leaves}
-            leaves |= {n: wrap_local(x, leaf_spec(made, places, n, x.dtype)) for n, x in copies.items()}
+            for leaf in layout.leaves:
+                locals_[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
             changed.append(layout)
     for group in _groups(changed, tree, _MAX_BUCKET_BYTES):
@@ -535,9 +545,8 @@ def _moved_leaves(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
         wholes = dict(zip(names, _gather_whole(tree, names, from_places), strict=True))
         for layout in group:
             full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
-            target = made.layouts[layout.name]
-            leaves |= _cut(target, full, made, places)
-    return leaves
+            _cut(made.layouts[layout.name], full, locals_, places)
+    return locals_
 
 
 def _stored_alike(a: Layout, b: Layout) -> bool:

@@ -175,16 +175,14 @@ def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def clear_padding(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> Tensor:
-    """The local part with zeros beyond the true extent: gradients of padding must not train it."""
+def clear_padding_(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> None:
+    """Zeros beyond the true extent of a local part: gradients of padding must not train it."""
     if leaf.shape == leaf.extent:
-        return local
-    local = local.clone()
+        return
     for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
         inside = max(0, min(length, leaf.extent[dim] - start))
         if inside < length:
             local.narrow(dim, inside, length - inside).zero_()
-    return local
 
 
 def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> Tensor:

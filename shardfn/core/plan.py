@@ -646,13 +646,21 @@ def _units(layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, pol
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:
-    groups: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    groups: dict[tuple[tuple[str, ...], torch.dtype], list[Leaf]] = {}
     for layout in layouts:
         cast = policy.compute_dtype if layout.dtype.is_floating_point else None
         for leaf in layout.leaves:
             axes = tuple(axis for axis in role.data if axis in leaf.axes)
-            groups.setdefault((axes, cast or layout.dtype), []).append(leaf.name)
-    return tuple(Bucket(unit, tuple(leaves), axes, dtype) for (axes, dtype), leaves in groups.items())
+            groups.setdefault((axes, cast or layout.dtype), []).append(leaf)
+    return tuple(
+        Bucket(unit, tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)), axes, dtype)
+        for (axes, dtype), leaves in groups.items()
+    )
+
+
+def _travels_late(leaf: Leaf) -> tuple[bool, int]:
+    """Sorts a bucket: leaves that may travel straight into their place come first, large ones before small ones."""
+    return not leaf.splits or not leaf.splits[0], -prod(leaf.shape)
 
 
 def _uncomputable(

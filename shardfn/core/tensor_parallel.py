@@ -66,6 +66,10 @@ class ComputeAxes:
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
         self._varied: dict[str, WeakIdKeyDictionary] = {}
 
+    def forget(self) -> None:
+        """Another call begins: what was varied belongs to the graph of the one before."""
+        self._varied.clear()
+
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
         if self._variance is not None and axis in self._variance.tag(x).axes:

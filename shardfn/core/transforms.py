@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import DTensorSpec, pytree, unwrap_local, wrap_local
+from shardfn._torch import DTensorSpec, pytree, spec_of, unwrap_local, wrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.collectives import pmean
 from shardfn.core.data import Mean
+from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
@@ -131,16 +132,25 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 
     if not isinstance(tree, Params):
         return pytree.tree_map(fresh, tree)
-    plan, places = tree.plan.with_reduction(reduce), grid(tree.mesh, tree.plan.roles.storage)
-    leaves: dict[str, Tensor] = {}
-    for name, leaf in tree.items():
-        wanted = plan.leaves[name][0].trainable and leaf.is_floating_point()
-        if leaf.grad_fn is not None or not isinstance(leaf, DTensor):
-            leaves[name] = leaf
-        else:
-            local = unwrap_local(leaf).detach()
-            leaves[name] = wrap_local(local, leaf_spec(plan, places, name, leaf.dtype), requires_grad=wanted)
-    return Params(leaves, plan, tree.mesh, tree.buffers)
+    plan = tree.plan.with_reduction(reduce)
+    trains = _trained(tree.plan)
+    new = {
+        name: wrap_local(unwrap_local(leaf).detach(), spec_of(leaf), name in trains)
+        for name, leaf in tree.items()
+        if isinstance(leaf, DTensor) and leaf.grad_fn is None
+    }
+    made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
+    if reduce is not None:
+        made.gradients = Gradients(new)
+    return made
+
+
+def _trained(plan: Plan) -> frozenset[str]:
+    """Leaves that may have a gradient."""
+    if "_trained" not in plan.__dict__:
+        names = (n for n, (layout, _) in plan.leaves.items() if layout.trainable and layout.dtype.is_floating_point)
+        plan.__dict__["_trained"] = frozenset(names)
+    return plan.__dict__["_trained"]
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
@@ -165,45 +175,69 @@ def _averaged(value: Tensor, owner: Params | None) -> Tensor:
 
 
 def _gradients(loss: Tensor, trees: Sequence[Any]) -> list[Any]:
-    flat = [pytree.tree_flatten(tree) for tree in trees]
-    wanted = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
+    wanted = [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
     outer = any(leaf.grad_fn is not None for leaf in wanted)
     if loss.grad_fn is None:
         found = [None] * len(wanted)
     else:
-        found = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
+        found = _differentiated(loss, wanted, outer, [tree.gradients for tree in trees if isinstance(tree, Params)])
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
-    return [
-        _as_tree(tree, pytree.tree_unflatten([_gradient(leaf, by_leaf.get(id(leaf))) for leaf in leaves], spec))
-        for tree, (leaves, spec) in zip(trees, flat, strict=True)
-    ]
+    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf) for tree in trees]
 
 
-def _gradient(leaf: Any, found: Tensor | None) -> Any:
-    """The gradient of one leaf; plain zeros for a plain leaf that has none."""
-    if found is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
-        return found
-    return torch.zeros_like(leaf, requires_grad=False)
+def _differentiated(
+    loss: Tensor, wanted: Sequence[Tensor], create_graph: bool, collected: Sequence[Gradients | None]
+) -> list[Tensor | None]:
+    """What autograd finds; after an error nothing is under way."""
+    try:
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
+    except BaseException:
+        for gradients in collected:
+            if gradients is not None:
+                gradients.settle()
+        raise
 
 
-def _as_tree(tree: Any, grads: Any) -> Any:
+def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
+    """Gradients of a tree of plain tensors: zeros for a leaf that has none."""
+
+    def gradient(leaf: Any) -> Any:
+        own = found.get(id(leaf))
+        if own is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return own
+        return torch.zeros_like(leaf, requires_grad=False)
+
+    return pytree.tree_map(gradient, tree)
+
+
+def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
-    if not isinstance(tree, Params):
-        return grads
-    plan, places = tree.plan.with_reduction("mean"), grid(tree.mesh, tree.plan.roles.storage)
+    plan, reduction = tree.plan.with_reduction("mean"), tree.plan.reduction
+    places = grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
-    for name, gradient in grads.items():
-        pending = tree.plan.reduction is None and tree[name].requires_grad
-        spec = leaf_spec(plan, places, name, tree[name].dtype, pending)
+    collected = tree.gradients.settle() if tree.gradients is not None else {}
+    for name, leaf in tree.items():
+        gradient, local = found.get(id(leaf)), collected.get(name)
+        if local is not None:
+            leaves[name] = wrap_local(_with_direct(name, local, gradient, spec_of(leaf), reduction), spec_of(leaf))
+            continue
+        pending = reduction is None and leaf.requires_grad
+        spec = leaf_spec(plan, places, name, leaf.dtype, pending)
         if gradient is None:
-            leaves[name] = _zeros(plan, places, name, spec, pending, tree[name].requires_grad)
+            leaves[name] = _zeros(plan, places, name, spec, pending, leaf.requires_grad)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
-            leaves[name] = _placed(name, gradient, spec, tree.plan.reduction)
+            leaves[name] = _placed(name, gradient, spec, reduction)
         else:
             leaves[name] = gradient
     return Params(leaves, plan, tree.mesh, tree.buffers)
+
+
+def _with_direct(name: str, local: Tensor, direct: Tensor | None, spec: DTensorSpec, reduce: Reduction) -> Tensor:
+    """What the engine reduced, plus what reached the leaf without it."""
+    return local if direct is None else local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
 
 
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:

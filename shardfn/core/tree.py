@@ -63,6 +63,8 @@ class Params(dict[str, Any]):
         self.plan = plan
         self.mesh = mesh
         self.buffers: dict[str, Tensor] = dict(buffers or {})
+        # Where the engine puts gradients of these very leaves; set by a differentiation for its own tree only.
+        self.gradients: Any = None
 
     def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
         """Other leaves under the same plan, mesh and buffers."""

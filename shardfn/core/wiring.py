@@ -18,29 +18,31 @@ Around = Callable[[Forward], Forward]
 def wire(
     plan: Plan,
     names: Mapping[str, Mapping[str, str]],
-    buffers: Mapping[str, Tensor],
     weight: Callable[[str], Tensor],
     axes: ComputeAxes,
     adjust: Adjustments,
     around: Mapping[str, Around],
 ) -> Wiring:
-    """The wiring of one call.
+    """The wiring of a model's copies.
 
     Args:
         plan: the layouts.
         names: from `owned_names`.
-        buffers: the tree's.
         weight: gives a gathered parameter by its canonical name.
         axes: the collectives over compute axes.
         adjust: what the run without data added.
         around: module path -> what goes around its forward.
     """
 
-    def fetch(name: str) -> Tensor:
+    varying = {name: axes_ for name in plan.layouts if (axes_ := adjust.axes_of(f"parameter {name}"))}
+
+    def vary(name: str) -> Tensor:
         value = weight(name)
-        for axis in adjust.axes_of(f"parameter {name}"):
+        for axis in varying.get(name, ()):
             value = axes.vary(value, axis)
         return value
+
+    fetch = vary if varying else weight
 
     wrapped = dict(around)
     for source, axis in sorted(adjust.vary):
@@ -48,7 +50,7 @@ def wire(
             path = source.removeprefix("module ")
             wrapped[path] = _chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
     forwards = parallel_forwards(plan, axes, fetch, adjust)
-    return Wiring(names, buffers, fetch, _guard(plan), forwards, wrapped)
+    return Wiring(names, fetch, _refusal(plan), forwards, wrapped)
 
 
 def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
@@ -83,22 +85,21 @@ def _compute_split(plan: Plan, name: str) -> list[str]:
     return [axis for axis in plan.layouts[name].axes if axis in plan.roles.compute and plan.axes[axis] > 1]
 
 
-def _guard(plan: Plan) -> Callable[[str, str, str], None]:
+def _refusal(plan: Plan) -> Callable[[str, str, str], str | None]:
     """A weight split over a compute axis is used by its derived forward, not read as an attribute."""
 
-    def guard(path: str, attribute: str, name: str) -> None:
+    def why(path: str, attribute: str, name: str) -> str | None:
         layout = plan.layouts[name]
         split = _compute_split(plan, name)
-        if split and first_match(plan.policy.compute, [path]) is None:
-            raise ShardError(
-                f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads "
-                f"'{attribute}' of "
-                f"{path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a "
-                "forward in "
-                f"Policy(compute=...)"
-            )
+        if not split or first_match(plan.policy.compute, [path]) is not None:
+            return None
+        return (
+            f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads '{attribute}' "
+            f"of {path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a forward "
+            f"in Policy(compute=...)"
+        )
 
-    return guard
+    return why
 
 
 def shared_parts(plan: Plan, path: str, axis: str) -> int:

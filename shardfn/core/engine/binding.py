@@ -5,10 +5,12 @@ be recomputed in a backward (`torch.utils.checkpoint` keeps the copies it was gi
 bound. What a forward assigns to attributes of its own modules is written back to the template afterwards.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -33,14 +35,14 @@ _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # attributes that are nn.M
 class Wiring:
     """What to put into the copies.
 
-    `params[path]` maps attributes to canonical parameter names; `fetch` gives the weight, `guard` may refuse that a
-    forward reads it from the module; `forwards[path]` replaces a module's forward, and `around[path]` goes around it.
+    `params[path]` maps attributes to canonical parameter names; `fetch` gives the weight, `refusal` may say why a
+    forward must not read it from the module; `forwards[path]` replaces a module's forward, and `around[path]` goes
+    around it.
     """
 
     params: Mapping[str, Mapping[str, str]]
-    buffers: Mapping[str, Tensor]
     fetch: Callable[[str], Tensor]
-    guard: Callable[[str, str, str], None]
+    refusal: Callable[[str, str, str], str | None]
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     around: Mapping[str, Callable[[Forward], Forward]] = field(default_factory=dict)
 
@@ -50,37 +52,73 @@ class _Weights(dict[str, Any]):
 
     def __init__(self, path: str, names: Mapping[str, str], absent: Iterable[str], wiring: Wiring) -> None:
         super().__init__({**dict.fromkeys(absent), **names})
-        self._path, self._wiring = path, wiring
+        self._fetch = wiring.fetch
+        found = {attribute: wiring.refusal(path, attribute, name) for attribute, name in names.items()}
+        self._refused = {attribute: why for attribute, why in found.items() if why is not None}
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
         if name is None:
             return None
-        self._wiring.guard(self._path, attribute, name)
-        return self._wiring.fetch(name)
+        if attribute in self._refused:
+            raise ShardError(self._refused[attribute])
+        return self._fetch(name)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
 
     def items(self) -> Any:
-        return ((attribute, None if name is None else self._wiring.fetch(name)) for attribute, name in super().items())
+        return ((attribute, None if name is None else self._fetch(name)) for attribute, name in super().items())
 
     def values(self) -> Any:
         return (weight for _, weight in self.items())
 
 
 class Bound:
-    """The copies of one call: `root` is what runs, `write_back` is for afterwards."""
+    """The copies: `root` is what runs, between `begin` and `write_back`.
+
+    Making them takes longer than running a small layer, so they serve again while the template stays as it was and
+    nobody else (a checkpoint that will recompute, a traceback) holds one.
+    """
 
     def __init__(self, model: nn.Module, wiring: Wiring) -> None:
         self._wiring = wiring
         self._copies: dict[int, nn.Module] = {}
-        self._changed: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
-        self._named_buffers: list[tuple[str, str, nn.Module, Tensor | None]] = []
+        self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
+        self._buffers: list[tuple[str, str, nn.Module, Tensor | None]] = []  # (full name, attribute, copy, template's)
+        self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
         self.root = self._copy(model, "")
-        for module, copy, _ in self._changed:
-            self._rebind(module, copy)
-        self._changed = [(module, copy, dict(copy.__dict__)) for module, copy, _ in self._changed]
+        self._rebind_all()
+        self._copies.clear()
+        self._template = self._template_now()
+        self._mine = [_identities(copy.__dict__.values()) for _, copy in self._pairs]
+        self._uses = self._uses_now()
+
+    def begin(self, buffers: Mapping[str, Tensor]) -> None:
+        """Put the buffers of a tree into the copies."""
+        self._given = [buffers.get(name, own) for name, _, _, own in self._buffers]
+        for (_, attribute, copy, _), buffer in zip(self._buffers, self._given, strict=True):
+            buffers_of(copy)[attribute] = buffer
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the copies are as they were made, and nobody else holds one."""
+        return self._uses == self._uses_now()
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the template is as it was when the copies were made."""
+        return self._template == self._template_now()
+
+    def _template_now(self) -> list[Any]:
+        modules = [template() for template, _ in self._pairs]
+        tables = [(m.__dict__.values(), children_of(m).values()) for m in modules if m is not None]
+        held = [container.values() if isinstance(container, dict) else container for container in self._lists]
+        return [*map(_identities, chain.from_iterable(tables)), *map(_identities, held)]
+
+    def _uses_now(self) -> list[int]:
+        copies = [copy for _, copy in self._pairs]
+        return [*map(sys.getrefcount, copies), *(len(copy.__dict__) for copy in copies)]
 
     def _copy(self, module: nn.Module, path: str) -> nn.Module:
         if id(module) in self._copies:
@@ -89,15 +127,12 @@ class Bound:
         names = wiring.params.get(path, {})
         absent = [attribute for attribute, value in parameters_of(module).items() if value is None]
         weights = _Weights(path, names, absent, wiring) if names or absent else {}
-        buffers = {n: wiring.buffers.get(prefix + n, b) for n, b in buffers_of(module).items()}
-        copy = self._copies[id(module)] = shallow_copy(module, weights, buffers)
-        for name, buffer in buffers.items():
-            self._named_buffers.append((prefix + name, name, copy, buffer))
+        copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
+        self._pairs.append((weakref.ref(module), copy))
+        self._buffers += [(prefix + name, name, copy, buffer) for name, buffer in buffers_of(module).items()]
         for name, child in children_of(module).items():
             if child is not None:
                 children_of(copy)[name] = self._copy(child, prefix + name)
-        if not type(module).__module__.startswith("torch.nn."):
-            self._changed.append((module, copy, {}))
         self._set_forward(module, copy, path)
         return copy
 
@@ -123,6 +158,11 @@ class Bound:
         if path in wiring.around:
             copy.__dict__["forward"] = wiring.around[path](inner)
 
+    def _rebind_all(self) -> None:
+        for template, copy in self._pairs:
+            if (module := template()) is not None:
+                self._rebind(module, copy)
+
     def _rebind(self, module: nn.Module, copy: nn.Module) -> None:
         """Attributes that hold modules of the template (lists, methods) hold their copies."""
         for name in module.__dict__.keys() - _OWN:
@@ -130,6 +170,8 @@ class Bound:
             moved = self._moved(value)
             if moved is not value:
                 copy.__dict__[name] = moved
+                if isinstance(value, list | dict):
+                    self._lists.append(value)
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -146,27 +188,33 @@ class Bound:
             return {key: self._moved(item) for key, item in value.items()}
         return value
 
+    def _assigned(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Any]]:
+        """(module of the template, attribute, value) of what the forward assigned."""
+        for (template, copy), mine in zip(self._pairs, self._mine, strict=True):
+            if not type(copy).__module__.startswith("torch.nn.") and mine != _identities(copy.__dict__.values()):
+                before = dict(zip(list(copy.__dict__)[: len(mine)], mine, strict=False))
+                for name in copy.__dict__.keys() - _OWN:
+                    if before.get(name) != id(copy.__dict__[name]):
+                        yield template, name, copy.__dict__[name]
+
     def assigned(self) -> list[Any]:
         """What the forward assigned to attributes of its modules, and all buffers: it may have filled them."""
-        values = [
-            copy.__dict__[name]
-            for _, copy, before in self._changed
-            for name in copy.__dict__.keys() - _OWN
-            if before.get(name, self) is not copy.__dict__[name]
-        ]
-        return values + [buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._named_buffers]
+        values = [value for _, _, value in self._assigned()]
+        return values + [buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._buffers]
 
     def write_back(self, buffers: dict[str, Tensor]) -> None:
         """Give the template the attributes, and `buffers` the buffers, that the forward assigned."""
-        for module, copy, before in self._changed:
-            for name in copy.__dict__.keys() - _OWN:
-                value = copy.__dict__[name]
-                if before.get(name, self) is not value:
-                    module.__dict__[name] = value
-        for name, attribute, copy, before_buffer in self._named_buffers:
+        for template, name, value in list(self._assigned()):
+            if (module := template()) is not None:
+                module.__dict__[name] = value
+        for (name, attribute, copy, _), given in zip(self._buffers, self._given, strict=True):
             value = buffers_of(copy).get(attribute)
-            if value is not None and value is not before_buffer:
+            if value is not None and value is not given:
                 buffers[name] = value
+
+
+def _identities(values: Iterable[Any]) -> list[int]:
+    return list(map(id, values))
 
 
 def _method(function: Forward, here: Callable[[], Any]) -> Forward:

@@ -1,54 +1,131 @@
 """The weights of one `apply`: gathered just in time, freed after their unit, gathered again for its backward. Layer 3.
 
+    forward                                             backward
+    enter unit 1                                        first saved weight of unit 2 is asked for
+      first weight asked for: wait for its gather         wait for its gather again
+      start the gather of unit 2                          start the gather again of unit 1
+      compute                                             compute
+    leave unit 1: let go of its weights                 its gradients are here: let go of its weights
+    enter unit 2 ...                                      start to reduce them; wait for those of unit 3
+
 [Note: who keeps a gathered weight alive]
     from `enter` to `leave` of its unit     the session (`_live`)
     between forward and backward            nobody: autograd saves views of it, and the pack hook replaces each view
                                             of a gathered storage by (bucket, offset, size, stride)
-    in the backward of the unit             `_Regather`, from the first unpack until the bucket's gradients arrive
-The root unit is gathered first and kept until its backward: its views are saved as they are.
-A bucket that needs no collective (one data rank, or replicated weights) has nothing to free.
+    in the backward of the unit             `_Gathered`, from the first unpack until the bucket's gradients arrive
+The root unit is gathered first and kept until its backward: its views are saved as they are. A bucket that needs no
+collective (one data rank, or replicated weights) has nothing to free. Memory comes from the buckets' pool, which hands
+it out again when nobody refers to it.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardfn._torch import in_transform, unwrap_local, version_of
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, buckets_on_grid
+from shardfn._torch import after_backward, in_backward, in_transform, unwrap_locals, version_of
+from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
+from shardfn.core.collectives import Steps
+from shardfn.core.engine.gradients import Gradients
+from shardfn.core.engine.order import Event, Order
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan, Unit
+from shardfn.core.pool import BufferPool
 
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
+
+
+class _Runtime:
+    """What the sessions of a plan on a grid share."""
+
+    def __init__(self, plan: Plan, grid: Grid) -> None:
+        self.pool = BufferPool(grid.device)
+        self.spots = {b: BucketOnGrid(plan, grid, b, self.pool) for unit in plan.units for b in unit.buckets}
+        self.order = Order(grid)
+        self.units = {unit.name: unit for unit in plan.units}
+        self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
+        self.frees = bool(plan.policy.regather) and any(self.units)
+        # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
+        self.plain = {
+            name: all(merge == 1 for merge in x.leaves[0].merges) and x.leaves[0].shape == x.leaves[0].extent
+            for name, x in plan.layouts.items()
+            if len(x.leaves) == 1
+        }
+        self._in_the_air: list[Flight] = []
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.settle()
+        self.pool.turn()
+
+    def start(self, steps: Steps) -> Flight:
+        """A communication that `settle` knows of."""
+        flight = Flight(steps, self.order.explained)
+        self._in_the_air.append(flight)
+        return flight
+
+    def finish(self, flight: Flight) -> Tensor:
+        """The flat tensor that a gather makes."""
+        if flight in self._in_the_air:
+            self._in_the_air.remove(flight)
+        return flight.finish()[0]
+
+    def settle(self) -> None:
+        """Nothing stays in the air: what was started for nothing, or left by an exception, is waited for."""
+        while self._in_the_air:
+            self._in_the_air.pop(0).finish()
+
+
+def _runtime(plan: Plan, grid: Grid) -> _Runtime:
+    """Made once for a plan and a grid, and kept with the plan."""
+    kept: dict[int, tuple[Grid, _Runtime]] = plan.__dict__.setdefault("_runtimes", {})
+    if id(grid) not in kept:  # the values hold the grid, so its id is not given to another one
+        kept[id(grid)] = grid, _Runtime(plan, grid)
+    return kept[id(grid)][1]
 
 
 class Session:
     """Gives a module its weights by parameter name, in the shapes that it computes with."""
 
-    def __init__(self, plan: Plan, grid: Grid, leaves: Mapping[str, Tensor]) -> None:
-        self.plan, self.grid, self.leaves = plan, grid, leaves
-        self._units = {unit.name: unit for unit in plan.units}
-        self._spots = buckets_on_grid(plan, grid)
+    def __init__(
+        self, plan: Plan, grid: Grid, leaves: Mapping[str, Tensor], gradients: Gradients | None, mode: Hashable
+    ) -> None:
+        """`mode` tells apart calls that may ask for units in different orders."""
+        self.plan, self.leaves, self.gradients = plan, leaves, gradients
+        self.runtime = _runtime(plan, grid)
+        self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
-        self._live: dict[str, dict[str, Tensor]] = {}
+        self._at: dict[str, Hashable] = dict.fromkeys(("weights", "gradients"), (mode, self._differentiates))
+        self._weights: dict[str, Tensor] = {}  # of all live units
+        self._live: set[str] = set()
         self._depth: dict[str, int] = {}
-        self._by_storage: dict[int, _Regather] = {}
-        self._regathered: list[_Regather] = []
+        self._started: dict[Event, Flight] = {}
+        self._by_storage: dict[int, _Gathered] = {}
+        # Weak: the graph and its packed views keep these alive, and each keeps the session.
+        self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
+        self._regathered: list[weakref.ref[_Gathered]] = []
+        self._in_backward = False
+
+    # -- forward ------------------------------------------------------------------------------------------------------
 
     def weight(self, name: str) -> Tensor:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
-        unit = self.plan.layouts[name].unit
-        if unit not in self._live:
+        found = self._weights.get(name)
+        if found is None:
+            unit = self.runtime.unit_of[name]
             # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
             with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
-                self._live[unit] = self._gather(self._units[unit])
-        return self._live[unit][name]
+                self._weights |= self._gather(self.runtime.units[unit])
+            self._live.add(unit)
+            self._look_ahead()
+            found = self._weights[name]
+        return found
 
     def enter(self, unit: str) -> None:
         """The forward of a unit begins; its weights are gathered when first asked for."""
@@ -64,111 +141,259 @@ class Session:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
         for unit in list(self._live):
             self._free(unit)
-
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Within it, autograd saves views of freed weights as descriptions."""
-        frees = self.plan.policy.regather and any(unit for unit in self._units)
-        if not frees or not torch.is_grad_enabled() or in_transform():
-            return nullcontext()
-        return saved_tensors_hooks(self._pack, _unpack)
+        self._started.clear()
+        self.runtime.settle()
 
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
-        for bucket in unit.buckets:
-            wholes |= self._gather_bucket(unit, bucket)
-        layouts = (self.plan.layouts[name] for name in unit.params)
-        return {x.name: compute_view(x, [wholes[leaf.name] for leaf in x.leaves]) for x in layouts}
+        for index, bucket in enumerate(unit.buckets):
+            kind = "recompute" if in_backward() else "gather"
+            wholes |= self._gather_bucket(Event(kind, unit.name, index), bucket)
+        plain, layouts = self.runtime.plain, self.plan.layouts
+        for name in unit.params:
+            if not plain.get(name):
+                wholes[name] = compute_view(layouts[name], [wholes[leaf.name] for leaf in layouts[name].leaves])
+        return wholes
 
-    def _gather_bucket(self, unit: Unit, bucket: Bucket) -> dict[str, Tensor]:
-        missing = [name for name in bucket.leaves if name not in self.leaves]
-        if missing:
-            raise ShardError(f"apply: the tree has no leaf {missing[0]!r}, which unit {unit.name or '(root)'!r} needs")
-        spot = self._spots[bucket]
-        leaves = [self.leaves[name] for name in bucket.leaves]
-        frees = bool(self.plan.policy.regather and unit.name and spot.communicates)
-        regather = _Regather(spot, leaves, self) if frees else None
-        wholes = GatherBucket.apply(spot, regather.release if regather else None, *leaves)
-        if regather is not None and (storage := wholes[0].untyped_storage().data_ptr()):
-            regather.gathered = {whole.storage_offset(): version_of(whole) for whole in wholes}
-            self._by_storage[storage] = regather
+    def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:
+        leaves = self._leaves_of(bucket)
+        if in_transform():  # which wraps the leaves: only an autograd.Function sees the shards
+            wholes = GatherBucket.apply(self.spot(event), *leaves)
+            return dict(zip(bucket.leaves, wholes, strict=True))
+        gathered = _Gathered(self, event, leaves, self._start(event, leaves))
+        wholes = _Gather.apply(gathered, *leaves)
+        if gathered.frees and wholes[0].untyped_storage().nbytes():
+            gathered.note(wholes)
+            self._by_storage[wholes[0].untyped_storage().data_ptr()] = gathered
         return dict(zip(bucket.leaves, wholes, strict=True))
 
+    def _leaves_of(self, bucket: Bucket) -> list[Tensor]:
+        missing = [name for name in bucket.leaves if name not in self.leaves]
+        if missing:
+            where = bucket.unit or "(root)"
+            raise ShardError(f"apply: the tree has no leaf {missing[0]!r}, which unit {where!r} needs")
+        return [self.leaves[name] for name in bucket.leaves]
+
+    def _start(self, event: Event, leaves: Sequence[Tensor]) -> Flight | None:
+        """The gather of a bucket, already in the air or started now; None when there is nothing to send."""
+        if event in self._started:
+            return self._started.pop(event)
+        spot = self.spot(event)
+        if not spot.communicates:
+            return None
+        self.pass_by("weights", event)
+        return self.runtime.start(spot.gather_steps(unwrap_locals(leaves)))
+
+    def spot(self, event: Event) -> BucketOnGrid:
+        """The bucket that an event is about."""
+        return self.runtime.spots[self.runtime.units[event.unit].buckets[event.bucket]]
+
+    def pass_by(self, chain: str, event: Event) -> None:
+        """Check, and remember, that this is what comes now."""
+        self.runtime.order.check(self._at[chain], event)
+        self._at[chain] = event
+
+    def _look_ahead(self) -> None:
+        """Start to gather the unit that comes next, if that is known."""
+        event = self.runtime.order.expected(self._at["weights"])
+        unit = None if event is None else event.unit
+        while event is not None and event.unit == unit and event not in self._started:
+            if event.kind == ("recompute" if in_backward() else "gather") and unit not in self._live:
+                flight = self._start(event, self._leaves_of(self.spot(event).bucket))
+                assert flight is not None
+                self._started[event] = flight
+            elif event.kind == "gather again" and self._in_backward and (gathered := self._last_passed(event)):
+                gathered.start_again()
+            else:
+                return
+            event = self.runtime.order.expected(self._at["weights"])
+
+    def _last_passed(self, again: Event) -> "_Gathered | None":
+        """The gather whose unit's forward ended last, of those whose backward is still to come."""
+        waiting = self._passed.get(again, [])
+        while waiting and waiting[-1]() is None:
+            waiting.pop()
+        return waiting[-1]() if waiting else None
+
     def _free(self, unit: str) -> None:
-        self._live.pop(unit, None)
-        gone = [storage for storage, regather in self._by_storage.items() if regather.spot.bucket.unit == unit]
-        for storage in gone:
-            del self._by_storage[storage]
+        if unit in self._live:
+            self._live.discard(unit)
+            gone_names = (name for bucket in self.runtime.units[unit].buckets for name in bucket.leaves)
+            for name in (*gone_names, *self.runtime.units[unit].params):
+                self._weights.pop(name, None)
+        gone = {at: gathered for at, gathered in self._by_storage.items() if gathered.event.unit == unit}
+        for at, gathered in gone.items():
+            del self._by_storage[at]
+            self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
 
-    def _pack(self, saved: Tensor) -> Any:
-        regather = self._by_storage.get(saved.untyped_storage().data_ptr()) if self._by_storage else None
-        if regather is None:
-            return saved
-        regather.require_unchanged(saved)
-        return _Packed(regather, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
+    # -- between forward and backward ---------------------------------------------------------------------------------
 
-    def keep(self, regather: "_Regather") -> None:
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Within it, autograd saves views of freed weights as descriptions."""
+        if not self.runtime.frees or not torch.is_grad_enabled() or in_transform():
+            return nullcontext()
+        of_storage = self._by_storage.get
+
+        def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
+            gathered = of_storage(saved.untyped_storage().data_ptr())
+            return saved if gathered is None else gathered.pack(saved)
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, gathered: "_Gathered") -> None:
+        """The backward of a unit begins, and the one before it comes next. After the last one, nothing stays."""
+        if in_backward() and not self._in_backward:
+            self._in_backward = True
+            after_backward(self._end_backward)
+        waiting = self._passed.get(gathered.again, [])
+        waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
+        self._look_ahead()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self.runtime.settle()
+        while self._regathered:
+            self._release_oldest()
+
+    def keep(self, gathered: "_Gathered") -> None:
         """Note a bucket gathered again; the one that came first goes when too many units are whole."""
-        self._regathered.append(regather)
-        while len({r.spot.bucket.unit for r in self._regathered}) > _UNITS_REGATHERED:
-            self._regathered[0].release()
+        self._regathered = [ref for ref in self._regathered if ref() not in (None, gathered)]
+        self._regathered.append(weakref.ref(gathered))
+        while len({g.event.unit for ref in self._regathered if (g := ref()) is not None}) > _UNITS_REGATHERED:
+            self._release_oldest()
 
-    def drop(self, regather: "_Regather") -> None:
-        """Forget a bucket that was released."""
-        if regather in self._regathered:
-            self._regathered.remove(regather)
+    def _release_oldest(self) -> None:
+        gathered = self._regathered.pop(0)()
+        if gathered is not None:
+            gathered.release()
 
 
-@dataclass(frozen=True)
-class _Packed:
+class _Gather(torch.autograd.Function):
+    """What `GatherBucket` does, with a gather that is under way and gradients that may be reduced later.
+
+    forward   leaf [shard]            -> (gathered) -> [whole over data, split over compute]
+    backward  d    [whole over data]  -> to the `Gradients` of the differentiation; else reduced at once -> d leaf
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gathered: "_Gathered", *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        return tuple(gathered.wholes())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gathered.arrived(grads))
+
+
+class _Packed(NamedTuple):
     """A saved view of a gathered storage, without the storage."""
 
-    regather: "_Regather"
-    dtype: torch.dtype
+    gathered: "_Gathered"
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 def _unpack(packed: Any) -> Tensor:
-    return packed.regather.view(packed) if isinstance(packed, _Packed) else packed
+    return packed.gathered.view(packed) if type(packed) is _Packed else packed
 
 
-class _Regather:
+class _Gathered:
     """One bucket of one gather, ready to be gathered again with the same values."""
 
-    def __init__(self, spot: BucketOnGrid, leaves: list[Tensor], session: Session) -> None:
-        self.spot = spot
-        self._shards = [unwrap_local(leaf).detach() for leaf in leaves]
-        self._versions = [version_of(shard) for shard in self._shards]
-        self._session = session
+    def __init__(self, session: Session, event: Event, leaves: Sequence[Tensor], flight: Flight | None) -> None:
+        self.session, self.event = session, event
+        self.again = Event("gather again", event.unit, event.bucket)
+        self.spot = session.spot(event)
+        self.frees = bool(session.runtime.frees and event.unit and self.spot.communicates)
+        self._leaves, self._shards = leaves, unwrap_locals(leaves)
+        self._versions = list(map(version_of, self._shards))
+        self._flight = flight
+        self._awake = False
         self._flat: Tensor | None = None
-        self.gathered: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
+        self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
 
-    def require_unchanged(self, saved: Tensor) -> None:
+    def wholes(self) -> list[Tensor]:
+        """Wait for the gather."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            return self.spot.wholes_of(self.session.runtime.finish(flight))
+        return [shard.to(self.spot.bucket.dtype).detach() for shard in self._shards]
+
+    def note(self, wholes: Sequence[Tensor]) -> None:
+        """Remember where the whole leaves lie."""
+        self._begins = {int(whole.storage_offset()): version_of(whole) for whole in wholes}
+
+    def pack(self, saved: Tensor) -> _Packed:
+        """What autograd keeps instead of a view of the gathered storage."""
+        self._require_unchanged(saved)
+        return _Packed(self, saved.shape, saved.stride(), int(saved.storage_offset()))
+
+    def _require_unchanged(self, saved: Tensor) -> None:
         """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
-        begins = max(offset for offset in self.gathered if offset <= saved.storage_offset())
-        if version_of(saved) != self.gathered[begins]:
-            name = self.spot.bucket.leaves[list(self.gathered).index(begins)]
+        begins = int(saved.storage_offset())
+        if begins not in self._begins:
+            begins = max(offset for offset in self._begins if offset <= begins)
+        if version_of(saved) != self._begins[begins]:
+            name = self.spot.bucket.leaves[list(self._begins).index(begins)]
             raise RuntimeError(
                 f"'{name}' was changed in place by the forward; with Policy(regather=True) its backward would use the "
                 f"value from before. Write a new tensor instead, or update the tree of parameters."
             )
 
     def view(self, packed: _Packed) -> Tensor:
-        """The saved view; the bucket's one all-gather happens at the first one."""
-        if self._flat is None:
-            for name, shard, version in zip(self.spot.bucket.leaves, self._shards, self._versions, strict=True):
-                if version_of(shard) != version:
-                    raise RuntimeError(
-                        f"'{name}' was changed in place between the forward and the backward that needs it; "
-                        f"run the backward before the optimizer step"
-                    )
-            first = self.spot.gather(self._shards)[0]
-            self._flat = first.new_empty(0).set_(first.untyped_storage())
-            self._session.keep(self)
+        """The saved view; the bucket's one all-gather is waited for at the first one."""
+        if not self._awake:
+            self._wake()
+        assert self._flat is not None
         return self._flat.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _wake(self) -> None:
+        if self._flat is None:
+            self.start_again()
+            assert self._flight is not None
+            flight, self._flight = self._flight, None
+            self._flat = self.session.runtime.finish(flight)
+        self._awake = True
+        self.session.keep(self)
+        self.session.begin_backward(self)
+
+    def start_again(self) -> None:
+        """Start to gather, from shards that must still be those of the forward."""
+        if self._flight is not None or self._flat is not None:
+            return
+        now = list(map(version_of, self._shards))
+        if now != self._versions:
+            changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
+            name = self.spot.bucket.leaves[changed]
+            raise RuntimeError(
+                f"'{name}' was changed in place between the forward and the backward that needs it; "
+                f"run the backward before the optimizer step"
+            )
+        self.session.pass_by("weights", self.again)
+        self._flight = self.session.runtime.start(self.spot.gather_steps(self._shards))
 
     def release(self) -> None:
         """Let go of the gathered storage; a later view gathers again."""
-        self._flat = None
-        self._session.drop(self)
+        self._flat = self._flight = None
+        self._awake = False
+
+    def arrived(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The bucket's gradients are here: let go of its weights and start to reduce; what autograd gets for leaves."""
+        self.release()
+        needed = [leaf.requires_grad for leaf in self._leaves]
+        spot = self.spot.part(needed)
+        pending = [grad for grad, need in zip(grads, needed, strict=True) if need]
+        leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
+        dtypes = [leaf.dtype for leaf in leaves]
+        if spot.plan.reduction is not None:
+            self.session.pass_by("gradients", Event("reduce", self.event.unit, self.event.bucket))
+            gradients = self.session.gradients
+            if gradients is not None and gradients.takes(spot.bucket.leaves, leaves):
+                gradients.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
+                return [None] * len(needed)
+        reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
+        return [next(reduced) if need else None for need in needed]

@@ -1,0 +1,374 @@
+"""How the leaves of a bucket cross one mesh axis: pack, communicate, unpack, in steps that wait for nothing. Layer 3.
+
+A rank holds the shards of all leaves side by side in one flat tensor, `[n]`, each padded to the chunk of the first
+rank. Two ways lead to the whole leaves:
+
+    together    one collective moves `[n]` of every rank to `[W, n]`; one call copies the parts to their places
+    in place    large leaves split on their first dim travel rank to rank, straight from the flat shards into the whole
+                leaf, and gradients straight out of it; what is small travels together, in one message a rank
+
+The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates (docs/performance.md has the
+measurements that `together_or_in_place` rests on). NCCL takes the first.
+
+Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
+decides what to do in between (see `Flight` in buckets.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import all_gather_single, foreach, receive_from, send_to, tensor_in, tensor_over
+from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
+from shardfn.core.layout import Leaf
+from shardfn.core.mesh import Grid
+from shardfn.core.pool import Buffer, Buffers, View, view_of
+
+_ALIGNMENT = 64  # bytes: where whole leaves begin in their common storage, for vector instructions
+_IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
+_IN_PLACE_MESSAGE = 2**17  # bytes of one message from which it pays to send it alone
+_IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
+
+    `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
+    without the split.
+    """
+
+    dim: int
+    shard: tuple[int, ...]
+    chunk: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a chunk."""
+        return prod(self.chunk)
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether every rank's part of the whole leaf is one piece of memory."""
+        return prod(self.whole[: self.dim]) == 1
+
+    def lengths(self, ranks: int) -> list[int]:
+        """Elements of each rank's part."""
+        rest = prod(self.whole) // max(self.whole[self.dim], 1)
+        step, size = self.chunk[self.dim], self.whole[self.dim]
+        return [rest * max(0, min(step, size - rank * step)) for rank in range(ranks)]
+
+    def pairs(self, parts: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """([W, *chunk], whole) -> (view of the parts, view of the whole leaf) that hold the same elements."""
+        joined = parts.movedim(0, self.dim)  # [..., W, chunk, ...]
+        step, size = self.chunk[self.dim], self.whole[self.dim]
+        full, rest = divmod(size, step) if step else (0, 0)
+        out = []
+        if full:
+            place = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
+            out.append((joined.narrow(self.dim, 0, full), place))
+        if rest:
+            last = joined.select(self.dim, full).narrow(self.dim, 0, rest)
+            out.append((last, whole.narrow(self.dim, full * step, rest)))
+        return out
+
+
+class Crossing:
+    """The leaves of a bucket and one axis: where everything lies is worked out once."""
+
+    def __init__(self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...]) -> None:
+        """The leaves are split over `axis` innermost, and over the axes in `keep`."""
+        self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
+        self.backend = backend_of(self.group, grid.device)
+        self.moves: list[Move] = []
+        for leaf in leaves:
+            dim = leaf.split_dim(axis)
+            assert dim is not None, f"{leaf.name} is not split over {axis}"
+            whole = leaf.local_shape(grid.sizes, grid.coords, keep)
+            shard = leaf.local_shape(grid.sizes, grid.coords, (*keep, axis))
+            step = -(-whole[dim] // self.ranks)
+            self.moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
+        self.starts = list(accumulate((move.numel for move in self.moves), initial=0))
+        self.numel = self.starts[-1]  # n
+        self._tables: dict[Any, Any] = {}
+
+    # -- where things lie ---------------------------------------------------------------------------------------------
+
+    def whole_starts(self, itemsize: int) -> list[int]:
+        """Where each whole leaf begins in their common storage, and its size, in elements."""
+        if itemsize not in self._tables:
+            unit = max(1, _ALIGNMENT // itemsize)
+            sizes = [-(-prod(move.whole) // unit) * unit for move in self.moves]
+            self._tables[itemsize] = list(accumulate(sizes, initial=0))
+        return self._tables[itemsize]
+
+    @cached_property
+    def _shard_views(self) -> list[View]:
+        """Each shard in the flat tensor."""
+        out = []
+        for move, start in zip(self.moves, self.starts, strict=False):
+            chunk = torch.empty(self.numel, device="meta").narrow(0, start, move.numel).view(move.chunk)
+            out.append(view_of(chunk.narrow(move.dim, 0, move.shard[move.dim])))
+        return out
+
+    @cached_property
+    def _contiguous(self) -> list[bool]:
+        """Which shards are contiguous where they lie in the flat tensor."""
+        return [prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in self.moves]
+
+    def _copies(self, first: int, itemsize: int) -> "_Copies":
+        """How the leaves from `first` on lie in the parts [W, n - start of `first`], and in the whole leaves."""
+        key = ("copies", first, itemsize)
+        if key not in self._tables:
+            made = _Copies([], [], [], [])
+            parts = torch.empty(self.ranks, self.numel - self.starts[first], device="meta")
+            for index in range(first, len(self.moves)):
+                move, start = self.moves[index], self.starts[index] - self.starts[first]
+                part = parts.narrow(1, start, move.numel).view(self.ranks, *move.chunk)
+                for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
+                    place = view_of(to)
+                    made.leaves.append(index)
+                    made.parts.append(view_of(from_))
+                    made.in_leaf.append(place)
+                    start_of = self.whole_starts(itemsize)[index]
+                    moved = place._replace(offset=start_of + place.offset, end=start_of + place.end)
+                    made.in_storage.append(moved)
+            self._tables[key] = made
+        return self._tables[key]
+
+    def in_place(self, dtype: torch.dtype) -> int | None:
+        """How many of the leaves, the first ones, travel alone; None when one collective moves all together."""
+        if ("in place", dtype) not in self._tables:
+            self._tables["in place", dtype] = self._in_place(dtype.itemsize)
+        return self._tables["in place", dtype]
+
+    def _in_place(self, itemsize: int) -> int | None:
+        pays = self.numel * self.ranks * itemsize >= _IN_PLACE_TOTAL and self.ranks <= _IN_PLACE_RANKS
+        if self.backend != "gloo" or not pays:
+            return None
+        alone = [move.rows_first and move.numel * itemsize >= _IN_PLACE_MESSAGE for move in self.moves]
+        return alone.index(False) if False in alone else len(alone)
+
+    # -- shards -> whole leaves ---------------------------------------------------------------------------------------
+
+    def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
+        """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
+        flat, packed = self.packed(shards, dtype, buffers)  # [n]
+        starts = self.whole_starts(dtype.itemsize)
+        whole = buffers.take(starts[-1], dtype)
+        one_by_one = self.in_place(dtype)
+        alone = one_by_one or 0
+        staging = buffers.take(self.ranks * (self.numel - self.starts[alone]), dtype)  # [W, n] of what travels together
+        try:
+            if one_by_one is not None:
+                yield self._exchange_shards(flat, whole.flat, starts, alone, staging.flat.view(self.ranks, -1))
+            elif self.numel and not flat.is_meta:
+                source, target = flat.view(torch.uint8), staging.flat.view(torch.uint8)
+                yield [all_gather_single(target, source, group=self.group, async_op=True)]
+            if alone < len(self.moves):
+                copies = self._copies(alone, dtype.itemsize)
+                if copies.parts:
+                    foreach("copy_")(whole.views(copies.in_storage), staging.views(copies.parts))
+            return [whole.tensor()]
+        finally:
+            for buffer in (whole, staging, packed):
+                if buffer is not None:
+                    buffer.release()
+
+    def wholes_of(self, flat: Tensor) -> list[Tensor]:
+        """The whole leaves in what `gather` made, each with a version counter of its own."""
+        storage, starts = flat.untyped_storage(), self.whole_starts(flat.element_size())
+        pairs = zip(self.moves, starts, strict=False)
+        return [tensor_in(storage, at, move.whole, flat) for move, at in pairs]
+
+    def _exchange_shards(
+        self, flat: Tensor, storage: Tensor, starts: Sequence[int], alone: int, staging: Tensor
+    ) -> Works:
+        """Every shard to every other rank: the large ones into their places, the others into `staging`."""
+        works: Works = []
+        together = self.starts[alone]
+        sends: list[tuple[Tensor, int]] = []
+        for tag, move in enumerate(self.moves[:alone]):
+            lengths, step = move.lengths(self.ranks), move.numel
+            for peer in self._peers():
+                if lengths[peer]:
+                    place = storage.narrow(0, starts[tag] + peer * step, lengths[peer])
+                    works.append(receive_from(self.group, place, peer, tag))
+            if lengths[self.rank]:
+                mine = flat.narrow(0, self.starts[tag], lengths[self.rank])
+                sends.append((mine, tag))
+        if staging.numel():
+            mine = flat.narrow(0, together, self.numel - together)
+            works += [receive_from(self.group, staging[peer], peer, alone) for peer in self._peers()]
+            sends.append((mine, alone))
+        works += [send_to(self.group, mine, peer, tag) for mine, tag in sends for peer in self._peers()]
+        own = [
+            storage.narrow(0, starts[tag] + self.rank * self.moves[tag].numel, mine.numel())
+            if tag < alone
+            else staging[self.rank]
+            for mine, tag in sends
+        ]
+        if sends:
+            foreach("copy_")(own, [mine for mine, _ in sends])
+        return works
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank beginning with another one."""
+        return [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
+
+    def packed(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> tuple[Tensor, Buffer | None]:
+        """The shards as one flat tensor [n]: their own memory when they lie side by side, else a copy in a buffer."""
+        flat = self.side_by_side(shards)
+        if flat is not None and flat.dtype == dtype:
+            return flat, None
+        buffer = buffers.take(self.numel, dtype)
+        if flat is not None:
+            buffer.flat.copy_(flat)
+        elif self.numel:
+            foreach("copy_")(buffer.views(self._shard_views), list(shards))
+        return buffer.flat, buffer
+
+    def side_by_side(self, shards: Sequence[Tensor]) -> Tensor | None:
+        """[n] over shards that fill one stretch of memory in order, as `shards_of` makes them; None when they do not.
+
+        The tensor does not own that memory: the shards must live as long as it is used.
+        """
+        first = shards[0]
+        base = first.data_ptr()
+        fits = (
+            self._full
+            and [at - base for at in map(Tensor.data_ptr, shards)] == self._byte_starts(first.element_size())
+            and all(map(Tensor.is_contiguous, shards))
+            and {shard.dtype for shard in shards} == {first.dtype}
+        )
+        return tensor_over(base, self.numel, first) if fits else None
+
+    @cached_property
+    def _full(self) -> bool:
+        """Whether the shards here are as large as the first rank's, and not empty: nothing is padded."""
+        return all(move.shard == move.chunk and move.numel for move in self.moves)
+
+    def _byte_starts(self, itemsize: int) -> list[int]:
+        if ("bytes", itemsize) not in self._tables:
+            self._tables["bytes", itemsize] = [start * itemsize for start in self.starts[:-1]]
+        return self._tables["bytes", itemsize]
+
+    # -- gradients of whole leaves -> their sum, of which every rank keeps its shards ---------------------------------
+
+    def reduce(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Steps:
+        """The sum over ranks as one flat tensor [n]; wholes travel in `dtype`, missing ones are zeros.
+
+        The sum of 16-bit floats is a float32 tensor where it is added up here.
+        """
+        one_by_one = self.in_place(dtype) if dtype.is_floating_point else None
+        alone = one_by_one or 0
+        staging = buffers.take(self.ranks * (self.numel - self.starts[alone]), dtype)  # [W, n] of what travels together
+        try:
+            self._fill(staging, wholes, alone)
+            rows = staging.flat.view(self.ranks, -1)  # row i is for rank i
+            if not self.numel:
+                return [buffers.tensor(0, dtype)]
+            if one_by_one is None:
+                return (yield from scatter_sum_steps(rows, self.group, buffers))
+            sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(alone)]
+            return (yield from self._exchange_gradients(sent, rows, dtype, buffers))
+        finally:
+            staging.release()
+
+    def _sendable(self, index: int, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A gradient that can be sent from where it is."""
+        if whole is None:
+            return torch.zeros(self.moves[index].whole, dtype=dtype, device=device)
+        return whole.to(dtype).contiguous()
+
+    def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], alone: int) -> None:
+        """Copy what travels together into the parts."""
+        if alone == len(self.moves):
+            return
+        copies = self._copies(alone, staging.flat.element_size())
+        into, from_ = [], []
+        for index, place, view in zip(copies.leaves, staging.views(copies.parts), copies.in_leaf, strict=True):
+            whole = wholes[index]
+            if whole is None:
+                place.zero_()
+            else:
+                into.append(place)
+                whole = whole if whole.is_contiguous() else whole.contiguous()
+                offset = int(whole.storage_offset()) + view.offset
+                from_.append(whole.as_strided(view.size, view.stride, offset))
+        if into:
+            foreach("copy_")(into, from_)
+
+    def _exchange_gradients(
+        self, wholes: Sequence[Tensor], staging: Tensor, dtype: torch.dtype, buffers: Buffers
+    ) -> Steps:
+        """Every rank's part of every gradient to that rank, and the sum of what arrives here."""
+        wide = accumulation_dtype(dtype)
+        together, alone = self.starts[len(wholes)], len(wholes)
+        own = [
+            _part(whole, move, self.rank, move.lengths(self.ranks)[self.rank])
+            for whole, move in zip(wholes, self.moves, strict=False)
+        ]
+        out = buffers.tensor(self.numel, wide)  # [n]
+        begins = 0 if wide == dtype else -1  # what the first peer sends arrives in `out` itself, if it has the dtype
+        extra = buffers.tensor((self.ranks - 2 - begins) * self.numel, dtype).view(-1, self.numel)
+        rows = [out, *extra] if begins == 0 else list(extra)
+        works: Works = []
+        for row, peer in zip(rows, self._peers(), strict=True):
+            for tag, mine in enumerate(own):
+                if mine.numel():
+                    place = row.narrow(0, self.starts[tag], mine.numel())
+                    works.append(receive_from(self.group, place, peer, tag))
+            if staging.numel():
+                place = row.narrow(0, together, self.numel - together)
+                works.append(receive_from(self.group, place, peer, alone))
+        for peer in self._peers():
+            for tag, (whole, move) in enumerate(zip(wholes, self.moves, strict=False)):
+                if length := move.lengths(self.ranks)[peer]:
+                    works.append(send_to(self.group, _part(whole, move, peer, length), peer, tag))
+            if staging.numel():
+                works.append(send_to(self.group, staging[peer], peer, alone))
+        yield works
+        places = [out.narrow(0, start, mine.numel()) for start, mine in zip(self.starts, own, strict=False)]
+        if staging.numel():
+            places.append(out.narrow(0, together, self.numel - together))
+            own.append(staging[self.rank])
+        if own:
+            foreach("add_" if begins == 0 else "copy_")(places, own)
+        for row in extra:
+            out.add_(row)
+        return [out]
+
+    def shards_of(self, flat: Tensor) -> list[Tensor]:
+        """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
+        out = part_of(flat, self._shard_views)
+        return out if all(self._contiguous) else [shard.contiguous() for shard in out]
+
+
+def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
+    """Tensors in the memory of `flat`; see [Note: parts of one memory] in storage.py."""
+    storage, item = flat.untyped_storage(), flat.element_size()
+    return [
+        tensor_in(storage[offset * item : end * item], 0, size, flat, stride) for size, stride, offset, end in views
+    ]
+
+
+class _Copies(NamedTuple):
+    """Copies between the parts of all ranks and the whole leaves, as parallel lists."""
+
+    leaves: list[int]
+    parts: list[View]
+    in_leaf: list[View]
+    in_storage: list[View]
+
+
+def _part(whole: Tensor, move: Move, rank: int, length: int) -> Tensor:
+    """One rank's part, [length], of a whole leaf that is split on its first dim."""
+    return whole.view(-1).narrow(0, min(rank * move.numel, whole.numel()), length)

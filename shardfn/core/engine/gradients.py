@@ -1,0 +1,62 @@
+"""Gradients of one differentiation, reduced bucket by bucket while its backward goes on. Layer 3.
+
+Autograd adds up what reaches a leaf as soon as it comes, and so would read sums that are still on their way. Here the
+leaves of a tree that is differentiated get no gradient from autograd through their buckets: a `Gradients` takes each
+bucket, starts its reduction and hands everything out when the backward is over.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import foreach
+from shardfn.core.buckets import BucketOnGrid, Flight
+
+_IN_THE_AIR = 2  # reductions under way at the same time: each holds the gradients that it sends
+
+
+class Gradients:
+    """Reduced gradients of the leaves of a tree, by name."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        """`leaves` are fresh: nobody but the differentiation that made them waits for their gradients."""
+        self._leaves = leaves
+        self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
+        self._found: dict[str, Tensor] = {}
+
+    def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
+        """Whether these are its own leaves, in a backward that nobody differentiates."""
+        own = all(self._leaves.get(name) is leaf for name, leaf in zip(names, leaves, strict=True))
+        return own and not torch.is_grad_enabled()
+
+    def reduce(
+        self,
+        spot: BucketOnGrid,
+        pending: Sequence[Tensor | None],
+        dtypes: Sequence[torch.dtype],
+        explain: Callable[[RuntimeError], Exception],
+    ) -> None:
+        """Start to reduce the gradients of a bucket; wait for the oldest when too many are under way."""
+        op = spot.plan.reduction
+        assert op is not None
+        while len(self._flights) >= _IN_THE_AIR:
+            self._land()
+        for _, flight in self._flights:
+            flight.advance()  # from the reduce-scatter to the all-reduce of hybrid sharding
+        self._flights.append((spot.bucket.leaves, Flight(spot.reduce_steps(pending, dtypes, op), explain)))
+
+    def settle(self) -> dict[str, Tensor]:
+        """Wait for all; this rank's part of the gradient of every leaf that got one."""
+        while self._flights:
+            self._land()
+        return self._found
+
+    def _land(self) -> None:
+        names, flight = self._flights.popleft()
+        shards = flight.finish()
+        twice = [(name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found]
+        if twice:  # gathered several times: gradients add up
+            foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])
+        self._found |= {name: shard for name, shard in zip(names, shards, strict=True) if name not in self._found}

@@ -1,0 +1,354 @@
+"""Rules on trees: groups, dtypes, checks, and the optimizers made of them. Layer 4."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from shardfn._torch import unwrap_locals, with_local
+from shardfn.core.errors import did_you_mean, raise_problems
+from shardfn.core.optim.base import Optimizer
+from shardfn.core.optim.options import Groups, Options, at_step, require_options
+from shardfn.core.optim.rates import Rate
+from shardfn.core.optim.rules import ADAMW, LION, SGD, Rule
+from shardfn.core.optim.trees import (
+    Tree,
+    leaves_of,
+    model_names,
+    pattern_of,
+    require_match,
+    require_some,
+    require_tensors,
+    slot_like,
+    trainable,
+    views,
+)
+from shardfn.core.pattern import matches
+from shardfn.core.storage import map_runs, merged
+
+_CHUNK = 2**24  # elements that are widened at a time
+
+
+@dataclass(frozen=True)
+class _Elementwise:
+    """A rule with its options, on trees."""
+
+    rule: Rule
+    options: Options
+    groups: Groups
+    state_dtype: torch.dtype | None
+
+    def optimizer(self) -> Optimizer:
+        return Optimizer(self.init, self.update, self.step)
+
+    def init(self, params: Tree) -> Any:
+        verb = f"{self.rule.name}.init"
+        require_tensors(verb, params)
+        require_some(verb, params)
+        self._require_live_groups(verb, params)
+        for name in trainable(params):
+            if params[name].is_complex():
+                raise TypeError(
+                    f"{verb}: params[{name!r}] is complex, which {self.rule.name} has no rule for; use from_torch"
+                )
+        wanted: dict[str, set[str]] = {slot: set() for slot in self.rule.state._fields[1:]}
+        for options, names in self._members(params):
+            for slot in self.rule.slots(options):
+                wanted[slot].update(names)
+        trees = [self._zeros(params, [name for name in params if name in names]) for names in wanted.values()]
+        return self.rule.state(torch.zeros((), dtype=torch.int64), *trees)
+
+    def _zeros(self, params: Tree, names: Sequence[str]) -> Tree:
+        """A slot, which lies in memory as its parameters do, so that `step` merges both."""
+        leaves = [params[name] for name in names]
+        locals_ = map_runs(
+            lambda tensors: [torch.zeros_like(x, dtype=self.state_dtype) for x in tensors], unwrap_locals(leaves)
+        )
+        made = [with_local(leaf, zeros) for leaf, zeros in zip(leaves, locals_, strict=True)]
+        return slot_like(params, dict(zip(names, made, strict=True)))
+
+    def _require_live_groups(self, verb: str, params: Tree) -> None:
+        names = [model_name for name in params for model_name in model_names(params, name)]
+        problems = [
+            f"groups: {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} "
+            f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
+            for pattern in self.groups
+            if not any(matches(pattern, name) for name in names)
+        ]
+        raise_problems(verb, problems)
+
+    def _members(self, params: Tree) -> list[tuple[Options, list[str]]]:
+        """(options, names of trainable leaves) of every group that has some."""
+        if not self.groups:
+            names = trainable(params)
+            return [(self.options, names)] if names else []
+        patterns = tuple(self.groups)
+        found: dict[str | None, list[str]] = {}
+        for name in trainable(params):
+            found.setdefault(pattern_of(patterns, model_names(params, name)), []).append(name)
+        return [({**self.options, **self.groups.get(pattern or "", {})}, names) for pattern, names in found.items()]
+
+    def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[tuple[Options, list[str]]]:
+        """The members with this step's learning rates, once everything fits together."""
+        members = self._members(params)
+        require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
+        if not isinstance(state, self.rule.state):
+            raise TypeError(
+                f"{verb}: the state is a {type(state).__name__}, not what {self.rule.name}.init(params) returns"
+            )
+        for slot in state._fields[1:]:
+            names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
+            require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
+        return [(at_step(verb, options, state.step), names) for options, names in members]
+
+    def update(self, grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        members = self._checked(f"{self.rule.name}.update", params, grads, state)
+        trees = {slot: getattr(state, slot) for slot in state._fields[1:]}
+        everyone = [name for _, names in members for name in names]
+        local, wrap = views(params, grads, *trees.values(), names=everyone)
+        step = state.step + 1
+        updates: dict[str, Tensor] = {}
+        new = {slot: dict(tree) for slot, tree in trees.items()}
+        for options, names in members:
+            rule = self.rule.update(options, step.double())
+            slots = self.rule.slots(options)
+            for name in names:
+                param, own = local(params[name]), [local(trees[slot][name]) for slot in slots]
+                wide = _promoted([param, *own], torch.float32)
+                result, states = rule(*(x.to(wide) for x in (local(grads[name]), param, *own)))
+                updates[name] = wrap(params[name], result)
+                for slot, before, after in zip(slots, own, states, strict=True):
+                    new[slot][name] = wrap(params[name], after.to(before.dtype))
+        ordered = {name: updates[name] for name in params if name in updates}
+        return slot_like(params, ordered), self.rule.state(step, *(slot_like(params, tree) for tree in new.values()))
+
+    def step(self, params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
+        members = self._checked(f"{self.rule.name}.step", params, grads, state)
+        with torch.no_grad():
+            for options, names in members:
+                slots = [getattr(state, slot) for slot in self.rule.slots(options)]
+                columns = [unwrap_locals(leaves_of(tree, names)) for tree in (params, grads, *slots)]
+                for same in in_one_dtype(merged(columns), self.rule.least):
+                    self.rule.step(options, state.step, same[0], same[1], same[2:])
+                for written in (columns[0], *columns[2:]):
+                    increment_version(written)
+        return params, state._replace(step=state.step + 1)
+
+
+def _promoted(tensors: Sequence[Tensor], least: torch.dtype | None) -> torch.dtype:
+    """The dtype to compute in: no tensor's values are rounded, and none is narrower than `least`."""
+    wide = least or tensors[0].dtype
+    for tensor in tensors:
+        wide = torch.promote_types(wide, tensor.dtype)
+    return wide
+
+
+def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> Iterator[list[list[Tensor]]]:
+    """Rows (param, grad, *slots) for in-place work, as columns of one dtype and device at a time.
+
+    What has to be widened for that is copied, a bounded number of elements at a time, and written back afterwards.
+    """
+    if _are_alike(columns, least):
+        yield columns
+        return
+    ready: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+    waiting: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+    known: dict[tuple[torch.dtype, ...], torch.dtype] = {}
+    for param, grad, *slots in zip(*columns, strict=True):
+        if not param.numel():
+            continue
+        dtypes = (param.dtype, *(slot.dtype for slot in slots))
+        wide = known.get(dtypes) or known.setdefault(dtypes, _promoted([param, *slots], least.get(param.device.type)))
+        row = [param, grad if grad.dtype == wide else grad.to(wide), *slots]
+        same = all(dtype == wide for dtype in dtypes)
+        (ready if same else waiting).setdefault((param.device, wide), []).append(row)
+    for rows in ready.values():
+        yield _transposed(rows)
+    for (_, wide), rows in waiting.items():
+        for some in _chunks(rows):
+            widened = [[x.to(wide) for x in row] for row in some]
+            yield _transposed(widened)
+            for before, after in zip(some, widened, strict=True):
+                for target, result in zip((before[0], *before[2:]), (after[0], *after[2:]), strict=True):
+                    target.copy_(result)
+
+
+def _are_alike(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> bool:
+    """Whether there is one device and one dtype, which is wide enough, and no row is empty."""
+    if not all(map(Tensor.numel, columns[0])):
+        return False
+    dtypes = {dtype for column in columns for dtype in map(attrgetter("dtype"), column)}
+    devices = set(map(attrgetter("device"), columns[0]))
+    return len(dtypes) == len(devices) == 1 and all(
+        _promoted(columns[0][:1], least.get(device.type)) in dtypes for device in devices
+    )
+
+
+def _transposed(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _pieces(row: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Rows of at most `_CHUNK` elements over the same memory, where it lies in one piece."""
+    if row[0].numel() <= _CHUNK or not all(x.is_contiguous() for x in row):
+        return [row]
+    return _transposed([x.view(-1).split(_CHUNK) for x in row])
+
+
+def _chunks(rows: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    run: list[list[Tensor]] = []
+    size = 0
+    for row in (piece for whole in rows for piece in _pieces(whole)):
+        if run and size + row[0].numel() > _CHUNK:
+            yield run
+            run, size = [], 0
+        run.append(row)
+        size += row[0].numel()
+    if run:
+        yield run
+
+
+def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtype: torch.dtype | None) -> Optimizer:
+    """The optimizer of a rule, once its options make sense."""
+    if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
+        raise TypeError(
+            f"{rule.name}(state_dtype={state_dtype!r}): a floating torch.dtype, or None for the parameters'"
+        )
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(f"{rule.name}(groups=...) takes a mapping of pattern -> options, not {type(groups).__name__}")
+    require_options(rule.name, options, options)
+    for pattern, own in (groups or {}).items():
+        where = f"{rule.name}: groups[{pattern!r}]"
+        if not isinstance(own, Mapping):
+            raise TypeError(f"{where} is {own!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
+        matches(pattern, "")  # a pattern that cannot be read is an error here
+        require_options(where, own, options)
+    return _Elementwise(rule, options, dict(groups or {}), state_dtype).optimizer()
+
+
+def adamw(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    groups: Groups | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the numerics of `torch.optim.AdamW`.
+
+        >>> import torch, shardfn as sf
+        >>> opt = sf.optim.adamw(1e-3, groups={"**.bias": {"weight_decay": 0.0}})
+        >>> params = {"up.weight": torch.ones(2, 2), "up.bias": torch.ones(2)}
+        >>> state = opt.init(params)
+        >>> params, state = opt.step(params, {name: torch.ones_like(p) for name, p in params.items()}, state)
+        >>> params["up.bias"], int(state.step), list(state.mu)
+        (tensor([0.9990, 0.9990]), 1, ['up.weight', 'up.bias'])
+
+    Args:
+        lr: learning rate, or a callable that returns it; it is given the number of updates so far: 0, 1, ...
+        b1: decay of the running mean of gradients.
+        b2: decay of the running mean of squared gradients.
+        eps: added to the root of that mean.
+        weight_decay: decoupled decay, times the learning rate.
+        groups: pattern of parameter names -> options of its own (`lr`, `b1`, `b2`, `eps`, `weight_decay`); the first
+            match wins. Names are the model's, also of a parameter that is stored in parts.
+        state_dtype: dtype of the running means; default the parameter's. The arithmetic is in the wider of both.
+
+    Returns:
+        an optimizer with state `AdamState(step, mu, nu)`: trees with the parameters' layouts, which reshard, gather and
+        save like parameters.
+
+    Raises:
+        ValueError: an option out of range or unknown.
+        TypeError: an option of the wrong type.
+        ShardError: in `init`, a group that matches nothing; in `update` and `step`, trees that do not go together.
+
+    Communication: none.
+    """
+    options = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    return _elementwise(ADAMW, options, groups, state_dtype)
+
+
+def sgd(
+    lr: Rate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    *,
+    groups: Groups | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Gradient descent with momentum, with the numerics of `torch.optim.SGD`.
+
+        >>> import torch, shardfn as sf
+        >>> opt = sf.optim.sgd(0.1, momentum=0.9)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = opt.step(params, {"w": torch.ones(2)}, opt.init(params))
+        >>> params["w"], state.momentum["w"]
+        (tensor([0.9000, 0.9000]), tensor([1., 1.]))
+
+    Args:
+        lr: learning rate, or a callable of the number of updates so far.
+        momentum: decay of the running sum of gradients; 0 keeps no state.
+        nesterov: look ahead along the momentum.
+        weight_decay: times the parameter, added to its gradient.
+        groups: see `adamw`; options `lr`, `momentum`, `nesterov`, `weight_decay`.
+        state_dtype: see `adamw`.
+
+    Returns:
+        an optimizer with state `SGDState(step, momentum)`.
+
+    Raises:
+        ValueError: an option out of range or unknown, or nesterov without momentum.
+        TypeError: an option of the wrong type.
+        ShardError: see `adamw`.
+
+    Communication: none.
+    """
+    options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return _elementwise(SGD, options, groups, state_dtype)
+
+
+def lion(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.01,
+    *,
+    groups: Groups | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Lion (Chen et al., arXiv:2302.06675): steps of one size, along the sign of a momentum.
+
+        >>> import torch, shardfn as sf
+        >>> opt = sf.optim.lion(0.25, weight_decay=0.0)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = opt.step(params, {"w": torch.tensor([3.0, -0.1])}, opt.init(params))
+        >>> params["w"]
+        tensor([0.7500, 1.2500])
+
+    Args:
+        lr: learning rate, or a callable of the number of updates so far; usually 3 to 10 times less than for AdamW.
+        b1: weight of the running mean in the direction of this step.
+        b2: decay of the running mean.
+        weight_decay: decoupled decay, times the learning rate.
+        groups: see `adamw`; options `lr`, `b1`, `b2`, `weight_decay`.
+        state_dtype: see `adamw`.
+
+    Returns:
+        an optimizer with state `LionState(step, mu)`.
+
+    Raises:
+        ValueError: an option out of range or unknown.
+        TypeError: an option of the wrong type.
+        ShardError: see `adamw`.
+
+    Communication: none.
+    """
+    return _elementwise(LION, {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}, groups, state_dtype)

@@ -1,0 +1,229 @@
+"""Optimizer classes of torch, on trees of shards. Layer 4."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, optim
+
+from shardfn._torch import unwrap_local, with_local
+from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.optim.base import Optimizer
+from shardfn.core.optim.rates import rate_at
+from shardfn.core.optim.trees import (
+    Tree,
+    kind_of,
+    require_match,
+    require_some,
+    require_tensors,
+    slot_like,
+    trainable,
+)
+from shardfn.core.tree import Params
+
+# What they do to an element does not depend on other elements, so that a shard can be updated alone.
+ELEMENTWISE = (
+    optim.Adam,
+    optim.AdamW,
+    optim.SGD,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.ASGD,
+    optim.Rprop,
+)
+_REFUSED = {
+    optim.LBFGS: "it needs a closure and one vector of all parameters; use sf.value_and_grad and a solver of your own",
+    optim.SparseAdam: "it takes sparse gradients only, and gradients of shards are dense; use torch.optim.Adam",
+}
+
+
+class TorchState(NamedTuple):
+    """State of `from_torch`: the number of updates, torch's tensors per parameter by their torch names (`exp_avg`), and
+    its numbers that are the same for all parameters (`step`)."""
+
+    step: Tensor
+    slots: dict[str, Tree]
+    scalars: dict[str, Tensor]
+
+
+def from_torch(cls: type[optim.Optimizer], **kwargs: Any) -> Optimizer:
+    """An optimizer class of torch as an `Optimizer`.
+
+    torch's elementwise classes (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, NAdam, RAdam, Adamax, ASGD, Rprop) run on
+    local shards. Others see whole `DTensor`s, and work as far as torch supports that; `init` tries.
+
+        >>> import torch, shardfn as sf
+        >>> opt = sf.optim.from_torch(torch.optim.Adam, lr=0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = opt.step(params, {"w": torch.ones(2)}, opt.init(params))
+        >>> params["w"], sorted(state.slots), state.scalars
+        (tensor([0.5000, 0.5000]), ['exp_avg', 'exp_avg_sq'], {'step': tensor(1.)})
+
+    Args:
+        cls: a class like those in `torch.optim`.
+        kwargs: its options; `lr` may be a callable of the number of updates so far.
+
+    Returns:
+        an optimizer with state `TorchState(step, slots, scalars)`. Its `update` is pure, but not differentiable.
+
+    Raises:
+        TypeError: not an optimizer class, or an option it does not have.
+        ValueError: an option out of range.
+        ShardError: a class that cannot work on shards, with the reason; in `init`, parameters that torch cannot update.
+
+    Communication: none for elementwise classes; what DTensor needs for others.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, optim.Optimizer)):
+        raise TypeError(f"from_torch: expected a class of torch.optim, for example torch.optim.Adam, got {cls!r}")
+    for refused, why in _REFUSED.items():
+        if issubclass(cls, refused):
+            raise ShardError(f"from_torch: {cls.__name__} cannot run on shards: {why}")
+    known = [name for name in inspect.signature(cls).parameters if name != "params"]
+    for name in kwargs:
+        if name not in known:
+            raise TypeError(
+                f"from_torch: {cls.__name__} has no option {name!r}{did_you_mean(name, known) or '.'} "
+                f"There are {', '.join(known)}."
+            )
+    if kwargs.get("differentiable"):
+        raise ValueError(
+            "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
+        )
+    made = _FromTorch(cls, dict(kwargs))
+    made.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
+    return Optimizer(made.init, made.update, made.step)
+
+
+@dataclass(frozen=True)
+class _FromTorch:
+    """Runs a torch optimizer that lives for one call: everything it remembers is in `TorchState`.
+
+    Before the first update torch makes its own state, so the one of `init` only shows what there will be.
+    """
+
+    cls: type[optim.Optimizer]
+    kwargs: dict[str, Any]
+    templates: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def elementwise(self) -> bool:
+        return self.cls in ELEMENTWISE
+
+    def make(self, weights: Sequence[Tensor], step: Tensor) -> optim.Optimizer:
+        kwargs: dict[str, Any] = dict(self.kwargs)
+        if callable(kwargs.get("lr")):
+            kwargs["lr"] = rate_at(f"from_torch({self.cls.__name__})", "lr", kwargs["lr"], step)
+        return self.cls(weights, **kwargs)
+
+    def init(self, params: Tree) -> TorchState:
+        require_tensors("from_torch.init", params)
+        require_some("from_torch.init", params)
+        step = torch.zeros((), dtype=torch.int64)
+        found: dict[str, dict[str, Tensor]] = {}
+        scalars: dict[str, Tensor] = {}
+        for name in trainable(params):
+            for key, value in self._template(params, name).items():
+                if self.elementwise and not value.ndim:
+                    scalars[key] = torch.zeros_like(value)
+                else:
+                    leaf = params[name] if self.elementwise else value
+                    zeros = with_local(leaf, torch.zeros_like(unwrap_local(leaf), dtype=value.dtype))
+                    found.setdefault(key, {})[name] = zeros
+        return TorchState(step, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)
+
+    def _slot(self, params: Tree, leaves: dict[str, Tensor]) -> Tree:
+        return slot_like(params, leaves) if self.elementwise else leaves
+
+    def _template(self, params: Tree, name: str) -> dict[str, Tensor]:
+        """What torch remembers about a leaf, from one update of zeros: small ones where the shape does not matter."""
+        local = unwrap_local(params[name])
+        if self.elementwise:
+            key = (local.dtype, local.device)
+            if key not in self.templates:
+                self.templates[key] = self._tried(torch.zeros(2, 3, dtype=local.dtype, device=local.device))
+            return self.templates[key]
+        layout = params.plan.leaves[name][0] if isinstance(params, Params) and name in params.plan.leaves else None
+        if layout is not None and not layout.plain:
+            raise ShardError(
+                f"from_torch: {self.cls.__name__} looks at whole matrices; '{layout.name}' is stored in parts by "
+                f"its rule '{layout.rule}'. Leave it to another optimizer by masked(...), or write a plain rule."
+            )
+        try:
+            return self._tried(torch.zeros_like(params[name]).detach())
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise ShardError(
+                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {kind_of(params[name])} of shape "
+                f"{tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with masked(...)."
+            ) from error
+
+    def _tried(self, weight: Tensor) -> dict[str, Tensor]:
+        optimizer = self.make([weight], torch.zeros((), dtype=torch.int64))
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        return {key: value for key, value in optimizer.state[weight].items() if isinstance(value, Tensor)}
+
+    def update(self, grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
+        names = self._checked("from_torch.update", params, grads, state)
+        if torch.is_grad_enabled() and any(grads[name].requires_grad for name in names):
+            raise ShardError(
+                "from_torch.update is not differentiable; detach the gradients, or use sf.optim.adamw or sgd"
+            )
+        with torch.no_grad():
+            weights = {name: self._view(params[name]).clone() for name in names}
+            after = self._advance(params, grads, state, weights, pure=True)
+            new = {name: weights[name] - self._view(params[name]) for name in names}
+            updates = {name: with_local(params[name], unwrap_local(leaf)) for name, leaf in new.items()}
+        return slot_like(params, updates), after
+
+    def step(self, params: Tree, grads: Tree, state: TorchState) -> tuple[Tree, TorchState]:
+        names = self._checked("from_torch.step", params, grads, state)
+        with torch.no_grad():
+            weights = {name: self._view(params[name]) for name in names}
+            return params, self._advance(params, grads, state, weights, pure=False)
+
+    def _view(self, leaf: Tensor) -> Tensor:
+        """The same memory without autograd: torch writes into it, and hangs a gradient on it."""
+        return (unwrap_local(leaf) if self.elementwise else leaf).detach()
+
+    def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[str]:
+        names = trainable(params)
+        require_match(verb, "grads", params, names, grads)
+        if not isinstance(state, TorchState):
+            raise TypeError(
+                f"{verb}: the state is a {type(state).__name__}, not what from_torch(...).init(params) returns"
+            )
+        for key, tree in state.slots.items() if self.elementwise else ():
+            require_match(verb, f"state.slots[{key!r}]", params, names, tree)
+        return names
+
+    def _advance(
+        self, params: Tree, grads: Tree, state: TorchState, weights: dict[str, Tensor], *, pure: bool
+    ) -> TorchState:
+        """One step of torch's optimizer on `weights`, in place; `pure` copies the state first."""
+        if not weights:
+            return state._replace(step=state.step + 1)
+        optimizer = self.make(list(weights.values()), state.step)
+        started = int(state.step) > 0
+        for name, weight in weights.items():
+            weight.grad = self._view(grads[name]).to(weight.dtype).contiguous()
+            if started:
+                slots = {key: self._view(tree[name]) for key, tree in state.slots.items() if name in tree}
+                own = {key: value.clone() for key, value in slots.items()} if pure else slots
+                optimizer.state[weight] = {**own, **{key: value.clone() for key, value in state.scalars.items()}}
+        optimizer.step()
+        found: dict[str, dict[str, Tensor]] = {key: {} for key in state.slots}
+        scalars = dict(state.scalars)
+        for name, weight in weights.items():
+            for key, value in optimizer.state[weight].items():
+                if key in scalars:
+                    scalars[key] = value
+                elif isinstance(value, Tensor):
+                    found[key][name] = with_local(params[name], value) if self.elementwise else value
+            weight.grad = None
+        return TorchState(state.step + 1, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)

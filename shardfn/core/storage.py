@@ -1,0 +1,190 @@
+"""Tensors side by side in memory: laid out, found again, worked on as one. Local tensors only. Layer 1.
+
+    run       tensors of one dtype that fill a stretch of memory: each begins where the one before it ends
+    flat      a 1-D tensor: the memory of a run
+
+[Note: parts of one memory]
+Tensors made here lie in one piece of memory, which each keeps alive, but as if each owned its part. Each has a storage
+that ends where it ends: saving one saves no other, and torch 2.13 cannot pickle a DTensor whose part begins inside a
+storage. Each has a version counter: autograd does not take a change of one for a change of another. So a write through
+a flat tensor is not counted for its run; `torch.autograd.graph.increment_version(run)` does that.
+
+Flat tensors over a run do not own the memory, which may be several pieces that happen to touch: the run must live as
+long as they are used.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import compress, count, pairwise, repeat
+from math import prod
+from operator import add, attrgetter, is_not, lt, mul, ne, not_
+
+import torch
+from torch import Tensor, nn
+
+from shardfn._torch import tensor_in, tensor_over
+
+_GAP = 64  # bytes
+_dtype_of = attrgetter("dtype")
+_PLAIN = {Tensor, nn.Parameter}  # other classes may keep their values elsewhere
+
+
+def empty_flat(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Uninitialised contiguous tensors, side by side in one new storage; see [Note: parts of one memory].
+
+    >>> import torch
+    >>> from shardfn.core.storage import empty_flat
+    >>> a, b = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
+    >>> b.data_ptr() - a.data_ptr()
+    24
+    """
+    return split_flat(apart(sum(map(prod, shapes)), dtype, device), shapes)
+
+
+def apart(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised flat tensor whose memory touches no other such tensor's.
+
+    Which tensors are a run, and so how sums over them are rounded, then depends on the program, not on the allocator.
+    """
+    storage = torch.UntypedStorage(numel * dtype.itemsize + _GAP, device=device)
+    return tensor_in(storage, 0, (numel,), torch.empty(0, dtype=dtype, device=device))
+
+
+def split_flat(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Contiguous tensors over consecutive parts of a contiguous tensor's memory; see [Note: parts of one memory]."""
+    storage, item, start = flat.untyped_storage(), flat.element_size(), int(flat.storage_offset())
+    blank, parts = flat.data, []
+    for shape in shapes:
+        end = start + prod(shape)
+        parts.append(tensor_in(storage[start * item : end * item], 0, torch.Size(shape), blank))
+        start = end
+    return parts
+
+
+def merged(columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """The same elements in fewer rows: where some rows are a run in every column, one row of flat tensors.
+
+    A row is the i-th tensor of every column: a parameter, its gradient, its state. Rows are joined when they are
+    contiguous and equally long in all columns; a column may have a dtype of its own. The others stay as they are, but
+    rows without elements are left out, and a run stands where the first of its rows stood, wherever the memory is.
+    Elementwise work on the result is the same work on the columns, in fewer operations; see [Note: parts of one memory]
+    for writing.
+
+        >>> import torch
+        >>> from shardfn.core.storage import empty_flat, merged
+        >>> weights = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
+        >>> grads = [torch.ones(2, 3), torch.ones(4)]
+        >>> [tuple(x.shape) for x in merged([weights])[0]], [tuple(x.shape) for x in merged([weights, grads])[0]]
+        ([(10,)], [(2, 3), (4,)])
+    """
+    numels = list(map(Tensor.numel, columns[0]))
+    kept = [list(column if all(numels) else compress(column, numels)) for column in columns]
+    numels = list(filter(None, numels))
+    order = _order_in_memory(kept[0])
+    if order is not None:
+        kept = [[column[i] for i in order] for column in kept]
+        numels = [numels[i] for i in order]
+    runs = _find_runs(kept, numels)
+    if order is not None:
+        runs.sort(key=lambda run: min(order[run[0] : run[1]]))
+    return [_flats(column, numels, runs) for column in kept]
+
+
+def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`fn` on the flat tensors of runs; its results cut up, so that they are runs where `tensors` are.
+
+    `fn` works elementwise on a list of tensors and returns new ones of the same shapes.
+
+        >>> import torch
+        >>> from shardfn.core.storage import empty_flat, map_runs
+        >>> weights = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
+        >>> a, b = map_runs(lambda flats: [torch.zeros_like(flat) for flat in flats], weights)
+        >>> a.shape, b.data_ptr() - a.data_ptr()
+        (torch.Size([2, 3]), 24)
+    """
+    numels = list(map(Tensor.numel, tensors))
+    full, empty = list(compress(tensors, numels)), list(compress(tensors, map(not_, numels)))
+    order = _order_in_memory(full) or list(range(len(full)))
+    full = [full[i] for i in order]
+    sizes = list(map(Tensor.numel, full))
+    runs = sorted(_find_runs([full], sizes), key=lambda run: min(order[run[0] : run[1]]))
+    order = [i for start, stop in runs for i in order[start:stop]]
+    results = fn([*_flats(full, sizes, runs), *empty]) if tensors else []
+    parts: list[Tensor] = []
+    for (start, stop), result in zip(runs, results, strict=False):
+        parts += [result] if stop - start == 1 else split_flat(result, [x.shape for x in full[start:stop]])
+    placed = dict(zip(order, parts, strict=True))
+    filled, hollow = iter(placed[i] for i in range(len(full))), iter(results[len(runs) :])
+    return [next(filled if numel else hollow) for numel in numels]
+
+
+def _find_runs(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> list[tuple[int, int]]:
+    """Where runs of rows start and stop; rows that belong to none are alone. `numels` are those of the first column.
+
+    This is most of what an optimizer step costs over its arithmetic: every pass over the rows is a `map` in C.
+    """
+    rows = len(numels)
+    if rows < 2:
+        return _alone(rows)
+    starts = {0, rows}
+    for column in columns:
+        begins, dtypes = _addresses(column), list(map(_dtype_of, column))
+        kinds = set(dtypes)
+        if begins is None or any(dtype.is_complex for dtype in kinds):  # conjugates: memory does not show them
+            return _alone(rows)
+        if len(kinds) > 1:
+            starts.update(compress(count(1), map(is_not, dtypes[1:], dtypes)))
+            sizes = map(mul, numels, [dtype.itemsize for dtype in dtypes])
+        else:
+            sizes = map(mul, numels, repeat(dtypes[0].itemsize))
+        ends = list(map(add, begins, sizes))
+        if begins[1:] != ends[:-1]:
+            starts.update(compress(count(1), map(ne, begins[1:], ends)))
+        if len(starts) > rows:
+            return _alone(rows)
+    for i in _find_loose(columns, numels):
+        starts |= {i, i + 1}
+    return list(pairwise(sorted(starts)))
+
+
+def _order_in_memory(column: Sequence[Tensor]) -> list[int] | None:
+    """The rows by address; None when they are in that order, or have no address."""
+    begins = _addresses(column)
+    if begins is None or all(map(lt, begins, begins[1:])):
+        return None
+    return sorted(range(len(begins)), key=begins.__getitem__)
+
+
+def _alone(rows: int) -> list[tuple[int, int]]:
+    return [(i, i + 1) for i in range(rows)]
+
+
+def _addresses(column: Sequence[Tensor]) -> list[int] | None:
+    if not _PLAIN.issuperset(map(type, column)):
+        return None
+    try:
+        return list(map(Tensor.data_ptr, column))
+    except RuntimeError:  # a sparse tensor, or one inside a transform
+        return None
+
+
+def _find_loose(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> set[int]:
+    """Rows that belong to no run, wherever they lie."""
+    loose: set[int] = set()
+    for column in columns:
+        own = numels if column is columns[0] else list(map(Tensor.numel, column))
+        if own != numels:
+            loose.update(compress(count(), map(ne, own, numels)))
+        if not all(map(Tensor.is_contiguous, column)):
+            loose.update(compress(count(), map(not_, map(Tensor.is_contiguous, column))))
+    return loose
+
+
+def _flats(tensors: Sequence[Tensor], numels: Sequence[int], runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """One tensor a run: its flat tensor, or the only member."""
+    flats = []
+    for start, stop in runs:
+        first = tensors[start]
+        if stop - start > 1:
+            first = tensor_over(first.data_ptr(), sum(numels[start:stop]), first.data)
+        flats.append(first)
+    return flats

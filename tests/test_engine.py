@@ -1,0 +1,337 @@
+"""What the engine does between forward and backward: overlap, errors, one order, memory that is used again."""
+
+import gc
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import decoder, policy, tokens
+from test_buckets import in_place
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.core.engine import order
+from shardfn.core.engine.session import _runtime
+from shardfn.core.mesh import grid
+from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
+
+WIDTH = 6
+
+
+class Stack(nn.Module):
+    """Layers that can be run in any order, with a bomb in any of them, forward or backward."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, way: Any = None, bomb: tuple[str, int] | None = None) -> Tensor:
+        for place, index in enumerate(range(len(self.layers)) if way is None else way):
+            x = torch.tanh(self.layers[index](x))
+            if bomb == ("forward", place):
+                raise ArithmeticError("bomb")
+            if bomb == ("backward", place):
+                x = _Bomb.apply(x)
+        return self.head(x)
+
+
+class _Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("bomb")
+
+
+def make(mesh: DeviceMesh, **fields: Any) -> tuple[Stack, sf.Params, Any, Tensor]:
+    torch.manual_seed(0)
+    model = Stack().double()
+    params = sf.shard(model, mesh, sf.Policy(**fields))
+    step = sf.value_and_grad(lambda p, x, *rest: sf.apply(model, p, x, *rest).square().mean())
+    x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(sf.data.rank(mesh)[0]))
+    return model, params, step, x
+
+
+def same(a: sf.Params, b: sf.Params) -> None:
+    for name, leaf in sf.gather(a).items():
+        torch.testing.assert_close(leaf, sf.gather(b)[name], rtol=1e-12, atol=1e-14)
+
+
+def decoder_on_a_rank(axes: dict[str, int], message: int) -> None:
+    mesh = sf.make_mesh("cpu", **axes)
+    model, batch = decoder(), sf.data.local_batch(tokens(), mesh)
+    differentiate = sf.value_and_grad(lambda p, x, y: sf.cross_entropy(sf.apply(model, p, x), y))
+    params = sf.shard(model, mesh, policy())
+    expected = differentiate(params, *batch)
+    in_place(message)
+    try:
+        params = sf.shard(model, mesh, policy())  # a plan of its own, which decides anew how things travel
+        for _ in range(3):
+            with count_collectives() as counts:
+                loss, grads = differentiate(params, *batch)
+            torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=0)
+            assert counts.send > 0
+            same(grads, expected[1])
+    finally:
+        in_place(None)
+
+
+@pytest.mark.parametrize("message", [0, 200])
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 2, "tp": 1}, {"fsdp": 3, "tp": 1}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2, "tp": 1}],
+)
+def test_gradients_are_those_of_collectives_when_leaves_travel_in_place(axes: dict[str, int], message: int) -> None:
+    ranks = 1
+    for size in axes.values():
+        ranks *= size
+    run(decoder_on_a_rank, axes, message, ranks=ranks)
+
+
+@on_meshes({"fsdp": 2}, {"replicate": 2, "fsdp": 2})
+@pytest.mark.parametrize("regather", [True, False])
+def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) -> None:
+    _, params, step, x = make(mesh, regather=regather)
+    expected = step(params, x)
+    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    for kind in ("forward", "backward"):
+        for place in range(4):
+            with pytest.raises(ArithmeticError, match="bomb"):
+                step(params, x, None, (kind, place))
+            if kind == "forward":
+                assert not runtime._in_the_air
+            for _ in range(2):
+                loss, grads = step(params, x)
+                assert not runtime._in_the_air
+                assert float(loss) == float(expected[0])
+                same(grads, expected[1])
+
+
+@on_meshes({"fsdp": 2})
+def test_any_order_that_all_ranks_share(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    full = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    ways = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [0, 0, 1, 1], [2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    for way in ways:
+        _, grads = step(params, x, way)
+        out = torch.func.functional_call(model, full, (x, way)).square().mean()
+        wanted = torch.autograd.grad(out, list(full.values()), allow_unused=True)
+        for name, grad in zip(full, wanted, strict=True):
+            mine = torch.zeros_like(full[name]) if grad is None else grad
+            torch.testing.assert_close(
+                sf.gather(grads)[name], sf.collectives.pmean(mine, mesh, "fsdp"), rtol=1e-12, atol=1e-14
+            )
+
+
+def another_order_on_a_rank(learnt: bool, ways: list[list[int]]) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    order.__dict__["_PATIENCE"] = timedelta(seconds=2)
+    _, params, step, x = make(mesh)
+    for _ in range(3 * learnt):
+        step(params, x)
+    step(params, x, ways[dist.get_rank()])
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize(
+    ("ways", "match"),
+    [
+        ([[0, 1, 2, 3], [1, 0, 2, 3]], r"rank \d is about to gather 'layers.\d', rank \d is about to gather 'layers"),
+        ([[0, 1, 2, 3], [0, 1, 3, 2]], r"rank \d is about to gather"),
+        ([[0, 1, 2, 3], [0, 1, 2]], r"rank \d is about to"),
+    ],
+)
+def test_another_order_on_one_rank_is_an_error_on_all(learnt: bool, ways: list[list[int]], match: str) -> None:
+    run_raises(sf.ShardError, another_order_on_a_rank, learnt, ways, ranks=2, match=match)
+
+
+@on_meshes({"fsdp": 2})
+def test_gradients_of_a_bucket_used_in_several_calls_add_up(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    twice = sf.value_and_grad(lambda p, x: sum(sf.apply(model, p, x).square().mean() for _ in range(3)))
+    loss, grads = step(params, x)
+    for _ in range(2):
+        more, tripled = twice(params, x)
+        torch.testing.assert_close(more, 3 * loss)
+        same(tripled, sf.tree.map(lambda g: 3 * g, grads))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_penalty_on_the_shards_adds_to_what_the_engine_reduced(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    _, grads = step(params, x)
+
+    def with_penalty(p: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean() + sum(w.square().sum().full_tensor() for w in p.values())
+
+    _, more = sf.value_and_grad(with_penalty)(params, x)
+    same(more, sf.tree.map(lambda g, w: g + 2 * w, grads, params))
+
+
+@on_meshes({"fsdp": 2})
+def test_hooks_of_a_user_and_retained_graphs(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    _, expected = step(params, x)
+    seen: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        seen.append(saved.numel())
+        return saved.clone()
+
+    def hooked(p: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            return sf.apply(model, p, x).square().mean()
+
+    same(sf.value_and_grad(hooked)(params, x)[1], expected)
+    assert seen, "the hooks around apply see what is saved outside of it"
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    tree = params.like(leaves)
+    loss = sf.apply(model, tree, x).square().mean()
+    for retain in (True, True, False):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain)
+        same(params.like(zip(leaves, grads, strict=True)), expected)
+
+
+def through_checkpoint(model: Stack, kind: str, reentrant: bool) -> Any:
+    def call(p: Any, x: Tensor) -> Tensor:
+        if kind == "around":
+            out = checkpoint(lambda x: sf.apply(model, p, x), x, use_reentrant=False)
+        else:
+            out = sf.apply(_Checkpointed(model, kind, reentrant), p, x)
+        assert isinstance(out, Tensor)
+        return out.square().mean()
+
+    return call
+
+
+class _Checkpointed(nn.Module):
+    """The same names as Stack, with checkpoints around each unit, across two, or inside."""
+
+    def __init__(self, model: Stack, kind: str, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.head, self.kind, self.reentrant = model.layers, model.head, kind, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        layers = list(self.layers)
+        if self.kind == "unit":
+            for layer in layers:
+                x = self._kept(lambda x, layer=layer: torch.tanh(layer(x)), x)
+        else:
+            for a, b in zip(layers[::2], layers[1::2], strict=True):
+                x = self._kept(lambda x, a=a, b=b: torch.tanh(b(torch.tanh(a(x)))), x)
+        return self.head(x)
+
+    def _kept(self, fn: Any, x: Tensor) -> Tensor:
+        out = checkpoint(fn, x, use_reentrant=self.reentrant)
+        assert isinstance(out, Tensor)
+        return out
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.parametrize(("kind", "reentrant"), [("unit", False), ("across", False), ("around", False)])
+def test_checkpoints_of_units(mesh: DeviceMesh, kind: str, reentrant: bool) -> None:
+    model, params, step, x = make(mesh)
+    _, expected = step(params, x)
+    checkpointed = sf.value_and_grad(through_checkpoint(model, kind, reentrant))
+    for _ in range(3):
+        with count_collectives() as counts:
+            _, grads = checkpointed(params, x)
+        same(grads, expected)
+        assert counts.all_gather <= 2 * 4 + 4, "each unit once in the forward and once in the backward"
+
+
+@on_meshes({"fsdp": 2})
+def test_autocast_and_views(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks.children():
+                weight = block.weight
+                assert isinstance(weight, Tensor)
+                x = x @ weight.t()[:, : WIDTH // 2] @ weight[1 : 1 + WIDTH // 2] + x * weight.diagonal()
+            return x
+
+    model = Transposed()
+    params = sf.shard(model, mesh, sf.Policy())
+    full = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).float().square().mean())(params, x)
+            out = torch.func.functional_call(model, full, (x,)).float().square().mean()
+        wanted = torch.autograd.grad(out, list(full.values()))
+        assert_parity(dict(sf.gather(grads)), dict(zip(full, wanted, strict=True)))
+        torch.testing.assert_close(loss, out.detach())
+
+
+@on_meshes({"fsdp": 2})
+def test_no_grad_gathers_once_and_keeps_nothing(mesh: DeviceMesh) -> None:
+    model, params, _, x = make(mesh)
+    with torch.no_grad():
+        for _ in range(3):
+            with count_collectives() as counts:
+                out = sf.apply(model, params, x)
+            torch.testing.assert_close(out, model(x), rtol=1e-12, atol=0)
+            assert counts.all_gather <= 5 + 2
+    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    gc.collect()
+    assert all(buffer.free for buffer in runtime.pool.buffers())
+
+
+@on_meshes({"fsdp": 2})
+def test_memory_is_used_again_and_a_kept_weight_keeps_its_values(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, _: Any, out: Tensor) -> None:
+        assert isinstance(module, nn.Linear)
+        kept.append(module.weight.detach())
+
+    hook = model.get_submodule("layers.1").register_forward_hook(keep)
+    expected = step(params, x)
+    before = kept[0].clone()
+    hook.remove()
+    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    pool = runtime.pool
+    sizes = []
+    for _ in range(6):
+        _, grads = step(params, x)
+        same(grads, expected[1])
+        sizes.append(len(pool.buffers()))
+    assert sizes[5] <= sizes[2] + 2, f"new buffers every step: {sizes}"
+    assert torch.equal(kept[0], before)
+
+
+def growth_on_a_rank() -> int:
+    """Bytes of the pool after many steps."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    _, params, step, x = make(mesh)
+    optimizer = sf.optim.adamw(1e-3)
+    state = optimizer.init(params)
+    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    pool = runtime.pool
+    sizes = []
+    for _ in range(40):
+        _, grads = step(params, x)
+        params, state = optimizer.step(params, grads, state)
+        sizes.append(sum(buffer.storage.nbytes() for buffer in pool.buffers()))
+    # the backend may hold a buffer for a moment after its work is done, and another one is made then
+    assert max(sizes) <= 1.5 * sizes[1]
+    return sizes[-1]
+
+
+def test_the_pool_does_not_grow() -> None:
+    run(growth_on_a_rank, ranks=2)
