@@ -114,6 +114,19 @@ def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) ->
                 same(grads, expected[1])
 
 
+@on_meshes({"fsdp": 4}, {"replicate": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2})
+def test_a_part_kept_over_neighbours(mesh: DeviceMesh) -> None:
+    _, params, step, x = make(mesh)
+    expected = step(params, x)
+    _, params, step, x = make(mesh, regather=2)
+    for _ in range(3):
+        with count_collectives() as counts:
+            loss, grads = step(params, x)
+        assert float(loss) == float(expected[0])
+        same(grads, expected[1])
+        assert counts.all_gather in (8, 10), "the first layer's weight is not needed again"
+
+
 @on_meshes({"fsdp": 2})
 def test_any_order_that_all_ranks_share(mesh: DeviceMesh) -> None:
     model, params, step, x = make(mesh)

@@ -254,6 +254,7 @@ def test_bytes_of_replicas_and_regather() -> None:
     reduction = shard + 2 * 3 * shard // 4
     assert plan(sf.Policy(), mesh, model).comm_bytes == 2 * (2 * shard + reduction)
     assert plan(sf.Policy(regather=False), mesh, model).comm_bytes == 2 * (shard + reduction)
+    assert sf.Policy(regather=1).regather is False, "one rank keeps all"
     half = plan(sf.Policy(compute_dtype=torch.bfloat16), mesh, model)
     assert half.comm_bytes == 2 * (2 * shard + reduction) // 2 and half.bytes_per_rank == 2 * shard
     for parameter in model.parameters():
@@ -376,7 +377,7 @@ def timed(fn: Any) -> float:
         (sf.Policy(acts={"head": "b c@tpp"}), r"Policy.acts\['head'\]: unknown mesh axis 'tpp'; did you mean 'tp'"),
         (sf.Policy(acts={"head": "b (c"}), r"Policy.acts\['head'\]: bad rule: expected '\)'"),
         (sf.Policy(compute={"heads": print}), r"Policy.compute: 'heads' matches no module"),
-        (sf.Policy(regather=2), r"Policy\(regather=2\): .*not available yet"),
+        (sf.Policy(regather=5), r"Policy\(regather=5\): .*must divide fsdp=\d, \d % 5 = \d"),
         (sf.Policy(rules={"emb.weight": "v@fsdp c@fsdp"}), r"mesh axis 'fsdp' is used 2 times"),
         (sf.Policy(rules={"emb.weight": "v@tp c"}, axes={"c": "tp"}), r"mesh axis 'tp' is used 2 times"),
     ],

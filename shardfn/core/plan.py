@@ -147,9 +147,22 @@ class Plan:
             self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets
         )
 
+    @property
+    def keep_axis(self) -> str | None:
+        """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
+        return next((axis for axis in reversed(self.roles.data) if self.axes[axis] > 1), None)
+
+    @property
+    def _kept_over(self) -> int | None:
+        """Over how many ranks a unit stays split between forward and backward; None when it is freed."""
+        count = self.policy.regather
+        whole = isinstance(count, bool) or self.keep_axis is None or count >= self.axes[self.keep_axis]
+        return None if whole else int(count)
+
     def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
         total = 0
-        gathers = 2 if self.policy.regather and unit.name else 1
+        kept = 1 if not unit.name or not self.policy.regather else self._kept_over
+        gathers = 2 if kept is None else 1
         for name in bucket.leaves:
             layout, _ = self.leaves[name]
             size = prod(self.local_shape(name))
@@ -157,6 +170,7 @@ class Plan:
             for axis in reversed(bucket.axes):
                 total += (self.axes[axis] - 1) * size * (gathers * bucket.dtype.itemsize + item)
                 size *= self.axes[axis]
+            total += (size - size // (kept or 1)) * bucket.dtype.itemsize
             shard = prod(self.local_shape(name))
             for axis in self.roles.data:
                 if axis not in bucket.axes:
@@ -731,10 +745,13 @@ def _letters(name: str) -> str:
 def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:
     """Settings that do not fit the mesh or the model."""
     problems = _unused_names(policy, axes)
-    if policy.regather is not True and policy.regather is not False and policy.regather > 1:
-        problems.append(
-            f"Policy(regather={policy.regather}): keeping a shard over n ranks is not available yet; use True or False"
-        )
+    if not isinstance(policy.regather, bool) and policy.regather > 1:
+        axis = next((axis for axis in reversed(role.data) if axes[axis] > 1), None)
+        if axis is not None and axes[axis] % policy.regather:
+            problems.append(
+                f"Policy(regather={policy.regather}): a part over {policy.regather} ranks is kept, which must divide "
+                f"{axis}={axes[axis]}, {axes[axis]} % {policy.regather} = {axes[axis] % policy.regather}"
+            )
     for kind in ("acts", "compute"):
         for pattern in getattr(policy, kind):
             if info.modules and not any(matches(pattern, m.name) for m in info.modules):

@@ -34,7 +34,8 @@ class Policy:
         acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
         units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`.
         regather: True frees a unit's weights after its forward and gathers them again for its backward (ZeRO-3);
-            False keeps them until the backward is done (ZeRO-2); an int n keeps a shard over n ranks.
+            False keeps them until the backward is done (ZeRO-2); an int n keeps the n-th part of them, and gathers it
+            again from n neighbouring ranks of the innermost data axis, which n divides.
         compute_dtype: dtype in which weights are gathered and used.
         reduce_dtype: dtype in which gradients are reduced; `None` is the dtype they have.
         output_dtype: dtype of floating outputs of `apply`.
@@ -111,6 +112,8 @@ class Policy:
             raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
         if not isinstance(self.regather, int) or self.regather < 0:
             raise ValueError(f"Policy(regather={self.regather!r}): True, False, or over how many ranks to keep a shard")
+        if self.regather == 1 and not isinstance(self.regather, bool):
+            object.__setattr__(self, "regather", False)  # one rank keeps all of it, and 1 equals True
         for name in ("sizes", "pad"):
             for key, value in getattr(self, name).items():
                 if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):

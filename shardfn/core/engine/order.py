@@ -7,6 +7,7 @@ Where none or several are known, the ranks agree through the process group's sto
 rank which goes another way gets an error with the names of both units.
 """
 
+import secrets
 from collections.abc import Hashable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -112,7 +113,7 @@ class Order:
     def _common_prefix(self) -> str:
         """A name in the store that no earlier order used; the first rank of the mesh chooses it."""
         if self._prefix is None:
-            number = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(torch.seed() % 2**63))
+            number = torch.tensor([secrets.randbits(62)])
             for axis in self._grid.sizes:
                 group = self._grid.groups[axis]
                 number = gather_flat(number.to(self._grid.device), group)[:1]

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardfn._torch import after_backward, in_backward, in_transform, unwrap_locals, version_of
+from shardfn._torch import after_backward, in_backward, in_transform, tensor_in, unwrap_locals, version_of
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.gradients import Gradients
+from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
@@ -57,6 +58,7 @@ class _Runtime:
             for name, x in plan.layouts.items()
             if len(x.leaves) == 1
         }
+        self.neighbours = _neighbours(plan, grid)
         self._in_the_air: list[Flight] = []
 
     def begin(self) -> None:
@@ -80,6 +82,12 @@ class _Runtime:
         """Nothing stays in the air: what was started for nothing, or left by an exception, is waited for."""
         while self._in_the_air:
             self._in_the_air.pop(0).finish()
+
+
+def _neighbours(plan: Plan, grid: Grid) -> Neighbours | None:
+    count, axis = plan.policy.regather, plan.keep_axis
+    several = not isinstance(count, bool) and count > 1 and axis is not None and count < grid.sizes[axis]
+    return Neighbours(grid, axis, count) if several and axis is not None else None
 
 
 def _runtime(plan: Plan, grid: Grid) -> _Runtime:
@@ -224,6 +232,7 @@ class Session:
         gone = {at: gathered for at, gathered in self._by_storage.items() if gathered.event.unit == unit}
         for at, gathered in gone.items():
             del self._by_storage[at]
+            gathered.leave()
             self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
 
     # -- between forward and backward ---------------------------------------------------------------------------------
@@ -314,6 +323,7 @@ class _Gathered:
         self._flight = flight
         self._awake = False
         self._flat: Tensor | None = None
+        self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
 
     def wholes(self) -> list[Tensor]:
@@ -326,6 +336,15 @@ class _Gathered:
     def note(self, wholes: Sequence[Tensor]) -> None:
         """Remember where the whole leaves lie."""
         self._begins = {int(whole.storage_offset()): version_of(whole) for whole in wholes}
+        if self.session.runtime.neighbours is not None and torch.is_grad_enabled():
+            storage = wholes[0].untyped_storage()
+            self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
+
+    def leave(self) -> None:
+        """The forward of the unit is over."""
+        neighbours = self.session.runtime.neighbours
+        if neighbours is not None and self._flat is not None:
+            self._kept, self._flat = neighbours.part_of(self._flat, self.spot.buffers), None
 
     def pack(self, saved: Tensor) -> _Packed:
         """What autograd keeps instead of a view of the gathered storage."""
@@ -374,7 +393,10 @@ class _Gathered:
                 f"run the backward before the optimizer step"
             )
         self.session.pass_by("weights", self.again)
-        self._flight = self.session.runtime.start(self.spot.gather_steps(self._shards))
+        steps = self.spot.gather_steps(self._shards)
+        if self._kept is not None and self.session.runtime.neighbours is not None:
+            steps = self.session.runtime.neighbours.gather_steps(self._kept, self.spot.buffers)
+        self._flight = self.session.runtime.start(steps)
 
     def release(self) -> None:
         """Let go of the gathered storage; a later view gathers again."""
