@@ -119,12 +119,14 @@ def test_a_part_kept_over_neighbours(mesh: DeviceMesh) -> None:
     _, params, step, x = make(mesh)
     expected = step(params, x)
     _, params, step, x = make(mesh, regather=2)
+    gathers = []
     for _ in range(3):
         with count_collectives() as counts:
             loss, grads = step(params, x)
         assert float(loss) == float(expected[0])
         same(grads, expected[1])
-        assert counts.all_gather in (8, 10), "the first layer's weight is not needed again"
+        gathers.append(counts.all_gather)
+    assert gathers[-1] == 8, "five units, and three again: the first layer's weight is not needed"
 
 
 @on_meshes({"fsdp": 2})
