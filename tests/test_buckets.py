@@ -33,7 +33,7 @@ def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.
 
 def in_place(message: int | None) -> None:
     """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
-    limits = (2**20, 2**17) if message is None else (0, message)
+    limits = (2**20, 2**19) if message is None else (0, message)
     crossing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
 
 

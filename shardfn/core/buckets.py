@@ -168,6 +168,11 @@ class BucketOnGrid:
         """Data axes that split nothing here: gradients are added up over them."""
         return [axis for axis in self.plan.roles.data if axis not in self.bucket.axes and self.grid.sizes[axis] > 1]
 
+    @property
+    def reduces_twice(self) -> bool:
+        """Whether a reduce-scatter is followed by an all-reduce."""
+        return bool(self.crossings and self._sum_axes)
+
     def part(self, wanted: Sequence[bool]) -> "BucketOnGrid":
         """The same bucket with some of its leaves only."""
         if all(wanted):

@@ -32,7 +32,7 @@ from shardfn.core.pool import Buffer, Buffers, View, view_of
 
 _ALIGNMENT = 64  # bytes: where whole leaves begin in their common storage, for vector instructions
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
-_IN_PLACE_MESSAGE = 2**17  # bytes of one message from which it pays to send it alone
+_IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
 
 

@@ -43,8 +43,8 @@ class Gradients:
         assert op is not None
         while len(self._flights) >= _IN_THE_AIR:
             self._land()
-        for _, flight in self._flights:
-            flight.advance()  # from the reduce-scatter to the all-reduce of hybrid sharding
+        if spot.reduces_twice and self._flights:
+            self._flights[-1][1].advance()  # hybrid sharding: from the reduce-scatter to the all-reduce
         self._flights.append((spot.bucket.leaves, Flight(spot.reduce_steps(pending, dtypes, op), explain)))
 
     def settle(self) -> dict[str, Tensor]:
