@@ -145,6 +145,25 @@ def test_any_order_that_all_ranks_share(mesh: DeviceMesh) -> None:
             )
 
 
+def agreements_on_a_rank() -> list[int]:
+    """How often the ranks met at the store, in each of some steps and evaluations."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model, params, step, x = make(mesh)
+    asked = _runtime(params.plan, grid(mesh, params.plan.roles.storage)).order
+    seen = []
+    for _ in range(4):
+        step(params, x)
+        with torch.no_grad():
+            sf.apply(model, params, x)
+        seen.append(asked._asked)
+    return seen
+
+
+def test_a_known_order_is_not_asked_for() -> None:
+    for seen in run(agreements_on_a_rank, ranks=2):
+        assert seen[0] > 0 and len(set(seen)) == 1
+
+
 def another_order_on_a_rank(learnt: bool, ways: list[list[int]]) -> None:
     mesh = sf.make_mesh("cpu", fsdp=2)
     order.__dict__["_PATIENCE"] = timedelta(seconds=2)

@@ -109,7 +109,7 @@ class Session:
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
-        self._at: dict[str, Hashable] = dict.fromkeys(("weights", "gradients"), (mode, self._differentiates))
+        self._at: dict[str, Hashable] = {c: (c, mode, self._differentiates) for c in ("weights", "gradients")}
         self._weights: dict[str, Tensor] = {}  # of all live units
         self._live: set[str] = set()
         self._depth: dict[str, int] = {}
