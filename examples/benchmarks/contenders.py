@@ -29,7 +29,7 @@ import shardfn as sf
 RULES = {
     "layers.*.{wq,wk,wv}.weight": "(heads@tp d) c@fsdp",
     "layers.*.wo.weight": "c@fsdp (heads@tp d)",
-    "layers.*.{w1,w3}.weight": "ff@tp c@fsdp",
+    "layers.*.{w1,w3}.weight": "ff@tp@fsdp c",  # split on rows only: travels without copies
     "layers.*.w2.weight": "c@fsdp ff@tp",
 }
 
