@@ -149,6 +149,11 @@ class BucketOnGrid:
         return bool(self.crossings)
 
     @cached_property
+    def _results(self) -> Buffers:
+        """Reduced gradients are not pooled: they are most of what a step makes, and needed at its end only."""
+        return FreshBuffers(self.grid.device)
+
+    @cached_property
     def _shard_shapes(self) -> list[tuple[int, ...]]:
         return [leaf.local_shape(self.grid.sizes, self.grid.coords) for leaf in self.leaves]
 
@@ -218,12 +223,12 @@ class BucketOnGrid:
         if self.crossings:
             *outer, last = reversed(self.crossings)
             for crossing in outer:
-                (flat,) = yield from crossing.reduce(tensors, dtype, self.buffers)
+                (flat,) = yield from crossing.reduce(tensors, dtype, self.buffers, self.buffers)
                 tensors, dtype = crossing.shards_of(flat), flat.dtype
-            (flat,) = yield from last.reduce(tensors, dtype, self.buffers)
+            (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
             shards = last.shards_of
         else:
-            flat, places = _side_by_side(self._whole_shapes, dtype, self.buffers)
+            flat, places = _side_by_side(self._whole_shapes, dtype, self._results)
             _fill(places, wholes)
             shards = partial(split_flat, shapes=self._shard_shapes)
         for axis in self._sum_axes:
@@ -241,7 +246,7 @@ class BucketOnGrid:
     ) -> list[Tensor]:
         """The shards in a flat tensor, in their dtypes and without values in padding."""
         if len(set(dtypes)) == 1 and dtypes[0] != flat.dtype:
-            flat = self.buffers.tensor(flat.numel(), dtypes[0]).copy_(flat)
+            flat = self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
         out = shards(flat)
         if any(want != flat.dtype for want in dtypes):
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]

@@ -115,7 +115,8 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         part = full.new_empty(full.numel() // size)  # [n]
         reduce_scatter_single(part, full, group=group)
         return part
-    steps = scatter_sum_steps(full.view(size, -1), group, FreshBuffers(full.device))
+    fresh = FreshBuffers(full.device)
+    steps = scatter_sum_steps(full.view(size, -1), group, fresh, fresh)
     return finished(steps)[0].to(full.dtype)
 
 
@@ -133,21 +134,21 @@ def finished(steps: Steps) -> list[Tensor]:
         return end.value
 
 
-def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers) -> Steps:
-    """`[W, n] -> [n]` in steps: row i goes to rank i, and the result is one tensor.
+def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers, results: Buffers) -> Steps:
+    """`[W, n] -> [n]` in steps: row i goes to rank i, and the result is one tensor of `results`.
 
     What `scatter_sum_flat` does, for callers with something to do meanwhile. What is added up here, and not by the
     backend, comes in `accumulation_dtype`.
     """
     if _adds_natively(parts, group):
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
-        total = buffers.tensor(wide.shape[1], wide.dtype)  # [n]
+        total = results.tensor(wide.shape[1], wide.dtype)  # [n]
         yield [reduce_scatter_single(total, wide.view(-1), group=group, async_op=True)]
         return [total]
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
     yield [all_to_all_single(received.view(torch.uint8), parts.view(-1).view(torch.uint8), group=group, async_op=True)]
     rows = received.view_as(parts)
-    total = buffers.tensor(parts.shape[1], accumulation_dtype(parts.dtype))
+    total = results.tensor(parts.shape[1], accumulation_dtype(parts.dtype))
     total.copy_(rows[0])
     for row in rows[1:]:
         total.add_(row if row.dtype not in _WIDER else row.to(total.dtype))

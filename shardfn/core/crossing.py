@@ -262,8 +262,8 @@ class Crossing:
 
     # -- gradients of whole leaves -> their sum, of which every rank keeps its shards ---------------------------------
 
-    def reduce(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Steps:
-        """The sum over ranks as one flat tensor [n]; wholes travel in `dtype`, missing ones are zeros.
+    def reduce(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers, results: Buffers) -> Steps:
+        """The sum over ranks as one flat tensor [n] of `results`; wholes travel in `dtype`, missing ones are zeros.
 
         The sum of 16-bit floats is a float32 tensor where it is added up here.
         """
@@ -274,11 +274,11 @@ class Crossing:
             self._fill(staging, wholes, alone)
             rows = staging.flat.view(self.ranks, -1)  # row i is for rank i
             if not self.numel:
-                return [buffers.tensor(0, dtype)]
+                return [results.tensor(0, dtype)]
             if one_by_one is None:
-                return (yield from scatter_sum_steps(rows, self.group, buffers))
+                return (yield from scatter_sum_steps(rows, self.group, buffers, results))
             sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(alone)]
-            return (yield from self._exchange_gradients(sent, rows, dtype, buffers))
+            return (yield from self._exchange_gradients(sent, rows, dtype, buffers, results))
         finally:
             staging.release()
 
@@ -307,7 +307,7 @@ class Crossing:
             foreach("copy_")(into, from_)
 
     def _exchange_gradients(
-        self, wholes: Sequence[Tensor], staging: Tensor, dtype: torch.dtype, buffers: Buffers
+        self, wholes: Sequence[Tensor], staging: Tensor, dtype: torch.dtype, buffers: Buffers, results: Buffers
     ) -> Steps:
         """Every rank's part of every gradient to that rank, and the sum of what arrives here."""
         wide = accumulation_dtype(dtype)
@@ -316,7 +316,7 @@ class Crossing:
             _part(whole, move, self.rank, move.lengths(self.ranks)[self.rank])
             for whole, move in zip(wholes, self.moves, strict=False)
         ]
-        out = buffers.tensor(self.numel, wide)  # [n]
+        out = results.tensor(self.numel, wide)  # [n]
         begins = 0 if wide == dtype else -1  # what the first peer sends arrives in `out` itself, if it has the dtype
         extra = buffers.tensor((self.ranks - 2 - begins) * self.numel, dtype).view(-1, self.numel)
         rows = [out, *extra] if begins == 0 else list(extra)

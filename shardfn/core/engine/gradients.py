@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn._torch import foreach
 from shardfn.core.buckets import BucketOnGrid, Flight
 
-_IN_THE_AIR = 2  # reductions under way at the same time: each holds the gradients that it sends
+_IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
 
 
 class Gradients:
@@ -41,10 +41,11 @@ class Gradients:
         """Start to reduce the gradients of a bucket; wait for the oldest when too many are under way."""
         op = spot.plan.reduction
         assert op is not None
-        while len(self._flights) >= _IN_THE_AIR:
+        # Hybrid sharding has one more: the last bucket goes on from its reduce-scatter to its all-reduce.
+        while len(self._flights) >= _IN_THE_AIR + spot.reduces_twice:
             self._land()
-        if spot.reduces_twice and self._flights:
-            self._flights[-1][1].advance()  # hybrid sharding: from the reduce-scatter to the all-reduce
+        if self._flights:
+            self._flights[-1][1].advance()
         self._flights.append((spot.bucket.leaves, Flight(spot.reduce_steps(pending, dtypes, op), explain)))
 
     def settle(self) -> dict[str, Tensor]:

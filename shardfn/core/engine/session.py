@@ -259,6 +259,9 @@ class Session:
         waiting = self._passed.get(gathered.again, [])
         waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
         self._look_ahead()
+        following = self.runtime.order.expected(self._at["weights"])
+        if following is None or following.kind != "gather again":
+            self.runtime.pool.shrink()  # the last unit: from here on there are the most gradients
 
     def _end_backward(self) -> None:
         self._in_backward = False
