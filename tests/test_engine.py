@@ -363,7 +363,7 @@ def growth_on_a_rank() -> int:
         params, state = optimizer.step(params, grads, state)
         sizes.append(sum(buffer.storage.nbytes() for buffer in pool.buffers()))
     # the backend may hold a buffer for a moment after its work is done, and another one is made then
-    assert max(sizes) <= 1.5 * sizes[1]
+    assert max(sizes[20:]) <= 1.5 * max(sizes[:20]), sizes
     return sizes[-1]
 
 
