@@ -155,6 +155,12 @@ def test_traffic_is_no_less_than_the_least() -> None:
     assert found["collectives"] > 0
 
 
+def test_a_soak_counts_what_stays() -> None:
+    found = run(_measure, "soak", [*TINY, "--steps", "6"], ranks=2)[0]
+    assert found["threads after"] >= found["threads before"] > 1
+    assert found["files before"] > 2 and abs(found["bytes"]) < 2**26
+
+
 def test_received_bytes_follow_from_what_is_offered() -> None:
     offered = {
         "all_gather": 10,

@@ -210,6 +210,25 @@ def test_a_penalty_on_the_shards_adds_to_what_the_engine_reduced(mesh: DeviceMes
 
 
 @on_meshes({"fsdp": 2})
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_loss_that_differentiates_gets_its_gradients(mesh: DeviceMesh, create_graph: bool) -> None:
+    model, params, step, x = make(mesh)
+    _, expected = step(params, x)
+    inner: list[Tensor] = []
+
+    def with_inner(p: Any, x: Tensor) -> Tensor:
+        loss = sf.apply(model, p, x).square().mean()
+        again = sf.apply(model, p, x).square().mean()
+        inner[:] = torch.autograd.grad(again, list(p.values()), create_graph=create_graph)
+        return loss
+
+    for _ in range(2):
+        _, grads = sf.value_and_grad(with_inner)(params, x)
+        same(grads, expected)
+        same(params.like(zip(params, (g.detach() for g in inner), strict=True)), expected)
+
+
+@on_meshes({"fsdp": 2})
 def test_hooks_of_a_user_and_retained_graphs(mesh: DeviceMesh) -> None:
     model, params, step, x = make(mesh)
     _, expected = step(params, x)

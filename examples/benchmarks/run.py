@@ -4,10 +4,10 @@
     python examples/benchmarks/run.py --only step host   # some
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
-Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `collectives.py`, `gpu.py`. Shared:
-`contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their own), `fake.py` (one
-process as one of many), `results.py` (the table). Every round, the table and a picture of it go to `--out`. A row is
-met when the median over rounds of shardfn's figure over the peer's does not exceed the bar.
+Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py` and
+`gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their
+own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a picture of it go to
+`--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not exceed the bar.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import gpu
 import host_time
 import memory
 import scaling
+import soak
 import step_time
 import torch
 import traffic
@@ -35,6 +36,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "host": host_time.cases,
     "scaling": scaling.cases,
     "bytes": traffic.cases,
+    "soak": soak.cases,
     "collectives": collectives.cases,
     "gpu": gpu.cases,
 }

@@ -7,8 +7,8 @@ rank. Two ways lead to the whole leaves:
     in place    large leaves split on their first dim travel rank to rank, straight from the flat shards into the whole
                 leaf, and gradients straight out of it; what is small travels together, in one message a rank
 
-The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates (docs/performance.md has the
-measurements that `together_or_in_place` rests on). NCCL takes the first.
+The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `Crossing.in_place` chooses,
+by measurements that are in docs/performance.md. NCCL takes the first.
 
 Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
 decides what to do in between (see `Flight` in buckets.py).

@@ -1,6 +1,7 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
 
@@ -183,22 +184,20 @@ def _gradients(loss: Tensor, trees: Sequence[Any]) -> list[Any]:
     if loss.grad_fn is None:
         found = [None] * len(wanted)
     else:
-        found = _differentiated(loss, wanted, outer, [tree.gradients for tree in trees if isinstance(tree, Params)])
+        collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
+        found = _differentiated(loss, wanted, outer, collected)
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
     return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf) for tree in trees]
 
 
 def _differentiated(
-    loss: Tensor, wanted: Sequence[Tensor], create_graph: bool, collected: Sequence[Gradients | None]
+    loss: Tensor, wanted: Sequence[Tensor], create_graph: bool, collected: Sequence[Gradients]
 ) -> list[Tensor | None]:
-    """What autograd finds; after an error nothing is under way."""
-    try:
-        return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
-    except BaseException:
+    """What autograd finds; what `collected` take comes on top."""
+    with ExitStack() as stack:
         for gradients in collected:
-            if gradients is not None:
-                gradients.settle()
-        raise
+            stack.enter_context(gradients.collect())
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
 
 
 def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
@@ -222,7 +221,8 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:
-            leaves[name] = wrap_local(_with_direct(name, local, gradient, spec_of(leaf), reduction), spec_of(leaf))
+            whole = local if gradient is None else _with_direct(name, local, gradient, spec_of(leaf), reduction)
+            leaves[name] = wrap_local(whole, spec_of(leaf))
             continue
         pending = reduction is None and leaf.requires_grad
         spec = leaf_spec(plan, places, name, leaf.dtype, pending)
@@ -235,9 +235,9 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     return Params(leaves, plan, tree.mesh, tree.buffers)
 
 
-def _with_direct(name: str, local: Tensor, direct: Tensor | None, spec: DTensorSpec, reduce: Reduction) -> Tensor:
+def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:
     """What the engine reduced, plus what reached the leaf without it."""
-    return local if direct is None else local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
+    return local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
 
 
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:

@@ -1,6 +1,9 @@
 """What happens inside one `apply`: units gathered just in time, freed, gathered again; modules bound to them. Layer 3.
 
-session    the weights of one call: gather, free, regather
-binding    a copy of the module tree whose parameters come from a session
-variance   which values differ along a compute axis, found by a run without data
+session      the weights of one call: gather, free, gather again; looks one unit ahead
+gradients    reductions that go on while the backward does
+order        one order of communication on every rank: learnt, used to look ahead, and guarded
+neighbours   `regather=n`: what stays between forward and backward, split over n ranks
+binding      a copy of the module tree whose parameters come from a session
+variance     which values differ along a compute axis, found by a run without data
 """

@@ -91,7 +91,7 @@ class Bound:
         self._rebind_all()
         self._copies.clear()
         self._template = self._template_now()
-        self._mine = [_identities(copy.__dict__.values()) for _, copy in self._pairs]
+        self._mine = [(list(copy.__dict__), _identities(copy.__dict__.values())) for _, copy in self._pairs]
         self._uses = self._uses_now()
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
@@ -111,10 +111,15 @@ class Bound:
         return self._template == self._template_now()
 
     def _template_now(self) -> list[Any]:
-        modules = [template() for template, _ in self._pairs]
-        tables = [(m.__dict__.values(), children_of(m).values()) for m in modules if m is not None]
+        modules = [module for template, _ in self._pairs if (module := template()) is not None]
+        tables = [(m.__dict__.values(), children_of(m).values(), buffers_of(m).values()) for m in modules]
         held = [container.values() if isinstance(container, dict) else container for container in self._lists]
-        return [*map(_identities, chain.from_iterable(tables)), *map(_identities, held)]
+        return [
+            *map(_identities, chain.from_iterable(tables)),
+            *map(_identities, held),
+            *(list(parameters_of(module)) for module in modules),
+            *(type(module).forward for module in modules),
+        ]
 
     def _uses_now(self) -> list[int]:
         copies = [copy for _, copy in self._pairs]
@@ -190,9 +195,9 @@ class Bound:
 
     def _assigned(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Any]]:
         """(module of the template, attribute, value) of what the forward assigned."""
-        for (template, copy), mine in zip(self._pairs, self._mine, strict=True):
+        for (template, copy), (names, mine) in zip(self._pairs, self._mine, strict=True):
             if not type(copy).__module__.startswith("torch.nn.") and mine != _identities(copy.__dict__.values()):
-                before = dict(zip(list(copy.__dict__)[: len(mine)], mine, strict=False))
+                before = dict(zip(names, mine, strict=True))
                 for name in copy.__dict__.keys() - _OWN:
                     if before.get(name) != id(copy.__dict__[name]):
                         yield template, name, copy.__dict__[name]

@@ -6,7 +6,8 @@ bucket, starts its reduction and hands everything out when the backward is over.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,13 +24,26 @@ class Gradients:
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
         """`leaves` are fresh: nobody but the differentiation that made them waits for their gradients."""
         self._leaves = leaves
+        self._collects = False
         self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
         self._found: dict[str, Tensor] = {}
 
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Within it runs the backward that they are for; one that the loss itself runs gets its gradients as ever."""
+        self._collects = True
+        try:
+            yield
+        except BaseException:
+            self.settle()  # nothing stays in the air
+            raise
+        finally:
+            self._collects = False
+
     def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
-        """Whether these are its own leaves, in a backward that nobody differentiates."""
+        """Whether these are its own leaves, in its own backward, which nobody differentiates."""
         own = all(self._leaves.get(name) is leaf for name, leaf in zip(names, leaves, strict=True))
-        return own and not torch.is_grad_enabled()
+        return self._collects and own and not torch.is_grad_enabled()
 
     def reduce(
         self,

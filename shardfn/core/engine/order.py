@@ -20,7 +20,9 @@ from shardfn.core.collectives import backend_of, gather_flat
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid
 
-_PATIENCE = timedelta(minutes=2)  # how long a rank waits for the others to ask for the same unit
+# How long a rank waits for the others to ask for the same unit: as long as NCCL waits for a collective. One rank may
+# have been saving a checkpoint before it comes.
+_PATIENCE = timedelta(minutes=10)
 
 
 class Event(NamedTuple):

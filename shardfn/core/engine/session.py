@@ -11,7 +11,8 @@
 [Note: who keeps a gathered weight alive]
     from `enter` to `leave` of its unit     the session (`_live`)
     between forward and backward            nobody: autograd saves views of it, and the pack hook replaces each view
-                                            of a gathered storage by (bucket, offset, size, stride)
+                                            of a gathered storage by (bucket, offset, size, stride); with `regather=n`
+                                            the n-th part of it (`_kept`), with False everything, by the graph
     in the backward of the unit             `_Gathered`, from the first unpack until the bucket's gradients arrive
 The root unit is gathered first and kept until its backward: its views are saved as they are. A bucket that needs no
 collective (one data rank, or replicated weights) has nothing to free. Memory comes from the buckets' pool, which hands
@@ -263,6 +264,11 @@ class Session:
         if following is None or following.kind != "gather again":
             self.runtime.pool.shrink()  # the last unit: from here on there are the most gradients
 
+    def end_backward_of(self, unit: str) -> None:
+        """What a recomputation inside the unit gathered, and no `leave` frees, is not needed any more."""
+        if not self._depth.get(unit):
+            self._free(unit)
+
     def _end_backward(self) -> None:
         self._in_backward = False
         self.runtime.settle()
@@ -362,8 +368,8 @@ class _Gathered:
         if version_of(saved) != self._begins[begins]:
             name = self.spot.bucket.leaves[list(self._begins).index(begins)]
             raise RuntimeError(
-                f"'{name}' was changed in place by the forward; with Policy(regather=True) its backward would use the "
-                f"value from before. Write a new tensor instead, or update the tree of parameters."
+                f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
+                f"use the value from before. Write a new tensor instead, or update the tree of parameters."
             )
 
     def view(self, packed: _Packed) -> Tensor:
@@ -409,6 +415,7 @@ class _Gathered:
     def arrived(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The bucket's gradients are here: let go of its weights and start to reduce; what autograd gets for leaves."""
         self.release()
+        self.session.end_backward_of(self.event.unit)
         needed = [leaf.requires_grad for leaf in self._leaves]
         spot = self.spot.part(needed)
         pending = [grad for grad, need in zip(grads, needed, strict=True) if need]
