@@ -209,8 +209,7 @@ def _largest_live_bytes(regather: bool) -> tuple[int, int, int]:
 
 def test_no_full_tree_is_alive_with_regather() -> None:
     for peak, unit, _ in run(_largest_live_bytes, True, ranks=2):
-        # two units and what they are received in, gradients that are sent and received, and reduced ones (half a unit)
-        assert 8 * unit < peak < 8 * unit + 6 * unit
+        assert unit <= peak <= 6 * unit  # two units and what they are received in, gradients that are sent and received
     for peak, _, everything in run(_largest_live_bytes, False, ranks=2):
         assert peak >= everything
 
