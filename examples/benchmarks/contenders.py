@@ -26,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardfn as sf
 
+# Weights that are split on their first dim only travel without copies, so that is asked for where whole heads allow it.
 RULES = {
     "layers.*.{wq,wk,wv}.weight": "(heads@tp d) c@fsdp",
     "layers.*.wo.weight": "c@fsdp (heads@tp d)",
-    "layers.*.{w1,w3}.weight": "ff@tp@fsdp c",  # split on rows only: travels without copies
+    "layers.*.{w1,w3}.weight": "ff@tp@fsdp c",
     "layers.*.w2.weight": "c@fsdp ff@tp",
 }
+WHOLE_HEADS = RULES | {"layers.*.{wq,wk,wv}.weight": "(heads@tp@fsdp d) c"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,8 @@ OPTIMIZERS: dict[str, tuple[sf.optim.Optimizer, Callable[[Iterable[dict[str, Any
 def shardfn(job: Job, mesh: DeviceMesh) -> Contender:
     """This library's functions, with the policy that is nearest to FSDP2's defaults."""
     model, optimizer = make_model(job), OPTIMIZERS[job.optimizer][0]
-    rules = RULES if mesh["tp"].size() > 1 else {}
+    rules = WHOLE_HEADS if job.width // job.head % mesh.size() == 0 else RULES
+    rules = rules if mesh["tp"].size() > 1 else {}
     policy = sf.Policy(rules=rules, sizes={"d": job.head}, compute_dtype=torch.bfloat16 if job.bf16 else None)
     params = sf.shard(model, mesh, policy, init=fill_ if job.meta else None)
     model = make_model(replace(job, meta=True))  # only its structure is needed from here on
