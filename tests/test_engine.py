@@ -368,6 +368,16 @@ def test_memory_is_used_again_and_a_kept_weight_keeps_its_values(mesh: DeviceMes
     assert torch.equal(kept[0], before)
 
 
+def test_copies_of_a_model_go_with_it() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    model, params, _, x = make(mesh)
+    for _ in range(3):
+        sf.apply(Stack().double(), params, x)
+        sf.apply(model, params, x)
+    gc.collect()
+    assert list(params.plan.__dict__["_idle_copies"]) == [id(model)]
+
+
 def growth_on_a_rank() -> int:
     """Bytes of the pool after many steps."""
     mesh = sf.make_mesh("cpu", fsdp=2)

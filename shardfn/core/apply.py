@@ -168,10 +168,10 @@ class _Call:
     def _idle(self) -> "dict[Adjustments, _Copies]":
         """Copies of this model that may serve again; kept with the plan, since they may refer to the model."""
         kept: dict[int, Any] = self.plan.__dict__.setdefault("_idle_copies", {})
-        own = kept.get(id(self.model))
-        if own is None or own[0]() is not self.model:
-            own = kept[id(self.model)] = weakref.ref(self.model), {}
-        return own[1]
+        key = id(self.model)
+        if key not in kept:
+            kept[key] = weakref.ref(self.model, lambda _: kept.pop(key, None)), {}  # they go when the model goes
+        return kept[key][1]
 
 
 @dataclass
