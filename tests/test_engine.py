@@ -2,6 +2,7 @@
 
 import gc
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -366,6 +367,73 @@ def test_memory_is_used_again_and_a_kept_weight_keeps_its_values(mesh: DeviceMes
         sizes.append(len(pool.buffers()))
     assert sizes[5] <= sizes[2] + 2, f"new buffers every step: {sizes}"
     assert torch.equal(kept[0], before)
+
+
+class Complex(nn.Module):
+    """Saves views of a weight in another dtype, and one whose sign is turned when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.children():
+            weight = block.weight
+            assert isinstance(weight, Tensor)
+            turned = torch.view_as_complex(weight)
+            x = (x * turned).real + x * turned.conj().imag
+        return x
+
+
+@on_meshes({"fsdp": 2})
+def test_saved_views_in_another_dtype(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = Complex().double()
+    full = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    out = torch.func.functional_call(model, full, (x,)).square().mean()
+    wanted = dict(zip(full, torch.autograd.grad(out, list(full.values())), strict=True))
+    for regather in (True, False):
+        params = sf.shard(model, mesh, sf.Policy(regather=regather))
+        _, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, x)
+        assert_parity(dict(sf.gather(grads)), wanted)
+
+
+class Shared(nn.Module):
+    """One unit used twice in a row, and nothing before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x).tanh()).tanh()
+
+
+@on_meshes({"fsdp": 2})
+def test_a_unit_used_twice_in_a_row(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    params = sf.shard(model, mesh, sf.Policy(units=["block"]))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    step = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())
+    _, expected = step(params, x)
+    for _ in range(2):
+        same(step(params, x)[1], expected)
+
+
+def test_reused_copies_follow_the_model() -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    model, params, _, x = make(mesh)
+    for factor in (2.0, 3.0, 4.0, 5.0):
+
+        def patched(self: Any, x: Tensor, factor: float = factor) -> Tensor:
+            return factor * x
+
+        model.head.forward = MethodType(patched, model.head)
+        assert torch.equal(sf.apply(model, params, x), model(x))
+        del model.head.__dict__["forward"]
+        torch.testing.assert_close(sf.apply(model, params, x), model(x))
 
 
 def test_copies_of_a_model_go_with_it() -> None:

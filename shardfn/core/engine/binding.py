@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.shadow import shallow_copy
 
 Forward = Callable[..., Any]
+_FUNCTIONS = (FunctionType, MethodType)
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # attributes that are nn.Module's own
 
 
@@ -90,8 +91,20 @@ class Bound:
         self.root = self._copy(model, "")
         self._rebind_all()
         self._copies.clear()
+        # The copies share most values, so that their addresses are not given to others; not these, which they replace.
+        self._replaced = [
+            (template, name)
+            for template, _ in self._pairs
+            if (module := template()) is not None
+            for name, value in module.__dict__.items()
+            if isinstance(value, MethodType | tuple)
+        ]
         self._template = self._template_now()
         self._mine = [(list(copy.__dict__), _identities(copy.__dict__.values())) for _, copy in self._pairs]
+        # Reached without a reference to the copy: a forward, a method kept as an attribute.
+        self._reached = [
+            value for _, copy in self._pairs for value in copy.__dict__.values() if isinstance(value, _FUNCTIONS)
+        ]
         self._uses = self._uses_now()
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
@@ -119,11 +132,13 @@ class Bound:
             *map(_identities, held),
             *(list(parameters_of(module)) for module in modules),
             *(type(module).forward for module in modules),
+            *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
 
     def _uses_now(self) -> list[int]:
         copies = [copy for _, copy in self._pairs]
-        return [*map(sys.getrefcount, copies), *(len(copy.__dict__) for copy in copies)]
+        counts = [*map(sys.getrefcount, copies), *map(sys.getrefcount, self._reached)]
+        return [*counts, *(len(copy.__dict__) for copy in copies)]
 
     def _copy(self, module: nn.Module, path: str) -> nn.Module:
         if id(module) in self._copies:
@@ -218,12 +233,28 @@ class Bound:
                 buffers[name] = value
 
 
+def _parts(value: Any) -> Any:
+    """What a method or a tuple is made of: the object itself may be gone, and another one at its address."""
+    if isinstance(value, MethodType):
+        return id(value.__func__), id(value.__self__)
+    return tuple(map(_parts, value)) if isinstance(value, tuple) else id(value)
+
+
 def _identities(values: Iterable[Any]) -> list[int]:
     return list(map(id, values))
 
 
 def _method(function: Forward, here: Callable[[], Any]) -> Forward:
-    return lambda *args, **kwargs: function(here(), *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module = here()
+        if module is None:
+            raise ShardError(
+                "apply: a forward is called after its apply has ended, and nobody kept its module; give "
+                "torch.utils.checkpoint the module itself, not module.forward"
+            )
+        return function(module, *args, **kwargs)
+
+    return call
 
 
 def _refresh_flat_weights(here: Callable[[], Any], inner: Forward) -> Forward:

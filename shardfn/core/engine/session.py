@@ -212,7 +212,8 @@ class Session:
                 assert flight is not None
                 self._started[event] = flight
             elif event.kind == "gather again" and self._in_backward and (gathered := self._last_passed(event)):
-                gathered.start_again()
+                if not gathered.start_again():
+                    return
             else:
                 return
             event = self.runtime.order.expected(self._at["weights"])
@@ -245,6 +246,8 @@ class Session:
         of_storage = self._by_storage.get
 
         def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
+            if saved.layout is not torch.strided:
+                return saved
             gathered = of_storage(saved.untyped_storage().data_ptr())
             return saved if gathered is None else gathered.pack(saved)
 
@@ -355,8 +358,10 @@ class _Gathered:
         if neighbours is not None and self._flat is not None:
             self._kept, self._flat = neighbours.part_of(self._flat, self.spot.buffers), None
 
-    def pack(self, saved: Tensor) -> _Packed:
-        """What autograd keeps instead of a view of the gathered storage."""
+    def pack(self, saved: Tensor) -> _Packed | Tensor:
+        """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is."""
+        if saved.dtype != self.spot.bucket.dtype or saved.is_neg() or saved.is_conj():
+            return saved
         self._require_unchanged(saved)
         return _Packed(self, saved.shape, saved.stride(), int(saved.storage_offset()))
 
@@ -389,10 +394,10 @@ class _Gathered:
         self.session.keep(self)
         self.session.begin_backward(self)
 
-    def start_again(self) -> None:
-        """Start to gather, from shards that must still be those of the forward."""
+    def start_again(self) -> bool:
+        """Start to gather, from shards that must still be those of the forward; False when that is done already."""
         if self._flight is not None or self._flat is not None:
-            return
+            return False
         now = list(map(version_of, self._shards))
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
@@ -406,6 +411,7 @@ class _Gathered:
         if self._kept is not None and self.session.runtime.neighbours is not None:
             steps = self.session.runtime.neighbours.gather_steps(self._kept, self.spot.buffers)
         self._flight = self.session.runtime.start(steps)
+        return True
 
     def release(self) -> None:
         """Let go of the gathered storage; a later view gathers again."""
