@@ -422,8 +422,8 @@ def test_a_unit_used_twice_in_a_row(mesh: DeviceMesh) -> None:
         same(step(params, x)[1], expected)
 
 
-def test_reused_copies_follow_the_model() -> None:
-    mesh = sf.make_mesh("cpu", fsdp=1)
+@on_meshes({"fsdp": 1})
+def test_reused_copies_follow_the_model(mesh: DeviceMesh) -> None:
     model, params, _, x = make(mesh)
     for factor in (2.0, 3.0, 4.0, 5.0):
 
@@ -436,8 +436,8 @@ def test_reused_copies_follow_the_model() -> None:
         torch.testing.assert_close(sf.apply(model, params, x), model(x))
 
 
-def test_copies_of_a_model_go_with_it() -> None:
-    mesh = sf.make_mesh("cpu", fsdp=1)
+@on_meshes({"fsdp": 1})
+def test_copies_of_a_model_go_with_it(mesh: DeviceMesh) -> None:
     model, params, _, x = make(mesh)
     for _ in range(3):
         sf.apply(Stack().double(), params, x)
