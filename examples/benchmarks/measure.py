@@ -143,3 +143,15 @@ def report(cases: Cases) -> None:
     print("\n\n".join([*tables, *([markdown(rows)] if rows else [])]))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def cases_or_worker(
+    args: argparse.Namespace,
+    cases: Callable[[bool], Cases],
+    measure: Callable[[argparse.Namespace, DeviceMesh], Any],
+) -> None:
+    """What a script on real ranks does: run its cases, or be the worker of one."""
+    if not args.worker:
+        report(cases(args.quick))
+    else:
+        finish(args, measure(args, make_mesh(args.mesh)))

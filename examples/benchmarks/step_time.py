@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Job, make_batch, make_model
-from measure import QUICK, Cases, finish, in_turn, job_of, launch, make_mesh, parse, report
+from measure import QUICK, Cases, cases_or_worker, in_turn, job_of, launch, parse
 from results import Row
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -143,12 +143,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every case, or be the worker of one."""
-    args = read_options(argv)
-    if not args.worker:
-        report(cases(args.quick))
-        return
-    mesh = make_mesh(args.mesh)
-    finish(args, measure(args, mesh))
+    cases_or_worker(read_options(argv), cases, measure)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from contenders import make_batch, make_model
-from measure import Cases, finish, job_of, launch, make_mesh, parse, report
+from measure import Cases, cases_or_worker, job_of, launch, parse
 from results import Row
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -78,12 +78,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the case, or be its worker."""
-    args = read_options(argv)
-    if not args.worker:
-        report(cases(args.quick))
-        return
-    mesh = make_mesh(args.mesh)
-    finish(args, measure(args, mesh))
+    cases_or_worker(read_options(argv), cases, measure)
 
 
 if __name__ == "__main__":
