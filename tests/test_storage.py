@@ -224,3 +224,12 @@ def test_parts_have_no_autograd_relation() -> None:
     assert a.grad is not None and a.grad.tolist() == [2, 2] and b.grad is None
     parts = split_flat(a.detach().clone().requires_grad_(), [(1,), (1,)])
     assert not any(part.requires_grad for part in parts)
+
+
+def test_a_run_may_be_given_in_any_order() -> None:
+    a, b, c = empty_flat([(2, 3), (4,), (5,)], torch.float32, CPU)
+    assert [x.numel() for x in merged([[c, a, b]])[0]] == [15]
+    for tensor, result in zip(
+        (c, a, b), map_runs(lambda flats: [x.fill_(2) + 1 for x in flats], [c, a, b]), strict=True
+    ):
+        assert result.shape == tensor.shape and bool(result.eq(3).all())
