@@ -3,6 +3,7 @@
 Everything here is resolved once, at import, and used elsewhere under one name. Layer 0.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -120,6 +121,34 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def set_tables(module: nn.Module, **tables: dict[str, Any]) -> None:
     """Replace `parameters`, `buffers` or `modules` of a module, without the checks of its attributes."""
     module.__dict__.update({f"_{name}": table for name, table in tables.items()})
+
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compiler_of(module: nn.Module) -> Compiler | None:
+    """What compiles a function as `module.compile(...)` was told to compile the module; None without that call."""
+    compiled: Any = module._compiled_call_impl
+    if compiled is None:
+        return None
+    return compiled.get_compiler_config.__closure__[0].cell_contents  # the context that `torch.compile` made
+
+
+def compiler_of_wrapped(module: nn.Module) -> Compiler | None:
+    """The same for the module in what `torch.compile(module, ...)` returned."""
+    dynamo = sys.modules.get("torch._dynamo")  # without the 0.7 s that importing it takes
+    wrapper: Any = module if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+    return None if wrapper is None else wrapper.dynamo_ctx
+
+
+def call_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the module in what `torch.compile(module)` returned, not its graph."""
+    return module._orig_mod(*args, **kwargs)
+
+
+def compiles_itself_no_more(module: nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:

@@ -460,7 +460,8 @@ def growth_on_a_rank() -> int:
         params, state = optimizer.step(params, grads, state)
         sizes.append(sum(buffer.storage.nbytes() for buffer in pool.buffers()))
     # the backend may hold a buffer for a moment after its work is done, and another one is made then
-    assert max(sizes[20:]) <= 1.5 * max(sizes[:20]), sizes
+    assert sorted(sizes[20:])[10] <= sorted(sizes[:20])[10], sizes
+    assert max(sizes) <= 3 * min(sizes), sizes
     return sizes[-1]
 
 

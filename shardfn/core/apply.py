@@ -156,7 +156,7 @@ class _Call:
         buffers = self.params.buffers
         copies.begin(session, buffers)
         try:
-            with session.hooks():
+            with session.hooks(traced=copies.bound.compiles):
                 return getattr(copies.bound.root, self.method)(*args, **kwargs)
         finally:
             session.close()

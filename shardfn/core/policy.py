@@ -1,5 +1,6 @@
 """`Policy`: everything a user decides about layout, units and precision, as frozen data. Layer 0."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
@@ -40,6 +41,9 @@ class Policy:
         reduce_dtype: dtype in which gradients are reduced; `None` is the dtype they have.
         output_dtype: dtype of floating outputs of `apply`.
         cast_inputs: whether floating inputs are cast to `compute_dtype`.
+        compile: runs the forward of every unit that holds no other unit through `torch.compile`; True, or its options:
+            `{"fullgraph": True, "mode": "max-autotune"}`. Gathers stay outside of the graphs, and linears and
+            embeddings split over a compute axis end one. `module.compile()` on units does the same.
         offload: `"cpu"` keeps shards on the host.
         default: layout of parameters that no rule matches. `"auto"` shards over the data axes on dim 0 if it divides,
             else on the largest dim that does, else unevenly on the largest; `"replicate"`; or `"error"`.
@@ -63,6 +67,7 @@ class Policy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
+    compile: bool | Mapping[str, Any] = False
     offload: Literal["cpu"] | None = None
     default: Literal["auto", "replicate", "error"] = "auto"
     min_size: int = 0
@@ -104,6 +109,18 @@ class Policy:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
         self._check_values()
+        self._check_compile()
+
+    def _check_compile(self) -> None:
+        if isinstance(self.compile, bool):
+            return
+        if not isinstance(self.compile, Mapping):
+            raise TypeError(f"Policy(compile={self.compile!r}): True, False, or a mapping of options of torch.compile")
+        known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+        for name in self.compile:
+            if name not in known:
+                raise TypeError(f"Policy(compile={{{name!r}: ...}}): torch.compile has {', '.join(known)}")
+        object.__setattr__(self, "compile", dict(self.compile))
 
     def _check_values(self) -> None:
         if self.default not in ("auto", "replicate", "error"):

@@ -147,7 +147,7 @@ class Trial:
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
         weight = _MetaWeights(self.plan, variance)
-        bound = Bound(self.model, wire(self.plan, self.names, weight, axes, adjust, around))
+        bound = Bound(self.model, wire(self.plan, self.names, weight, axes, adjust, around, compiles=False))
         bound.begin(self._buffers)
         try:
             with variance, torch.enable_grad():

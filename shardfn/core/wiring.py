@@ -1,10 +1,13 @@
 """What goes into the module copies of one call: weights, parallel forwards, a guard against direct reads. Layer 4."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from shardfn._torch import Compiler
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
@@ -22,6 +25,7 @@ def wire(
     axes: ComputeAxes,
     adjust: Adjustments,
     around: Mapping[str, Around],
+    compiles: bool = True,
 ) -> Wiring:
     """The wiring of a model's copies.
 
@@ -32,6 +36,7 @@ def wire(
         axes: the collectives over compute axes.
         adjust: what the run without data added.
         around: module path -> what goes around its forward.
+        compiles: whether forwards are compiled when the policy or `module.compile()` says so.
     """
 
     varying = {name: axes_ for name in plan.layouts if (axes_ := adjust.axes_of(f"parameter {name}"))}
@@ -50,7 +55,17 @@ def wire(
             path = source.removeprefix("module ")
             wrapped[path] = _chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
     forwards = parallel_forwards(plan, axes, fetch, adjust)
-    return Wiring(names, fetch, _refusal(plan), forwards, wrapped)
+    return Wiring(names, fetch, _refusal(plan), forwards, wrapped, _compilers(plan) if compiles else None)
+
+
+def _compilers(plan: Plan) -> dict[str, Compiler]:
+    """Unit -> what compiles its forward, as the policy asks for: every unit that has no other one in it."""
+    if plan.policy.compile is False:
+        return {}
+    options = {} if plan.policy.compile is True else plan.policy.compile
+    names = [unit.name for unit in plan.units]
+    inner = [name for name in names if not any(o.startswith(f"{name}." if name else "") for o in names if o != name)]
+    return dict.fromkeys(inner, partial(torch.compile, **options))
 
 
 def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:

@@ -17,13 +17,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardfn._torch import (
+    Compiler,
     buffers_of,
+    call_wrapped,
     children_of,
+    compiler_of,
+    compiler_of_wrapped,
+    compiles_itself_no_more,
     drop_flat_weights,
     parameters_of,
     refresh_flat_weights,
     set_tables,
 )
+from shardfn.core.engine.compiled import GraphBreak, compiled
+from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import shallow_copy
 
@@ -37,8 +44,8 @@ class Wiring:
     """What to put into the copies.
 
     `params[path]` maps attributes to canonical parameter names; `fetch` gives the weight, `refusal` may say why a
-    forward must not read it from the module; `forwards[path]` replaces a module's forward, and `around[path]` goes
-    around it.
+    forward must not read it from the module; `forwards[path]` replaces a module's forward, `around[path]` goes around
+    it, and `compilers[path]` compiles it; with `compilers` None nothing is compiled.
     """
 
     params: Mapping[str, Mapping[str, str]]
@@ -46,33 +53,32 @@ class Wiring:
     refusal: Callable[[str, str, str], str | None]
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     around: Mapping[str, Callable[[Forward], Forward]] = field(default_factory=dict)
+    compilers: Mapping[str, Compiler] | None = None
 
+    def lazy_weights(self, path: str, absent: Iterable[str]) -> dict[str, Any]:
+        """The `_parameters` of the copy at `path`; `absent` attributes are None."""
+        names = self.params.get(path, {})
+        found = {attribute: self.refusal(path, attribute, name) for attribute, name in names.items()}
+        refusals = {attribute: why for attribute, why in found.items() if why is not None}
+        return LazyWeights({**dict.fromkeys(absent), **names}, self.fetch, refusals)
 
-class _Weights(dict[str, Any]):
-    """The `_parameters` of a copy: looks a weight up when it is read. Missing biases stay None."""
+    def compiler(self, asked: Compiler | None, path: str) -> Compiler | None:
+        """What compiles the forward of a module: what the module was asked to compile itself with, or the policy.
 
-    def __init__(self, path: str, names: Mapping[str, str], absent: Iterable[str], wiring: Wiring) -> None:
-        super().__init__({**dict.fromkeys(absent), **names})
-        self._fetch = wiring.fetch
-        found = {attribute: wiring.refusal(path, attribute, name) for attribute, name in names.items()}
-        self._refused = {attribute: why for attribute, why in found.items() if why is not None}
-
-    def __getitem__(self, attribute: str) -> Any:
-        name = super().__getitem__(attribute)
-        if name is None:
+        Raises:
+            ShardError: there is one, and units in the module, whose gathers cannot be part of its graph.
+        """
+        if self.compilers is None:
             return None
-        if attribute in self._refused:
-            raise ShardError(self._refused[attribute])
-        return self._fetch(name)
-
-    def get(self, attribute: str, default: Any = None) -> Any:
-        return self[attribute] if attribute in self else default
-
-    def items(self) -> Any:
-        return ((attribute, None if name is None else self._fetch(name)) for attribute, name in super().items())
-
-    def values(self) -> Any:
-        return (weight for _, weight in self.items())
+        found = asked or self.compilers.get(path)
+        inner = [unit for unit in self.around if unit != path and unit.startswith(f"{path}." if path else "")]
+        if found is not None and inner:
+            raise ShardError(
+                f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "
+                f"when its forward begins, outside of any graph. Compile the units instead: Policy(compile=True), or "
+                f"compile() on each of them."
+            )
+        return found
 
 
 class Bound:
@@ -88,6 +94,7 @@ class Bound:
         self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
         self._buffers: list[tuple[str, str, nn.Module, Tensor | None]] = []  # (full name, attribute, copy, template's)
         self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
+        self.compiles = False  # whether any forward is a graph
         self.root = self._copy(model, "")
         self._rebind_all()
         self._copies.clear()
@@ -140,43 +147,47 @@ class Bound:
         counts = [*map(sys.getrefcount, copies), *map(sys.getrefcount, self._reached)]
         return [*counts, *(len(copy.__dict__) for copy in copies)]
 
-    def _copy(self, module: nn.Module, path: str) -> nn.Module:
+    def _copy(
+        self, module: nn.Module, path: str, inside_graph: bool = False, asked: Compiler | None = None
+    ) -> nn.Module:
+        """The copy of a module and of all in it; `asked` is what its wrapper wants it to be compiled with."""
         if id(module) in self._copies:
             return self._copies[id(module)]
-        wiring, prefix = self._wiring, f"{path}." if path else ""
-        names = wiring.params.get(path, {})
+        prefix = f"{path}." if path else ""
         absent = [attribute for attribute, value in parameters_of(module).items() if value is None]
-        weights = _Weights(path, names, absent, wiring) if names or absent else {}
+        weights = self._wiring.lazy_weights(path, absent)
         copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
         self._pairs.append((weakref.ref(module), copy))
         self._buffers += [(prefix + name, name, copy, buffer) for name, buffer in buffers_of(module).items()]
+        compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
+        self.compiles |= compiler is not None
+        wrapped, inside = compiler_of_wrapped(module), inside_graph or compiler is not None
         for name, child in children_of(module).items():
             if child is not None:
-                children_of(copy)[name] = self._copy(child, prefix + name)
-        self._set_forward(module, copy, path)
+                children_of(copy)[name] = self._copy(child, prefix + name, inside, wrapped)
+        self._set_forward(module, copy, path, compiler, inside_graph)
         return copy
 
-    def _set_forward(self, module: nn.Module, copy: nn.Module, path: str) -> None:
-        """Install the replacement of a forward, and what goes around it.
+    def _set_forward(
+        self, module: nn.Module, copy: nn.Module, path: str, compiler: Compiler | None, inside_graph: bool
+    ) -> None:
+        """Install the forward, and what goes around it.
 
-        The closures hold the copy weakly: a cycle would keep gathered weights until the next garbage collection.
+        It holds the copy weakly: a cycle would keep gathered weights until the next garbage collection.
         """
-        wiring, here = self._wiring, weakref.ref(copy)
-        patched = module.__dict__.get("forward")
-        if isinstance(patched, MethodType) and patched.__self__ is module:
-            patched = patched.__func__
-            copy.__dict__["forward"] = inner = _method(patched, here)
-        elif patched is not None:
-            inner = patched
-        else:
-            inner = _method(type(module).forward, here)
-        if path in wiring.forwards:
-            copy.__dict__["forward"] = inner = _method(wiring.forwards[path], here)
-        elif isinstance(module, nn.RNNBase):
-            inner = _refresh_flat_weights(here, inner)
-            copy.__dict__["forward"] = inner
-        if path in wiring.around:
-            copy.__dict__["forward"] = wiring.around[path](inner)
+        wiring = self._wiring
+        function = wiring.forwards.get(path) or _own_forward(module)
+        if compiler is not None:
+            function = compiled(function, compiler)
+        elif isinstance(module, nn.RNNBase) and path not in wiring.forwards:
+            function = _with_flat_weights(function)
+        compiles_itself_no_more(copy)
+        if function is type(module).forward and path not in wiring.around:
+            return
+        forward = _method(function, weakref.ref(copy))
+        if inside_graph and path in wiring.forwards:
+            forward = GraphBreak(forward)
+        copy.__dict__["forward"] = wiring.around[path](forward) if path in wiring.around else forward
 
     def _rebind_all(self) -> None:
         for template, copy in self._pairs:
@@ -197,7 +208,7 @@ class Bound:
         if isinstance(value, nn.Module):
             return self._copies.get(id(value), value)
         if isinstance(value, MethodType) and id(value.__self__) in self._copies:
-            return MethodType(value.__func__, weakref.proxy(self._copies[id(value.__self__)]))
+            return _method(value.__func__, weakref.ref(self._copies[id(value.__self__)]))
         if (
             isinstance(value, list | tuple)
             and type(value) in (list, tuple)
@@ -249,22 +260,31 @@ def _method(function: Forward, here: Callable[[], Any]) -> Forward:
         module = here()
         if module is None:
             raise ShardError(
-                "apply: a forward is called after its apply has ended, and nobody kept its module; give "
-                "torch.utils.checkpoint the module itself, not module.forward"
+                "apply: a method of a module is called after its apply has ended, and nobody kept the module; give "
+                "torch.utils.checkpoint the module itself, not module.forward or a method that an attribute holds"
             )
         return function(module, *args, **kwargs)
 
     return call
 
 
-def _refresh_flat_weights(here: Callable[[], Any], inner: Forward) -> Forward:
+def _own_forward(module: nn.Module) -> Forward:
+    """The forward of a module as a function of the module."""
+    patched = module.__dict__.get("forward")
+    if compiler_of_wrapped(module) is not None:
+        return call_wrapped
+    if isinstance(patched, MethodType) and patched.__self__ is module:
+        return patched.__func__
+    return type(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
+
+
+def _with_flat_weights(function: Forward) -> Forward:
     """An RNN's forward around which its list of weights is the copy's."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        module = here()
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         refresh_flat_weights(module)
         try:
-            return inner(*args, **kwargs)
+            return function(module, *args, **kwargs)
         finally:
             drop_flat_weights(module)
 

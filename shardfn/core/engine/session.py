@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardfn._torch import after_backward, in_backward, in_transform, tensor_in, unwrap_locals, version_of
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
 from shardfn.core.collectives import Steps
+from shardfn.core.engine.compiled import untraced
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
@@ -239,8 +240,8 @@ class Session:
 
     # -- between forward and backward ---------------------------------------------------------------------------------
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Within it, autograd saves views of freed weights as descriptions."""
+    def hooks(self, traced: bool = False) -> AbstractContextManager[Any]:
+        """Within it, autograd saves views of freed weights as descriptions; `traced` when Dynamo may see the hooks."""
         if not self.runtime.frees or not torch.is_grad_enabled() or in_transform():
             return nullcontext()
         of_storage = self._by_storage.get
@@ -251,6 +252,8 @@ class Session:
             gathered = of_storage(saved.untyped_storage().data_ptr())
             return saved if gathered is None else gathered.pack(saved)
 
+        if traced:
+            return saved_tensors_hooks(untraced(pack), untraced(_unpack))
         return saved_tensors_hooks(pack, _unpack)
 
     # -- backward -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""The parameters of a module's copy, looked up when they are read. Layer 3."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardfn._torch import parameters_of, set_tables
+from shardfn.core.errors import ShardError
+
+
+class LazyWeights(dict[str, Any]):
+    """The `_parameters` of a copy: looks a weight up when it is read. Missing biases stay None."""
+
+    def __init__(
+        self, names: Mapping[str, str | None], fetch: Callable[[str], Tensor], refusals: Mapping[str, str]
+    ) -> None:
+        """`names[attribute]` is what `fetch` gets, `refusals[attribute]` why it must not be read here."""
+        super().__init__(names)
+        self._fetch, self._refusals = fetch, refusals
+
+    def __getitem__(self, attribute: str) -> Any:
+        name = super().__getitem__(attribute)
+        if name is None:
+            return None
+        if attribute in self._refusals:
+            raise ShardError(self._refusals[attribute])
+        return self._fetch(name)
+
+    def get(self, attribute: str, default: Any = None) -> Any:
+        return self[attribute] if attribute in self else default
+
+    def items(self) -> Any:
+        return ((attribute, None if name is None else self._fetch(name)) for attribute, name in super().items())
+
+    def values(self) -> Any:
+        return (weight for _, weight in self.items())
+
+    def gathered(self) -> dict[str, Tensor | None]:
+        """An ordinary table of those that may be read."""
+        return {attribute: self[attribute] for attribute in self if attribute not in self._refusals}
+
+
+@contextmanager
+def plain_weights(module: nn.Module) -> Iterator[None]:
+    """Within it, `module` and those in it hold their weights as any module does."""
+    lazy = [(m, table) for m in module.modules() if type(table := parameters_of(m)) is LazyWeights]
+    try:
+        for owner, table in lazy:
+            set_tables(owner, parameters=table.gathered())
+        yield
+    finally:
+        for owner, table in lazy:
+            set_tables(owner, parameters=table)
