@@ -15,12 +15,6 @@ from shardfn.core.engine.session import _runtime
 from shardfn.core.mesh import grid
 from shardfn.testing import on_meshes
 
-# torch's own: Dynamo hides the first, though not from a filter that makes warnings errors; Inductor imports the second.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
-
 WIDTH = 8
 
 
