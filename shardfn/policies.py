@@ -26,10 +26,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
 from shardfn.core.policy import Policy
 
-__all__ = ["ddp", "from_parallelize_plan", "from_wrap_policy", "fsdp", "hsdp", "zero2"]
+__all__ = ["ddp", "from_parallelize_plan", "from_wrap_policy", "fsdp", "gathered", "hsdp", "zero2"]
 
 
 def fsdp(**overrides: Any) -> Policy:
@@ -111,6 +112,38 @@ def zero2(**overrides: Any) -> Policy:
         the policy.
     """
     return Policy(regather=False) | Policy(**overrides)
+
+
+_FACTOR = re.compile(r"(?P<name>\w+)(?P<axes>(?:\s*@\s*\w+)+)(?P<optional>\s*\?)?")
+
+
+def gathered(policy: Policy) -> Policy:
+    """The same layout with whole weights over the data axes, for inference: `apply` then gathers nothing.
+
+    `sf.reshard(params, gathered(params.plan.policy))` gathers once, before a model generates many tokens. Splits over
+    compute axes stay.
+
+        >>> import shardfn as sf
+        >>> from shardfn.policies import gathered
+        >>> gathered(sf.Policy(rules={"up.weight": "ff@tp@fsdp c", "o.weight": "c@fsdp (heads@tp d)"})).rules
+        {'up.weight': 'ff@tp c', 'o.weight': 'c (heads@tp d)'}
+
+    Args:
+        policy: any policy; its `batch` says which axes are data axes.
+
+    Returns:
+        the policy.
+    """
+
+    def without(match: re.Match[str]) -> str:
+        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not roles([axis], policy.batch).data]
+        return "@".join([match["name"], *axes]) + ("?" if match["optional"] and axes else "")
+
+    rules = {pattern: _FACTOR.sub(without, rule) for pattern, rule in policy.rules.items()}
+    axes = {name: (names,) if isinstance(names, str) else names for name, names in policy.axes.items()}
+    kept = {name: tuple(axis for axis in names if not roles([axis], policy.batch).data) for name, names in axes.items()}
+    changes = {"rules": rules, "axes": {name: names for name, names in kept.items() if names}, "default": "replicate"}
+    return Policy(**{name: getattr(policy, name) for name in policy.given} | changes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

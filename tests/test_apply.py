@@ -386,14 +386,21 @@ def test_the_model_is_not_changed_after_an_error(mesh: DeviceMesh) -> None:
 
 
 @on_meshes({"fsdp": 2})
-def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("through", ["the shard", "the DTensor", "an optimizer"])
+def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh, through: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     params = sf.shard(model, mesh, sf.Policy())
     working = sf.tree.map(lambda leaf: leaf.requires_grad_(), params)
     loss = sf.apply(model, working, torch.ones(2, 4)).sum()
     with torch.no_grad():
-        params["0.weight"].to_local().add_(1)
-        params["1.weight"].to_local().add_(1)
+        if through == "the shard":
+            params["0.weight"].to_local().add_(1)
+            params["1.weight"].to_local().add_(1)
+        elif through == "the DTensor":
+            working["1.weight"].add_(1)
+        else:
+            working["1.weight"].grad = torch.ones_like(working["1.weight"])
+            torch.optim.SGD([working["1.weight"]], lr=0.1).step()
     with pytest.raises(RuntimeError, match="changed in place between the forward and the backward"):
         loss.backward()
 

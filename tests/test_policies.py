@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardfn as sf
 from shardfn.core.plan import replace_units
-from shardfn.policies import ddp, from_parallelize_plan, from_wrap_policy, fsdp, hsdp, zero2
-from shardfn.testing import assert_parity, on_meshes
+from shardfn.policies import ddp, from_parallelize_plan, from_wrap_policy, fsdp, gathered, hsdp, zero2
+from shardfn.testing import assert_parity, count_collectives, on_meshes
 
 
 class Block(nn.Module):
@@ -290,3 +290,38 @@ def test_a_function_is_asked_what_fsdp1_asks() -> None:
 
     ours = questions(our_units)
     assert ours == questions(torch_wraps) and ("Model", False) not in [(name, recurse) for name, recurse, _ in ours]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inference
+
+
+def test_gathered_rules() -> None:
+    made = gathered(
+        sf.Policy(
+            rules={"a": "(kv@tp? d) c@fsdp", "b": "ff @ tp@fsdp? c", "c": "x@dp_replicate@data?  y", "d": "8@fsdp 4"},
+            axes={"ff": ("tp", "fsdp"), "c": "fsdp", "h": "tp"},
+            compute_dtype=torch.bfloat16,
+        )
+    )
+    assert made.rules == {"a": "(kv@tp? d) c", "b": "ff@tp? c", "c": "x  y", "d": "8 4"}
+    assert made.axes == {"ff": ("tp",), "h": ("tp",)}
+    assert made.compute_dtype == torch.bfloat16
+    assert "regather" not in made.given
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 3})
+def test_a_gathered_tree_is_used_without_gathers(mesh: DeviceMesh) -> None:
+    model = Model().double()
+    policy = sf.Policy(rules={"layers.*.up.weight": "ff@tp@fsdp c", "layers.*.down.weight": "c@fsdp ff@tp"})
+    policy = policy if "tp" in (mesh.mesh_dim_names or ()) else sf.Policy()
+    params, ids = sf.shard(model, mesh, policy), torch.arange(4).view(1, 4)
+    kept = sf.reshard(params, gathered(params.plan.policy))
+    with torch.no_grad():
+        sf.apply(model, kept, ids)  # the first two calls compare their inputs over tp
+        sf.apply(model, kept, ids)
+        with count_collectives() as counted:
+            out = sf.apply(model, kept, ids)
+    torch.testing.assert_close(out, model(ids))
+    assert (counted.all_gather, counted.send) == (0, 0)
+    assert counted.all_reduce == (2 if "tp" in (mesh.mesh_dim_names or ()) else 0)  # a row-parallel linear a layer

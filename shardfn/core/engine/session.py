@@ -334,12 +334,16 @@ class _Gathered:
         self.spot = session.spot(event)
         self.frees = bool(session.runtime.frees and event.unit and self.spot.communicates)
         self._leaves, self._shards = leaves, unwrap_locals(leaves)
-        self._versions = list(map(version_of, self._shards))
+        self._versions = self._versions_now()
         self._flight = flight
         self._awake = False
         self._flat: Tensor | None = None
         self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
+
+    def _versions_now(self) -> list[int]:
+        """What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter."""
+        return [*map(version_of, self._shards), *map(version_of, self._leaves)]
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather."""
@@ -401,10 +405,10 @@ class _Gathered:
         """Start to gather, from shards that must still be those of the forward; False when that is done already."""
         if self._flight is not None or self._flat is not None:
             return False
-        now = list(map(version_of, self._shards))
+        now = self._versions_now()
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
-            name = self.spot.bucket.leaves[changed]
+            name = self.spot.bucket.leaves[changed % len(self._leaves)]
             raise RuntimeError(
                 f"'{name}' was changed in place between the forward and the backward that needs it; "
                 f"run the backward before the optimizer step"
