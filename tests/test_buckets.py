@@ -100,7 +100,7 @@ def one_rank_on_a_rank() -> None:
         assert all(a is b for a, b in zip(gather_leaves(spot.leaves, shards, ("fsdp",), places), shards, strict=True))
         for shard, got in zip(shards, spot.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
             assert_same_bits(got, shard)
-    assert counts.total == 0 and not spot.communicates
+    assert counts.total == 0 and not spot.moves
 
 
 def test_one_rank_moves_nothing() -> None:

@@ -32,6 +32,7 @@ LAYERS = {
     "shardfn.core.storage": 1,
     "shardfn.core.plan": 2,
     "shardfn.core.tree": 2,
+    "shardfn.core.offload": 2,
     "shardfn.core.collectives": 2,
     "shardfn.core.agreement": 3,
     "shardfn.core.buckets": 3,

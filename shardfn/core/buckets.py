@@ -23,6 +23,7 @@ from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_o
 from shardfn.core.crossing import Crossing
 from shardfn.core.layout import Leaf, clear_padding_
 from shardfn.core.mesh import Grid
+from shardfn.core.offload import Host, host_of, stored_on
 from shardfn.core.plan import Bucket, Plan
 from shardfn.core.pool import Buffers, FreshBuffers
 from shardfn.core.storage import split_flat
@@ -112,14 +113,16 @@ def gather_leaves(
     return crossings[-1].wholes_of(flat)
 
 
-def _crossings(leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()) -> list[Crossing]:
-    """The crossings that undo `axes`, innermost first."""
+def _crossings(
+    leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
+) -> list[Crossing]:
+    """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
     found = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
-        if grid.sizes[axis] > 1:
-            found.append(Crossing(leaves, grid, axis, kept))
+        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
+            found.append(Crossing(leaves, grid, axis, kept, None if found else host))
     return found
 
 
@@ -139,14 +142,23 @@ class BucketOnGrid:
         return [self.plan.leaves[name][1] for name in self.bucket.leaves]
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
-        """One for each axis to gather over, in the order of gathering."""
-        return _crossings(self.leaves, self.bucket.axes, self.grid)
+    def host(self) -> Host | None:
+        """Where the shards live, when that is not the device that computes."""
+        return host_of(self.plan.policy, self.grid.device)
 
     @cached_property
-    def communicates(self) -> bool:
-        """Whether gathering needs a collective here; otherwise the gathered tensors are the shards themselves."""
+    def crossings(self) -> list[Crossing]:
+        """One for each axis to gather over, in the order of gathering."""
+        return _crossings(self.leaves, self.bucket.axes, self.grid, host=self.host)
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
         return bool(self.crossings)
+
+    def unmoved(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What gathering gives when it moves nothing: the shards, in the bucket's dtype and on the device."""
+        return [shard.to(self.grid.device, self.bucket.dtype) for shard in shards]
 
     @cached_property
     def _results(self) -> Buffers:
@@ -190,10 +202,11 @@ class BucketOnGrid:
 
     def empty_shards(self, dtype: torch.dtype) -> list[Tensor]:
         """Uninitialised shards side by side, so that a gather need not copy them together."""
+        memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
         if self.crossings:
             crossing = self.crossings[0]
-            return crossing.shards_of(FreshBuffers(self.grid.device).tensor(crossing.numel, dtype))
-        return _side_by_side(self._shard_shapes, dtype, FreshBuffers(self.grid.device))[1]
+            return crossing.shards_of(memory.tensor(crossing.numel, dtype))
+        return _side_by_side(self._shard_shapes, dtype, memory)[1]
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
         """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
@@ -205,8 +218,8 @@ class BucketOnGrid:
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        if not self.communicates:
-            return [shard.to(self.bucket.dtype) for shard in shards]
+        if not self.moves:
+            return self.unmoved(shards)
         return self.wholes_of(finished(self.gather_steps(shards))[0])
 
     def reduce_steps(
@@ -239,14 +252,16 @@ class BucketOnGrid:
         ranks = prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
         if op == "mean" and ranks > 1:
             flat.div_(ranks)
-        return self._finished_shards(flat, shards, dtypes)
+        return (yield from self._finished_shards(flat, shards, dtypes))
 
     def _finished_shards(
         self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> list[Tensor]:
-        """The shards in a flat tensor, in their dtypes and without values in padding."""
+    ) -> Steps:
+        """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
         if len(set(dtypes)) == 1 and dtypes[0] != flat.dtype:
             flat = self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
+        if self.host is not None:
+            (flat,) = yield from self.host.fetch(flat)
         out = shards(flat)
         if any(want != flat.dtype for want in dtypes):
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
@@ -373,4 +388,5 @@ def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torc
         return tensor
     keep = spot.plan.roles.compute if op is None else None
     shape = spot.leaves[index].local_shape(spot.grid.sizes, spot.grid.coords, keep)
-    return torch.zeros(shape, dtype=dtype, device=spot.grid.device)
+    device = spot.grid.device if op is None else stored_on(spot.plan.policy, spot.grid.device)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -26,6 +26,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.layout import Layout, local_slice, to_leaves
 from shardfn.core.mesh import Grid, chunk, grid
+from shardfn.core.offload import stored_on
 from shardfn.core.tree import Params
 
 STEP = "step-{:08d}"
@@ -63,7 +64,8 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             continue
         full = value.full_tensor() if isinstance(value, DTensor) else value
         for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
-            local = local_slice(leaf, whole, places.sizes, places.coords).detach().to(places.device)
+            local = local_slice(leaf, whole, places.sizes, places.coords).detach()
+            local = local.to(stored_on(like.plan.policy, places.device))
             spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
             leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
     return like.like((name, leaves[name]) for name in like if name in leaves)

@@ -28,6 +28,7 @@ from shardfn._torch import all_gather_single, foreach, receive_from, send_to, te
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid
+from shardfn.core.offload import Host
 from shardfn.core.pool import Buffer, Buffers, View, view_of
 
 _ALIGNMENT = 64  # bytes: where whole leaves begin in their common storage, for vector instructions
@@ -83,8 +84,11 @@ class Move:
 class Crossing:
     """The leaves of a bucket and one axis: where everything lies is worked out once."""
 
-    def __init__(self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...]) -> None:
-        """The leaves are split over `axis` innermost, and over the axes in `keep`."""
+    def __init__(
+        self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...], host: Host | None = None
+    ) -> None:
+        """The leaves are split over `axis` innermost, and over the axes in `keep`; shards may live on a `host`."""
+        self.host = host
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.backend = backend_of(self.group, grid.device)
         self.moves: list[Move] = []
@@ -160,7 +164,7 @@ class Crossing:
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
-        flat, packed = self.packed(shards, dtype, buffers)  # [n]
+        flat, taken = self.packed(shards, dtype, buffers)  # [n]
         starts = self.whole_starts(dtype.itemsize)
         whole = buffers.take(starts[-1], dtype)
         one_by_one = self.in_place(dtype)
@@ -170,17 +174,26 @@ class Crossing:
             if one_by_one is not None:
                 yield self._exchange_shards(flat, whole.flat, starts, alone, staging.flat.view(self.ranks, -1))
             elif self.numel and not flat.is_meta:
-                source, target = flat.view(torch.uint8), staging.flat.view(torch.uint8)
-                yield [all_gather_single(target, source, group=self.group, async_op=True)]
+                yield self._all_gather(flat, staging.flat)
             if alone < len(self.moves):
                 copies = self._copies(alone, dtype.itemsize)
                 if copies.parts:
                     foreach("copy_")(whole.views(copies.in_storage), staging.views(copies.parts))
             return [whole.tensor()]
         finally:
-            for buffer in (whole, staging, packed):
-                if buffer is not None:
-                    buffer.release()
+            for buffer in (whole, staging, *taken):
+                buffer.release()
+
+    def _all_gather(self, flat: Tensor, parts: Tensor) -> Works:
+        """[n] of every rank -> [W * n]."""
+        source, target = flat.view(torch.uint8), parts.view(torch.uint8)
+        if self.host is None:
+            return [all_gather_single(target, source, group=self.group, async_op=True)]
+        with self.host.beside():  # behind the copy from the host
+            if self.ranks > 1:
+                return [all_gather_single(target, source, group=self.group, async_op=True)]
+            target.copy_(source)
+        return [self.host.arrived()]
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
@@ -223,17 +236,35 @@ class Crossing:
         """The other ranks, each rank beginning with another one."""
         return [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
 
-    def packed(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> tuple[Tensor, Buffer | None]:
-        """The shards as one flat tensor [n]: their own memory when they lie side by side, else a copy in a buffer."""
+    def packed(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> tuple[Tensor, list[Buffer]]:
+        """The shards as one flat tensor [n], and the buffers it takes: none when they lie side by side."""
         flat = self.side_by_side(shards)
+        if self.host is not None:
+            return self._from_host(self.host, shards, flat, dtype, buffers)
         if flat is not None and flat.dtype == dtype:
-            return flat, None
+            return flat, []
         buffer = buffers.take(self.numel, dtype)
         if flat is not None:
             buffer.flat.copy_(flat)
         elif self.numel:
             foreach("copy_")(buffer.views(self._shard_views), list(shards))
-        return buffer.flat, buffer
+        return buffer.flat, [buffer]
+
+    def _from_host(
+        self, host: Host, shards: Sequence[Tensor], flat: Tensor | None, dtype: torch.dtype, buffers: Buffers
+    ) -> tuple[Tensor, list[Buffer]]:
+        """Shards of the host, or one flat tensor over them: copied as they are, then cast on the device."""
+        taken = [buffers.take(self.numel, kind) for kind in dict.fromkeys([shards[0].dtype, dtype])]
+        first, last = taken[0], taken[-1]
+        with host.beside():
+            if flat is not None:
+                first.flat.copy_(flat, non_blocking=True)
+            else:
+                for place, shard in zip(first.views(self._shard_views), shards, strict=True):
+                    place.copy_(shard, non_blocking=True)
+            if last is not first:
+                last.flat.copy_(first.flat)
+        return last.flat, taken
 
     def side_by_side(self, shards: Sequence[Tensor]) -> Tensor | None:
         """[n] over shards that fill one stretch of memory in order, as `shards_of` makes them; None when they do not.
@@ -275,6 +306,8 @@ class Crossing:
             rows = staging.flat.view(self.ranks, -1)  # row i is for rank i
             if not self.numel:
                 return [results.tensor(0, dtype)]
+            if self.ranks == 1:
+                return [results.tensor(self.numel, dtype).copy_(staging.flat)]
             if one_by_one is None:
                 return (yield from scatter_sum_steps(rows, self.group, buffers, results))
             sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(alone)]

@@ -111,10 +111,10 @@ def _checked_plan(
             raise ShardError(f"shard: this plan was made for another model or mesh\n{made.diff(fresh)}")
     else:
         made = plan(model, mesh, policy)
-    if made.policy.offload == "cpu" and mesh.device_type != "cpu":
+    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
         raise ShardError(
-            f"shard: Policy(offload='cpu') on a {mesh.device_type} mesh is not available yet; make a CPU mesh "
-            "or drop it"
+            f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
+            f"{mesh.device_type}"
         )
     ranks = mesh.mesh.flatten().tolist()
     if src is not None and src not in ranks:

@@ -149,7 +149,7 @@ def _default_device_type() -> str:
 
 def _start(device_type: str) -> None:
     """Start the process group of torchrun's environment, or a world of one."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # asynchronous checkpoints travel by the host
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:

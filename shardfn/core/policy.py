@@ -44,7 +44,8 @@ class Policy:
         compile: runs the forward of every unit that holds no other unit through `torch.compile`; True, or its options:
             `{"fullgraph": True, "mode": "max-autotune"}`. Gathers stay outside of the graphs, and linears and
             embeddings split over a compute axis end one. `module.compile()` on units does the same.
-        offload: `"cpu"` keeps shards on the host.
+        offload: `"cpu"` keeps shards, gradients and optimizer state in pinned host memory, and the optimizer computes
+            there; copies go on beside the device's computation. It changes nothing on a mesh of CPUs.
         default: layout of parameters that no rule matches. `"auto"` shards over the data axes on dim 0 if it divides,
             else on the largest dim that does, else unevenly on the largest; `"replicate"`; or `"error"`.
         min_size: under `"auto"`, tensors with fewer elements stay replicated.

@@ -34,8 +34,8 @@ class Buffer:
     It is free for others after `release`, when no tensor but its own views refers to the storage.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = apart(numel, dtype, device)  # [numel]
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> None:
+        self.flat = apart(numel, dtype, device, pinned)  # [numel]
         self.storage = self.flat.untyped_storage()
         self.held, self.turn = True, 0
         self._views: dict[int, tuple[Sequence[View], list[Tensor]]] = {}
@@ -126,16 +126,17 @@ class BufferPool:
 class FreshBuffers:
     """The same interface without memory of its own: every buffer is new, and belongs to whoever took it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        """`pinned`: host memory that a device reads and writes by itself."""
+        self.device, self.pinned = device, pinned
 
     def take(self, numel: int, dtype: torch.dtype) -> Buffer:
         """A new buffer."""
-        return Buffer(numel, dtype, self.device)
+        return Buffer(numel, dtype, self.device, self.pinned)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel]."""
-        return apart(numel, dtype, self.device)
+        return apart(numel, dtype, self.device, self.pinned)
 
 
 Buffers = BufferPool | FreshBuffers

@@ -40,12 +40,16 @@ def empty_flat(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torc
     return split_flat(apart(sum(map(prod, shapes)), dtype, device), shapes)
 
 
-def apart(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def apart(numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
     """An uninitialised flat tensor whose memory touches no other such tensor's.
 
     Which tensors are a run, and so how sums over them are rounded, then depends on the program, not on the allocator.
     """
-    storage = torch.UntypedStorage(numel * dtype.itemsize + _GAP, device=device)
+    nbytes = numel * dtype.itemsize + _GAP
+    if pinned:
+        storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+    else:
+        storage = torch.UntypedStorage(nbytes, device=device)
     return tensor_in(storage, 0, (numel,), torch.empty(0, dtype=dtype, device=device))
 
 

@@ -16,6 +16,7 @@ from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.tree import Params
 
@@ -245,8 +246,9 @@ def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool
     keep = plan.roles.compute if pending else None
     shape = plan.leaves[name][1].local_shape(places.sizes, places.coords, keep)
     dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
-    zero = torch.zeros((), dtype=dtype, device=places.device)
-    return wrap_local(torch.zeros(shape, dtype=dtype, device=places.device) if trainable else zero.expand(shape), spec)
+    device = places.device if pending else stored_on(plan.policy, places.device)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return wrap_local(torch.zeros(shape, dtype=dtype, device=device) if trainable else zero.expand(shape), spec)
 
 
 def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:

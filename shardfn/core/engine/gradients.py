@@ -16,6 +16,7 @@ from shardfn._torch import foreach
 from shardfn.core.buckets import BucketOnGrid, Flight
 
 _IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
+_TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
 
 
 class Gradients:
@@ -56,7 +57,7 @@ class Gradients:
         op = spot.plan.reduction
         assert op is not None
         # Hybrid sharding has one more: the last bucket goes on from its reduce-scatter to its all-reduce.
-        while len(self._flights) >= _IN_THE_AIR + spot.reduces_twice:
+        while len(self._flights) >= _IN_THE_AIR + spot.reduces_twice + (_TO_THE_HOST if spot.host is not None else 0):
             self._land()
         if self._flights:
             self._flights[-1][1].advance()

@@ -38,6 +38,7 @@ from shardfn.core.engine.order import Event, Order
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
+from shardfn.core.offload import host_of
 from shardfn.core.plan import Bucket, Plan, Unit
 from shardfn.core.pool import BufferPool
 
@@ -49,6 +50,7 @@ class _Runtime:
 
     def __init__(self, plan: Plan, grid: Grid) -> None:
         self.pool = BufferPool(grid.device)
+        self.host = host_of(plan.policy, grid.device)
         self.spots = {b: BucketOnGrid(plan, grid, b, self.pool) for unit in plan.units for b in unit.buckets}
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
@@ -153,6 +155,8 @@ class Session:
             self._free(unit)
         self._started.clear()
         self.runtime.settle()
+        if self.runtime.host is not None:
+            self.runtime.host.settle()
 
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
@@ -189,7 +193,7 @@ class Session:
         if event in self._started:
             return self._started.pop(event)
         spot = self.spot(event)
-        if not spot.communicates:
+        if not spot.moves:
             return None
         self.pass_by("weights", event)
         return self.runtime.start(spot.gather_steps(unwrap_locals(leaves)))
@@ -332,7 +336,7 @@ class _Gathered:
         self.session, self.event = session, event
         self.again = Event("gather again", event.unit, event.bucket)
         self.spot = session.spot(event)
-        self.frees = bool(session.runtime.frees and event.unit and self.spot.communicates)
+        self.frees = bool(session.runtime.frees and event.unit and self.spot.moves)
         self._leaves, self._shards = leaves, unwrap_locals(leaves)
         self._versions = self._versions_now()
         self._flight = flight
@@ -350,7 +354,7 @@ class _Gathered:
         flight, self._flight = self._flight, None
         if flight is not None:
             return self.spot.wholes_of(self.session.runtime.finish(flight))
-        return [shard.to(self.spot.bucket.dtype).detach() for shard in self._shards]
+        return [whole.detach() for whole in self.spot.unmoved(self._shards)]
 
     def note(self, wholes: Sequence[Tensor]) -> None:
         """Remember where the whole leaves lie."""

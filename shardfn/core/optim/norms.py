@@ -64,9 +64,10 @@ def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         mine = [local for local, spec in zip(locals_, specs, strict=True) if _counts_here(verb, spec, tuple(at))]
         total = _square_sum(_pieces(mine), wide, locals_[0].device)
+        moved = total.to(mesh.device_type)  # from the host, when gradients live there
         for group in _groups_of(sharded[0]):
-            sum_flat_(total, group)
-    return total.sqrt()
+            sum_flat_(moved, group)
+    return moved.to(total.device).sqrt()
 
 
 def _counts_here(verb: str, spec: DTensorSpec, at: tuple[int, ...]) -> bool:
