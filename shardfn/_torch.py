@@ -197,6 +197,21 @@ def after_backward(callback: Callable[[], None]) -> None:
 # Point to point, of tensors that lie in one piece: `torch.distributed.isend` and `irecv` without their checks per call.
 
 
+def accumulates(node: Any) -> bool:
+    """Whether the backward under way only adds a gradient for `node` to the `.grad` of a leaf."""
+    if type(node).__name__ != "AccumulateGrad":
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad collects it
+        return False
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Whether hooks of a leaf wait for its gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def send_to(group: dist.ProcessGroup, tensor: Tensor, rank: int, tag: int) -> Any:
     """Start to send to a rank of the group; the tensor must stay as it is until the work is done."""
     return group.send([tensor], rank, tag)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.core.engine import order
+from shardfn.core.engine import gradients, order
 from shardfn.core.engine.session import _runtime
 from shardfn.core.mesh import grid
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
@@ -49,6 +49,14 @@ class _Bomb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         raise ArithmeticError("bomb")
+
+
+def unwrap(tensor: Any) -> Tensor:
+    return tensor.to_local().detach()
+
+
+def runtime_of(params: sf.Params) -> Any:
+    return _runtime(params.plan, grid(params.mesh, params.plan.roles.storage))
 
 
 def make(mesh: DeviceMesh, **fields: Any) -> tuple[Stack, sf.Params, Any, Tensor]:
@@ -227,6 +235,83 @@ def test_a_loss_that_differentiates_gets_its_gradients(mesh: DeviceMesh, create_
         _, grads = sf.value_and_grad(with_inner)(params, x)
         same(grads, expected)
         same(params.like(zip(params, (g.detach() for g in inner), strict=True)), expected)
+
+
+def working(params: sf.Params) -> sf.Params:
+    """The same tree, with leaves that ask for `.grad`."""
+    return sf.tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+
+
+@on_meshes({"fsdp": 2}, {"replicate": 2, "fsdp": 2})
+def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    _, want = step(params, x)
+    tree = working(params)
+    in_the_air: list[int] = []
+    reduce = gradients.Reductions.reduce
+
+    def noted(self: Any, *args: Any) -> None:
+        in_the_air.append(len(self._flights))
+        reduce(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients.Reductions, "reduce", noted)
+        for times in (1, 2):
+            sf.apply(model, tree, x).square().mean().backward()
+            for name, leaf in tree.items():
+                assert leaf.grad is not None and leaf.grad.placements == leaf.placements
+                torch.testing.assert_close(unwrap(leaf.grad), times * unwrap(want[name]), rtol=1e-12, atol=1e-12)
+    assert len(in_the_air) == 10 and max(in_the_air) >= 1
+    assert not runtime_of(params).accumulations
+
+
+@on_meshes({"fsdp": 2})
+def test_who_waits_for_a_gradient_gets_it_at_once(mesh: DeviceMesh) -> None:
+    """A hook of a leaf, `inputs=`, `autograd.grad`, and a leaf that another tensor was made of."""
+    model, params, step, x = make(mesh)
+    _, want = step(params, x)
+
+    def loss(tree: sf.Params) -> Tensor:
+        return sf.apply(model, tree, x).square().mean()
+
+    def check(name: str, found: Tensor | None) -> None:
+        assert found is not None
+        torch.testing.assert_close(unwrap(found), unwrap(want[name]), rtol=1e-12, atol=1e-12)
+
+    tree, seen = working(params), []
+    tree["layers.1.weight"].register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+    tree["layers.2.bias"].register_hook(lambda grad: 2 * grad)
+    loss(tree).backward()
+    assert len(seen) == 1
+    check("layers.1.weight", seen[0])
+    check("layers.2.bias", tree["layers.2.bias"].grad / 2)
+    check("layers.2.weight", tree["layers.2.weight"].grad)
+    check("layers.0.weight", tree["layers.0.weight"].grad)
+
+    tree = working(params)
+    loss(tree).backward(inputs=[tree["layers.1.weight"], tree["head.bias"]])
+    assert [name for name, leaf in tree.items() if leaf.grad is not None] == ["layers.1.weight", "head.bias"]
+    check("layers.1.weight", tree["layers.1.weight"].grad)
+    (found,) = torch.autograd.grad(loss(tree), [tree["layers.3.weight"]])
+    check("layers.3.weight", found)
+
+    tree = working(params)
+    loss(sf.tree.map(lambda leaf: 1.0 * leaf, tree)).backward()
+    check("layers.0.bias", tree["layers.0.bias"].grad)
+
+
+@on_meshes({"fsdp": 2})
+def test_an_exception_in_a_backward_leaves_grad_alone(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    _, want = step(params, x)
+    tree = working(params)
+    with pytest.raises(ArithmeticError):
+        sf.apply(model, tree, x, None, ("backward", 1)).square().mean().backward()
+    assert all(leaf.grad is None for leaf in tree.values())
+    sf.apply(model, tree, x).square().mean().backward()
+    assert not runtime_of(params).accumulations
+    for name, leaf in tree.items():
+        torch.testing.assert_close(unwrap(leaf.grad), unwrap(want[name]), rtol=1e-12, atol=1e-12)
 
 
 @on_meshes({"fsdp": 2})

@@ -1,50 +1,32 @@
-"""Gradients of one differentiation, reduced bucket by bucket while its backward goes on. Layer 3.
+"""Gradients of one backward, reduced bucket by bucket while it goes on. Layer 3.
 
-Autograd adds up what reaches a leaf as soon as it comes, and so would read sums that are still on their way. Here the
-leaves of a tree that is differentiated get no gradient from autograd through their buckets: a `Gradients` takes each
-bucket, starts its reduction and hands everything out when the backward is over.
+Autograd adds up what reaches a leaf as soon as it comes, and so would read sums that are still on their way. Here
+leaves get no gradient from autograd through their buckets: `Reductions` take each bucket, start its reduction and hand
+everything out when the backward is over, to `value_and_grad` (`Gradients`) or into `.grad` (`Accumulation`).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from shardfn._torch import foreach
+from shardfn._torch import accumulates, foreach, has_gradient_hooks, spec_of, unwrap_local, wrap_local
 from shardfn.core.buckets import BucketOnGrid, Flight
 
 _IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
 _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
 
 
-class Gradients:
-    """Reduced gradients of the leaves of a tree, by name."""
+class Reductions:
+    """Gradients on their way; by the name of their leaf when they are there."""
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
-        """`leaves` are fresh: nobody but the differentiation that made them waits for their gradients."""
-        self._leaves = leaves
-        self._collects = False
+    def __init__(self) -> None:
         self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
         self._found: dict[str, Tensor] = {}
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Within it runs the backward that they are for; one that the loss itself runs gets its gradients as ever."""
-        self._collects = True
-        try:
-            yield
-        except BaseException:
-            self.settle()  # nothing stays in the air
-            raise
-        finally:
-            self._collects = False
-
-    def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
-        """Whether these are its own leaves, in its own backward, which nobody differentiates."""
-        own = all(self._leaves.get(name) is leaf for name, leaf in zip(names, leaves, strict=True))
-        return self._collects and own and not torch.is_grad_enabled()
 
     def reduce(
         self,
@@ -76,3 +58,62 @@ class Gradients:
         if twice:  # gathered several times: gradients add up
             foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])
         self._found |= {name: shard for name, shard in zip(names, shards, strict=True) if name not in self._found}
+
+
+class Gradients(Reductions):
+    """Those of the leaves of a tree that `value_and_grad` differentiates."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        """`leaves` are fresh: nobody but the differentiation that made them waits for their gradients."""
+        super().__init__()
+        self._leaves = leaves
+        self._collects = False
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Within it runs the backward that they are for; one that the loss itself runs gets its gradients as ever."""
+        self._collects = True
+        try:
+            yield
+        except BaseException:
+            self.settle()  # nothing stays in the air
+            raise
+        finally:
+            self._collects = False
+
+    def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
+        """Whether these are its own leaves, in its own backward, which nobody differentiates."""
+        own = all(self._leaves.get(name) is leaf for name, leaf in zip(names, leaves, strict=True))
+        return self._collects and own and not torch.is_grad_enabled()
+
+
+class Accumulation(Reductions):
+    """Those that `loss.backward()` adds to the `.grad` of leaves."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    @staticmethod
+    def takes(leaves: Sequence[Tensor], nodes: Sequence[Any]) -> bool:
+        """Whether autograd, having got gradients from `nodes`, would only add them to the `.grad` of the leaves.
+
+        Not when the backward is differentiated, when `autograd.grad` or `inputs=` ask for them, or a hook waits.
+        """
+        return not torch.is_grad_enabled() and all(map(accumulates, nodes)) and not any(map(has_gradient_hooks, leaves))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward is over: wait for all, and add."""
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for name, shard in self.settle().items():
+            leaf = self._leaves[name]
+            if leaf.grad is None:
+                assert isinstance(leaf, DTensor)
+                leaf.grad = wrap_local(shard, spec_of(leaf))
+            else:
+                sums.append(unwrap_local(leaf.grad))
+                added.append(shard)
+        if sums:
+            foreach("add_")(sums, added)

@@ -32,7 +32,7 @@ from shardfn._torch import after_backward, in_backward, in_transform, tensor_in,
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.compiled import untraced
-from shardfn.core.engine.gradients import Gradients
+from shardfn.core.engine.gradients import Accumulation, Gradients, Reductions
 from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
 from shardfn.core.errors import ShardError
@@ -64,10 +64,15 @@ class _Runtime:
         }
         self.neighbours = _neighbours(plan, grid)
         self._in_the_air: list[Flight] = []
+        self.accumulations: list[Accumulation] = []
 
     def begin(self) -> None:
-        """A call begins."""
+        """A call begins. What an exception left of a backward is waited for, and forgotten."""
         self.settle()
+        if not in_backward():
+            for accumulation in self.accumulations:
+                accumulation.settle()
+            self.accumulations.clear()
         self.pool.turn()
 
     def start(self, steps: Steps) -> Flight:
@@ -123,6 +128,7 @@ class Session:
         self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[_Gathered]] = []
         self._in_backward = False
+        self._accumulation: Accumulation | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -279,6 +285,24 @@ class Session:
         if not self._depth.get(unit):
             self._free(unit)
 
+    def reductions(self, names: Sequence[str], leaves: Sequence[Tensor], nodes: Sequence[Any]) -> Reductions | None:
+        """What takes the gradients of a bucket; None when autograd itself needs them, at `nodes`, at once."""
+        if self.gradients is not None and self.gradients.takes(names, leaves):
+            return self.gradients
+        if not Accumulation.takes(leaves, nodes):
+            return None
+        if self._accumulation is None:
+            self._accumulation = Accumulation(self.leaves)
+            self.runtime.accumulations.append(self._accumulation)
+            after_backward(self._accumulate)
+        return self._accumulation
+
+    def _accumulate(self) -> None:
+        accumulation, self._accumulation = self._accumulation, None
+        if accumulation is not None:
+            accumulation.finish()
+            self.runtime.accumulations.remove(accumulation)
+
     def _end_backward(self) -> None:
         self._in_backward = False
         self.runtime.settle()
@@ -313,7 +337,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.gathered.arrived(grads))
+        return (None, *ctx.gathered.arrived(grads, [node for node, _ in ctx.next_functions]))
 
 
 class _Packed(NamedTuple):
@@ -429,8 +453,11 @@ class _Gathered:
         self._flat = self._flight = None
         self._awake = False
 
-    def arrived(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The bucket's gradients are here: let go of its weights and start to reduce; what autograd gets for leaves."""
+    def arrived(self, grads: Sequence[Tensor | None], nodes: Sequence[Any]) -> Sequence[Tensor | None]:
+        """The bucket's gradients are here: let go of its weights and start to reduce.
+
+        Returns what autograd gets for the leaves, at whose `nodes` it goes on.
+        """
         self.release()
         self.session.end_backward_of(self.event.unit)
         needed = [leaf.requires_grad for leaf in self._leaves]
@@ -440,9 +467,11 @@ class _Gathered:
         dtypes = [leaf.dtype for leaf in leaves]
         if spot.plan.reduction is not None:
             self.session.pass_by("gradients", Event("reduce", self.event.unit, self.event.bucket))
-            gradients = self.session.gradients
-            if gradients is not None and gradients.takes(spot.bucket.leaves, leaves):
-                gradients.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
+            reductions = self.session.reductions(
+                spot.bucket.leaves, leaves, [node for node, need in zip(nodes, needed, strict=True) if need]
+            )
+            if reductions is not None:
+                reductions.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
                 return [None] * len(needed)
         reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
         return [next(reduced) if need else None for need in needed]
