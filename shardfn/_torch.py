@@ -174,6 +174,10 @@ def foreach(operation: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{operation}")
 
 
+# chunk_cat(tensors, dim, W, out=[W, n]): each tensor cut into W on a dim, the i-th parts of all side by side in row i.
+chunk_cat: Callable[..., Any] = torch.__dict__["_chunk_cat"]
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that a view belongs to."""
     return tensor._base

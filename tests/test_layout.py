@@ -27,6 +27,7 @@ LAYERS = {
     "shardfn.core.layout": 1,
     "shardfn.core.mesh": 1,
     "shardfn.core.model": 1,
+    "shardfn.core.places": 1,
     "shardfn.core.pool": 1,
     "shardfn.core.shadow": 1,
     "shardfn.core.storage": 1,

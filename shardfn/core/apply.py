@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
-from shardfn.core.trial import Trial, cast_floats, cast_inputs, splits_compute
+from shardfn.core.trial import Trial, cast_floats, cast_inputs
 from shardfn.core.wiring import owned_names, wire
 
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
@@ -114,7 +115,7 @@ class _Call:
             if why := wrong_inputs((args, kwargs), self.grid.device):
                 raise ShardError(why)
             if self.method == "__call__":
-                inspect.signature(type(self.model).forward).bind(self.model, *args, **kwargs)
+                _signature(type(self.model).forward).bind(self.model, *args, **kwargs)
             adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
@@ -129,13 +130,13 @@ class _Call:
         return adjust
 
     def _require_leaves(self) -> None:
-        missing = [name for name in self.plan.leaves if name not in self.params]
-        if missing:
+        if not self.plan.leaves.keys() <= self.params.keys():
+            missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""
-        if not splits_compute(self.plan):
+        if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         modes = tuple(module.training for module in self.model.modules())
@@ -215,6 +216,11 @@ class _Copies:
         self.current.session = session
         self.axes.forget()
         self.bound.begin(buffers)
+
+
+@lru_cache(maxsize=2**8)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _kind(leaf: Any) -> Any:

@@ -15,74 +15,25 @@ decides what to do in between (see `Flight` in buckets.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from math import prod
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn._torch import all_gather_single, foreach, receive_from, send_to, tensor_in, tensor_over
+from shardfn._torch import all_gather_single, chunk_cat, foreach, receive_from, send_to, tensor_in, tensor_over
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import Host
-from shardfn.core.pool import Buffer, Buffers, View, view_of
+from shardfn.core.places import Move, places_of
+from shardfn.core.pool import Buffer, Buffers, View
 
-_ALIGNMENT = 64  # bytes: where whole leaves begin in their common storage, for vector instructions
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
 _IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
 
 
-@dataclass(frozen=True)
-class Move:
-    """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
-
-    `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
-    without the split.
-    """
-
-    dim: int
-    shard: tuple[int, ...]
-    chunk: tuple[int, ...]
-    whole: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of a chunk."""
-        return prod(self.chunk)
-
-    @property
-    def rows_first(self) -> bool:
-        """Whether every rank's part of the whole leaf is one piece of memory."""
-        return prod(self.whole[: self.dim]) == 1
-
-    def lengths(self, ranks: int) -> list[int]:
-        """Elements of each rank's part."""
-        rest = prod(self.whole) // max(self.whole[self.dim], 1)
-        step, size = self.chunk[self.dim], self.whole[self.dim]
-        return [rest * max(0, min(step, size - rank * step)) for rank in range(ranks)]
-
-    def pairs(self, parts: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """([W, *chunk], whole) -> (view of the parts, view of the whole leaf) that hold the same elements."""
-        joined = parts.movedim(0, self.dim)  # [..., W, chunk, ...]
-        step, size = self.chunk[self.dim], self.whole[self.dim]
-        full, rest = divmod(size, step) if step else (0, 0)
-        out = []
-        if full:
-            place = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
-            out.append((joined.narrow(self.dim, 0, full), place))
-        if rest:
-            last = joined.select(self.dim, full).narrow(self.dim, 0, rest)
-            out.append((last, whole.narrow(self.dim, full * step, rest)))
-        return out
-
-
 class Crossing:
-    """The leaves of a bucket and one axis: where everything lies is worked out once."""
+    """The leaves of a bucket and one axis; where they lie is in `places`."""
 
     def __init__(
         self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...], host: Host | None = None
@@ -91,67 +42,24 @@ class Crossing:
         self.host = host
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.backend = backend_of(self.group, grid.device)
-        self.moves: list[Move] = []
+        moves: list[Move] = []
         for leaf in leaves:
             dim = leaf.split_dim(axis)
             assert dim is not None, f"{leaf.name} is not split over {axis}"
             whole = leaf.local_shape(grid.sizes, grid.coords, keep)
             shard = leaf.local_shape(grid.sizes, grid.coords, (*keep, axis))
             step = -(-whole[dim] // self.ranks)
-            self.moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
-        self.starts = list(accumulate((move.numel for move in self.moves), initial=0))
-        self.numel = self.starts[-1]  # n
-        self._tables: dict[Any, Any] = {}
-
-    # -- where things lie ---------------------------------------------------------------------------------------------
-
-    def whole_starts(self, itemsize: int) -> list[int]:
-        """Where each whole leaf begins in their common storage, and its size, in elements."""
-        if itemsize not in self._tables:
-            unit = max(1, _ALIGNMENT // itemsize)
-            sizes = [-(-prod(move.whole) // unit) * unit for move in self.moves]
-            self._tables[itemsize] = list(accumulate(sizes, initial=0))
-        return self._tables[itemsize]
-
-    @cached_property
-    def _shard_views(self) -> list[View]:
-        """Each shard in the flat tensor."""
-        out = []
-        for move, start in zip(self.moves, self.starts, strict=False):
-            chunk = torch.empty(self.numel, device="meta").narrow(0, start, move.numel).view(move.chunk)
-            out.append(view_of(chunk.narrow(move.dim, 0, move.shard[move.dim])))
-        return out
-
-    @cached_property
-    def _contiguous(self) -> list[bool]:
-        """Which shards are contiguous where they lie in the flat tensor."""
-        return [prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in self.moves]
-
-    def _copies(self, first: int, itemsize: int) -> "_Copies":
-        """How the leaves from `first` on lie in the parts [W, n - start of `first`], and in the whole leaves."""
-        key = ("copies", first, itemsize)
-        if key not in self._tables:
-            made = _Copies([], [], [], [])
-            parts = torch.empty(self.ranks, self.numel - self.starts[first], device="meta")
-            for index in range(first, len(self.moves)):
-                move, start = self.moves[index], self.starts[index] - self.starts[first]
-                part = parts.narrow(1, start, move.numel).view(self.ranks, *move.chunk)
-                for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
-                    place = view_of(to)
-                    made.leaves.append(index)
-                    made.parts.append(view_of(from_))
-                    made.in_leaf.append(place)
-                    start_of = self.whole_starts(itemsize)[index]
-                    moved = place._replace(offset=start_of + place.offset, end=start_of + place.end)
-                    made.in_storage.append(moved)
-            self._tables[key] = made
-        return self._tables[key]
+            moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
+        self.moves = tuple(moves)
+        self.places = places_of(self.moves, self.ranks)
+        self.starts, self.numel = self.places.starts, self.places.numel
+        self._travel_alone: dict[torch.dtype, int | None] = {}
 
     def in_place(self, dtype: torch.dtype) -> int | None:
         """How many of the leaves, the first ones, travel alone; None when one collective moves all together."""
-        if ("in place", dtype) not in self._tables:
-            self._tables["in place", dtype] = self._in_place(dtype.itemsize)
-        return self._tables["in place", dtype]
+        if dtype not in self._travel_alone:
+            self._travel_alone[dtype] = self._in_place(dtype.itemsize)
+        return self._travel_alone[dtype]
 
     def _in_place(self, itemsize: int) -> int | None:
         pays = self.numel * self.ranks * itemsize >= _IN_PLACE_TOTAL and self.ranks <= _IN_PLACE_RANKS
@@ -165,7 +73,7 @@ class Crossing:
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
         flat, taken = self.packed(shards, dtype, buffers)  # [n]
-        starts = self.whole_starts(dtype.itemsize)
+        starts = self.places.whole_starts(dtype.itemsize)
         whole = buffers.take(starts[-1], dtype)
         one_by_one = self.in_place(dtype)
         alone = one_by_one or 0
@@ -176,9 +84,9 @@ class Crossing:
             elif self.numel and not flat.is_meta:
                 yield self._all_gather(flat, staging.flat)
             if alone < len(self.moves):
-                copies = self._copies(alone, dtype.itemsize)
+                copies = self.places.copies(alone, dtype.itemsize)
                 if copies.parts:
-                    foreach("copy_")(whole.views(copies.in_storage), staging.views(copies.parts))
+                    foreach("copy_")(whole.views(copies.in_whole), staging.views(copies.parts))
             return [whole.tensor()]
         finally:
             for buffer in (whole, staging, *taken):
@@ -197,7 +105,7 @@ class Crossing:
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
-        storage, starts = flat.untyped_storage(), self.whole_starts(flat.element_size())
+        storage, starts = flat.untyped_storage(), self.places.whole_starts(flat.element_size())
         pairs = zip(self.moves, starts, strict=False)
         return [tensor_in(storage, at, move.whole, flat) for move, at in pairs]
 
@@ -247,7 +155,7 @@ class Crossing:
         if flat is not None:
             buffer.flat.copy_(flat)
         elif self.numel:
-            foreach("copy_")(buffer.views(self._shard_views), list(shards))
+            foreach("copy_")(buffer.views(self.places.shards), list(shards))
         return buffer.flat, [buffer]
 
     def _from_host(
@@ -260,7 +168,7 @@ class Crossing:
             if flat is not None:
                 first.flat.copy_(flat, non_blocking=True)
             else:
-                for place, shard in zip(first.views(self._shard_views), shards, strict=True):
+                for place, shard in zip(first.views(self.places.shards), shards, strict=True):
                     place.copy_(shard, non_blocking=True)
             if last is not first:
                 last.flat.copy_(first.flat)
@@ -274,22 +182,12 @@ class Crossing:
         first = shards[0]
         base = first.data_ptr()
         fits = (
-            self._full
-            and [at - base for at in map(Tensor.data_ptr, shards)] == self._byte_starts(first.element_size())
+            self.places.full
+            and [at - base for at in map(Tensor.data_ptr, shards)] == self.places.byte_starts(first.element_size())
             and all(map(Tensor.is_contiguous, shards))
             and {shard.dtype for shard in shards} == {first.dtype}
         )
         return tensor_over(base, self.numel, first) if fits else None
-
-    @cached_property
-    def _full(self) -> bool:
-        """Whether the shards here are as large as the first rank's, and not empty: nothing is padded."""
-        return all(move.shard == move.chunk and move.numel for move in self.moves)
-
-    def _byte_starts(self, itemsize: int) -> list[int]:
-        if ("bytes", itemsize) not in self._tables:
-            self._tables["bytes", itemsize] = [start * itemsize for start in self.starts[:-1]]
-        return self._tables["bytes", itemsize]
 
     # -- gradients of whole leaves -> their sum, of which every rank keeps its shards ---------------------------------
 
@@ -325,7 +223,11 @@ class Crossing:
         """Copy what travels together into the parts."""
         if alone == len(self.moves):
             return
-        copies = self._copies(alone, staging.flat.element_size())
+        given = [whole for whole in wholes[alone:] if whole is not None]
+        if self.places.even(alone) and len(given) == len(self.moves) - alone:
+            chunk_cat(given, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
+            return
+        copies = self.places.copies(alone, staging.flat.element_size())
         into, from_ = [], []
         for index, place, view in zip(copies.leaves, staging.views(copies.parts), copies.in_leaf, strict=True):
             whole = wholes[index]
@@ -381,8 +283,8 @@ class Crossing:
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
-        out = part_of(flat, self._shard_views)
-        return out if all(self._contiguous) else [shard.contiguous() for shard in out]
+        out = part_of(flat, self.places.shards)
+        return out if self.places.contiguous else [shard.contiguous() for shard in out]
 
 
 def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
@@ -391,15 +293,6 @@ def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
     return [
         tensor_in(storage[offset * item : end * item], 0, size, flat, stride) for size, stride, offset, end in views
     ]
-
-
-class _Copies(NamedTuple):
-    """Copies between the parts of all ranks and the whole leaves, as parallel lists."""
-
-    leaves: list[int]
-    parts: list[View]
-    in_leaf: list[View]
-    in_storage: list[View]
 
 
 def _part(whole: Tensor, move: Move, rank: int, length: int) -> Tensor:

@@ -83,6 +83,12 @@ class Plan:
         return {name: layout.name for layout in self.layouts.values() for name in (layout.name, *layout.aliases)}
 
     @cached_property
+    def splits_compute(self) -> bool:
+        """Whether some parameter is split over a compute axis of several ranks."""
+        compute = {axis for axis in self.roles.compute if self.axes[axis] > 1}
+        return any(compute.intersection(layout.axes) for layout in self.layouts.values())
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What two equal plans have in common."""
         p = self.policy

@@ -75,12 +75,6 @@ def plan(
     return replace(made, activation_bytes=trial.bytes_moved)
 
 
-def splits_compute(plan_: Plan) -> bool:
-    """Whether some parameter is split over a compute axis of several ranks."""
-    compute = {axis for axis in plan_.roles.compute if plan_.axes[axis] > 1}
-    return any(compute.intersection(layout.axes) for layout in plan_.layouts.values())
-
-
 class _ForwardFailed(ShardError):
     """The forward itself raised, with the sizes of one rank."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardfn.core.shadow import shallow_copy
 
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
+_dict_of = attrgetter("__dict__")
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # attributes that are nn.Module's own
 
 
@@ -131,13 +133,16 @@ class Bound:
         return self._template == self._template_now()
 
     def _template_now(self) -> list[Any]:
+        # Every call makes this list: passes in C over what may be changed by replacing it.
         modules = [module for template, _ in self._pairs if (module := template()) is not None]
-        tables = [(m.__dict__.values(), children_of(m).values(), buffers_of(m).values()) for m in modules]
+        tables = [*map(_dict_of, modules), *map(children_of, modules), *map(buffers_of, modules)]
         held = [container.values() if isinstance(container, dict) else container for container in self._lists]
         return [
-            *map(_identities, chain.from_iterable(tables)),
-            *map(_identities, held),
-            *(list(parameters_of(module)) for module in modules),
+            *map(len, tables),
+            *map(len, held),
+            *map(id, chain.from_iterable(map(dict.values, tables))),
+            *map(id, chain.from_iterable(held)),
+            *chain.from_iterable(map(parameters_of, modules)),
             *(type(module).forward for module in modules),
             *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
@@ -145,7 +150,7 @@ class Bound:
     def _uses_now(self) -> list[int]:
         copies = [copy for _, copy in self._pairs]
         counts = [*map(sys.getrefcount, copies), *map(sys.getrefcount, self._reached)]
-        return [*counts, *(len(copy.__dict__) for copy in copies)]
+        return [*counts, *map(len, map(_dict_of, copies))]
 
     def _copy(
         self, module: nn.Module, path: str, inside_graph: bool = False, asked: Compiler | None = None
