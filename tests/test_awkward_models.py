@@ -214,3 +214,27 @@ def _out_of_range(kind: str) -> None:
 
 def test_ids_that_no_rank_has_are_an_error() -> None:
     run_raises(IndexError, _out_of_range, "embedding", match="index out of range: ids from 1 to 8, size 8", ranks=2)
+
+
+class _SparseRows(nn.Module):
+    """Embeddings with sparse gradients, in a unit and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Embedding(3, 4, sparse=True))
+        self.emb, self.head = nn.Embedding(12, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.emb(ids) + self.inner(ids % 3)).square().mean()
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.parametrize("reduce", ["mean", None])
+def test_sparse_gradients_become_dense(mesh: DeviceMesh, reduce: Any) -> None:
+    torch.manual_seed(0)
+    model, ids = _SparseRows().double(), torch.arange(8)
+    params = sf.shard(model, mesh, sf.Policy(units=["inner"]))
+    grads = sf.grad(lambda p: sf.apply(model, p, ids), reduce=reduce)(params)
+    model(ids).backward()
+    want = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
+    assert_parity(sf.gather(sf.reduce_grads(grads) if reduce is None else grads), want)

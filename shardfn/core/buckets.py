@@ -307,6 +307,11 @@ def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | Non
     return out
 
 
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient as the collectives take it: that of an embedding may be sparse."""
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+
+
 class GatherBucket(torch.autograd.Function):
     """The leaves of a bucket, made whole over the data axes.
 
@@ -333,7 +338,7 @@ class GatherBucket(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spot, needed = ctx.spot.part(ctx.needed), ctx.needed
         dtypes = [dtype for dtype, need in zip(ctx.dtypes, needed, strict=True) if need]
-        pending = [grad for grad, need in zip(grads, needed, strict=True) if need]
+        pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
         reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
         return (None, *(next(reduced) if need else None for need in needed))
 

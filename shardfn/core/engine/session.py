@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardfn._torch import after_backward, in_backward, in_transform, tensor_in, unwrap_locals, version_of
-from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
+from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.compiled import untraced
 from shardfn.core.engine.gradients import Accumulation, Gradients, Reductions
@@ -462,7 +462,7 @@ class _Gathered:
         self.session.end_backward_of(self.event.unit)
         needed = [leaf.requires_grad for leaf in self._leaves]
         spot = self.spot.part(needed)
-        pending = [grad for grad, need in zip(grads, needed, strict=True) if need]
+        pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         dtypes = [leaf.dtype for leaf in leaves]
         if spot.plan.reduction is not None:
