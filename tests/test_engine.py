@@ -315,6 +315,22 @@ def test_an_exception_in_a_backward_leaves_grad_alone(mesh: DeviceMesh) -> None:
 
 
 @on_meshes({"fsdp": 2})
+def test_frozen_units_are_let_go_when_the_backward_is_over(mesh: DeviceMesh) -> None:
+    """No gradient of theirs ever arrives; the graph stays, and would keep what was gathered again for it."""
+    model, _, _, x = make(mesh)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    params = sf.shard(model, mesh, sf.Policy())
+    x.requires_grad_()
+    loss = sf.apply(model, params, x).square().mean()
+    loss.backward(retain_graph=True)
+    whole = WIDTH * WIDTH + 2  # a weight of 36, and a bias from the next multiple of 64 bytes on
+    held = [buffer.flat.numel() for buffer in runtime_of(params).pool.buffers() if not buffer.free]
+    assert [numel for numel in held if numel >= whole] == []
+    assert x.grad is not None and loss.requires_grad
+
+
+@on_meshes({"fsdp": 2})
 def test_hooks_of_a_user_and_retained_graphs(mesh: DeviceMesh) -> None:
     model, params, step, x = make(mesh)
     _, expected = step(params, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import DTensorSpec, pytree, spec_of, unwrap_local, wrap_local
+from shardfn._torch import DTensorSpec, pytree, spec_of, unwrap_local, with_locals, wrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.collectives import pmean
 from shardfn.core.data import Mean
@@ -219,6 +219,9 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     places = grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     collected = tree.gradients.settle() if tree.gradients is not None else {}
+    if collected.keys() == tree.keys() and all(gradient is None for gradient in found.values()):  # the usual case
+        reduced = with_locals(list(tree.values()), [collected[name] for name in tree])
+        return Params(zip(tree, reduced, strict=True), plan, tree.mesh, tree.buffers)
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:
