@@ -173,16 +173,16 @@ def test_a_known_order_is_not_asked_for() -> None:
         assert seen[0] > 0 and len(set(seen)) == 1
 
 
-def another_order_on_a_rank(learnt: bool, ways: list[list[int]]) -> None:
+def another_order_on_a_rank(learnt: str, ways: list[list[int]]) -> None:
     mesh = sf.make_mesh("cpu", fsdp=2)
     order.__dict__["_PATIENCE"] = timedelta(seconds=2)
     _, params, step, x = make(mesh)
-    for _ in range(3 * learnt):
-        step(params, x)
+    for way in {"nothing": [], "one way": [None] * 3, "both ways": [*ways, *ways]}[learnt]:
+        step(params, x, way)
     step(params, x, ways[dist.get_rank()])
 
 
-@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("learnt", ["nothing", "one way", "both ways"])
 @pytest.mark.parametrize(
     ("ways", "match"),
     [
@@ -191,7 +191,7 @@ def another_order_on_a_rank(learnt: bool, ways: list[list[int]]) -> None:
         ([[0, 1, 2, 3], [0, 1, 2]], r"rank \d is about to"),
     ],
 )
-def test_another_order_on_one_rank_is_an_error_on_all(learnt: bool, ways: list[list[int]], match: str) -> None:
+def test_another_order_on_one_rank_is_an_error_on_all(learnt: str, ways: list[list[int]], match: str) -> None:
     run_raises(sf.ShardError, another_order_on_a_rank, learnt, ways, ranks=2, match=match)
 
 
@@ -535,6 +535,68 @@ def test_reused_copies_follow_the_model(mesh: DeviceMesh) -> None:
         assert torch.equal(sf.apply(model, params, x), model(x))
         del model.head.__dict__["forward"]
         torch.testing.assert_close(sf.apply(model, params, x), model(x))
+
+
+class Configurable(nn.Module):
+    """A forward that follows everything that can be changed on a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.drop, self.power, self.steps = nn.Dropout(0.5), 1.0, [0, 1]
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = self.layers[step](x) ** self.power + self.shift
+        return self.drop(x)
+
+
+CHANGES: dict[str, Any] = {
+    "an attribute": lambda model: setattr(model, "power", 2.0),
+    "a list": lambda model: setattr(model, "steps", [2, 0]),
+    "the mode": lambda model: model.eval(),
+    "an attribute of a torch module": lambda model: setattr(model.drop, "p", 0.0),
+    "a child": lambda model: setattr(model, "drop", nn.Identity()),
+    "a hook": lambda model: model.layers[1].register_forward_hook(lambda module, args, out: 2 * out),
+    "another method": lambda model: setattr(model.drop, "forward", torch.tanh),
+    "an activation": lambda model: setattr(model, "drop", nn.GELU()),
+}
+
+
+@on_meshes({"fsdp": 1})
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_every_change_of_a_model_is_followed(mesh: DeviceMesh, change: str) -> None:
+    """Copies that serve again are those of the model as it is."""
+    model = Configurable()
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.randn(4, WIDTH)
+    for _ in range(3):
+        sf.apply(model, params, x)
+    CHANGES[change](model)
+    torch.manual_seed(3)
+    out = sf.apply(model, params, x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(out, model(x))
+
+
+class Peeking(nn.Module):
+    """Reads the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) @ self.layers[1].weight
+
+
+@on_meshes({"fsdp": 2})
+def test_a_unit_that_is_not_called_is_let_go_at_the_end(mesh: DeviceMesh) -> None:
+    model = Peeking()
+    params = sf.shard(model, mesh, sf.Policy(units=["layers.*"]))
+    loss = sf.apply(model, working(params), torch.randn(4, WIDTH)).sum()
+    assert loss.requires_grad
+    assert all(buffer.free for buffer in runtime_of(params).pool.buffers())
 
 
 @on_meshes({"fsdp": 1})
