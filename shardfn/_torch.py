@@ -4,8 +4,8 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -162,8 +162,8 @@ def drop_flat_weights(rnn: nn.RNNBase) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version
+    """How often a tensor was changed in place; not counted for one made under `torch.inference_mode()`."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
@@ -209,6 +209,16 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad collects it
         return False
+
+
+@contextmanager
+def out_of_inference_mode() -> Iterator[None]:
+    """Tensors made within are ordinary ones, which may be written later; gradients are recorded as before."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:

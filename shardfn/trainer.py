@@ -342,7 +342,9 @@ def _check_settings(model: object, accumulate: int, clip: float | None, ema: flo
     if ema is not None and not 0 <= ema < 1:
         raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
     if compile:
-        raise ShardError("Trainer(compile=True): compiling the step is not available yet; leave it out")
+        raise ShardError(
+            "Trainer(compile=True): compiling the whole step is not available yet; Policy(compile=True) compiles units"
+        )
 
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:

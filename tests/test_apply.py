@@ -405,6 +405,48 @@ def test_a_weight_changed_before_its_backward_is_an_error(mesh: DeviceMesh, thro
         loss.backward()
 
 
+@on_meshes({"fsdp": 2})
+def test_a_tree_changed_by_its_own_loss_is_an_error(mesh: DeviceMesh) -> None:
+    """The loss gets fresh leaves; the tree that they are made of belongs to the caller, who may write into it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = sf.shard(model, mesh, sf.Policy())
+
+    def loss(own: sf.Params) -> Tensor:
+        out = sf.apply(model, own, torch.ones(2, 4)).sum()
+        with torch.no_grad():
+            params["1.weight"].mul_(2)
+        return out
+
+    with pytest.raises(RuntimeError, match=r"'1.weight' was changed in place between the forward and the backward"):
+        sf.grad(loss)(params)
+
+
+@on_meshes({"fsdp": 2})
+def test_inference_mode_leaves_nothing_that_training_cannot_use(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(2, 4)
+    step = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())
+    for _ in range(2):
+        with torch.inference_mode():
+            out = sf.apply(model, params, x)
+        torch.testing.assert_close(out, model(x))
+        assert out.is_inference()
+        step(params)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_forward_that_assigns_a_parameter_is_an_error(mesh: DeviceMesh) -> None:
+    class Assigns(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = nn.Parameter(torch.zeros(4, 4))
+            return super().forward(x)
+
+    model = Assigns(4, 4)
+    params = sf.shard(model, mesh, sf.Policy())
+    with pytest.raises(sf.ShardError, match="a forward assigns the parameter 'weight'"):
+        sf.apply(model, params, torch.ones(2, 4))
+
+
 class _Grouped(nn.Module):
     """Grouped queries by torch's own attention, which repeats keys by the ratio of the heads that it is given."""
 

@@ -233,7 +233,8 @@ def test_bytes_and_table() -> None:
     )
     # w: 2 x 3 floats; s: 2 of 3 doubles on the first rank
     assert made.bytes_per_rank == 24 + 16
-    # one gather (root unit) and one reduction of 24 and 16 bytes over 2 ranks
+    # two buckets, each with one gather (root unit) and one reduction of 24 and 16 bytes over 2 ranks
+    assert made.data_collectives == 4
     assert made.comm_bytes == 2 * 24 + 2 * 16
     lines = str(made).split("\n")
     assert lines[0].split() == ["parameter", "shape", "rule", "local", "bytes/rank", "unit"]
@@ -241,7 +242,7 @@ def test_bytes_and_table() -> None:
         lines[1].split("  ")[0] == "w" and "a@tp b@fsdp" in lines[1] and "[2, 3]" in lines[1] and "(root)" in lines[1]
     )
     assert lines[-1].startswith(
-        "mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 units; about 4 collectives and 80 bytes"
+        "mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 units; 4 collectives over data axes and 80 bytes"
     )
     assert "(scalar)" in str(plan()) and "[4, 3] + [2, 3] + [2, 3]" in str(plan())
     assert plan(sf.Policy(), MESH, {}).bytes_per_rank == 0 and str(plan(sf.Policy(), MESH, {}))

@@ -67,6 +67,12 @@ def test_what_is_given_wins() -> None:
         _ = a | untyped({"rules": {}})
 
 
+def test_names_of_fsdp2_are_translated() -> None:
+    for theirs, ours in {"param_dtype": "compute_dtype", "reshard_after_forward": "regather"}.items():
+        with pytest.raises(TypeError, match=f"no field '{theirs}'; that is '{ours}' here"):
+            sf.Policy(**dict[str, Any]({theirs: None}))
+
+
 def test_copies_remember_what_was_given() -> None:
     a = sf.Policy(regather=False)
     b = sf.Policy(compute_dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ exchanged once, and every rank raises when one of them has to.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -161,11 +161,16 @@ def _fingerprint(batch: Any) -> int:
 
 def wrong_inputs(batch: Any, device: torch.device) -> str | None:
     """Why the inputs of `apply` cannot be used on this rank."""
-    named: Mapping[str, Any] = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
-    for name, leaf in named.items():
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = pytree.keystr(path[1:])  # path[0] tells positional arguments from others
         if isinstance(leaf, DTensor):
-            return f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch"
-        if isinstance(leaf, Tensor) and leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
+            return (
+                f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch: pass "
+                f"x.to_local()"
+            )
+        if leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
             why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"
             return f"{why}; move it with .to('{device.type}')"
     return None

@@ -154,6 +154,19 @@ class Plan:
         )
 
     @property
+    def data_collectives(self) -> int:
+        """Gathers of weights and reductions of gradients in one step; on gloo a large one is many messages instead."""
+        return sum(self._bucket_collectives(unit, bucket) for unit in self.units for bucket in unit.buckets)
+
+    def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
+        several = [axis for axis in self.roles.data if self.axes[axis] > 1]
+        split = sum(axis in bucket.axes for axis in several)
+        again = split if unit.name and self.policy.regather else 0
+        again = min(again, 1) if self._kept_over is not None else again
+        trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
+        return split + again + (len(several) if trains else 0)
+
+    @property
     def keep_axis(self) -> str | None:
         """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
         return next((axis for axis in reversed(self.roles.data) if self.axes[axis] > 1), None)
@@ -256,11 +269,10 @@ class Plan:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
-        collectives = 2 * sum(bool(b.axes) for u in self.units for b in u.buckets)
         return (
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{len(self.units)} units; about {collectives} collectives and {self.comm_bytes:,} bytes of "
-            "weights per step"
+            f"{len(self.units)} units; {self.data_collectives} collectives over data axes and "
+            f"{self.comm_bytes:,} bytes received per step"
         )
 
 
@@ -610,7 +622,7 @@ def _unit_names(info: ModelInfo, policy: Policy, problems: list[str]) -> list[st
         if not any(_is_unit(pattern, m) for m in info.modules):
             names = [m.name for m in info.modules if m.name]
             problems.append(
-                f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names)} {_examples(names)}"
+                f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names) or '.'} {_examples(names)}"
             )
     return found
 

@@ -9,6 +9,15 @@ import torch
 
 from shardfn.core.errors import did_you_mean
 
+_ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
+    "param_dtype": "compute_dtype",
+    "cast_forward_inputs": "cast_inputs",
+    "reshard_after_forward": "regather",
+    "sharding_strategy": "regather",
+    "auto_wrap_policy": "units",
+    "cpu_offload": "offload",
+    "offload_policy": "offload",
+}
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
@@ -84,9 +93,8 @@ class Policy:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise TypeError(
-                    f"Policy has no field '{name}'{did_you_mean(name, known) or '.'} Its fields: {', '.join(known)}."
-                )
+                hint = f"; that is '{_ELSEWHERE[name]}' here." if name in _ELSEWHERE else did_you_mean(name, known)
+                raise TypeError(f"Policy has no field '{name}'{hint or '.'} Its fields: {', '.join(known)}.")
         policy = super().__new__(cls)
         object.__setattr__(policy, "given", frozenset(given))
         return policy

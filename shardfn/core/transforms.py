@@ -142,6 +142,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
         if isinstance(leaf, DTensor) and leaf.grad_fn is None
     }
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
+    made.sources = tree
     if reduce is not None:
         made.gradients = Gradients(new)
     return made

@@ -65,6 +65,7 @@ class Params(dict[str, Any]):
         self.buffers: dict[str, Tensor] = dict(buffers or {})
         # Where the engine puts gradients of these very leaves; set by a differentiation for its own tree only.
         self.gradients: Any = None
+        self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
 
     def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
         """Other leaves under the same plan, mesh and buffers."""

@@ -6,6 +6,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -101,12 +102,10 @@ class Trial:
         except _ForwardFailed as failure:
             # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries.
             groups = self._groups()
-            if not groups:
-                raise
-            try:
-                return self._settled(Adjustments(vary=groups), args, kwargs)
-            except ShardError:
-                raise failure from failure.__cause__
+            with suppress(ShardError):
+                if groups:
+                    return self._settled(Adjustments(vary=groups), args, kwargs)
+            raise ShardError(str(failure)) from failure.__cause__
 
     def _settled(self, adjust: Adjustments, args: Any, kwargs: Any) -> Adjustments:
         found = Findings()
@@ -159,10 +158,10 @@ class Trial:
         return (
             f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in "
             f"{path!r}: {error}\n"
-            "Take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the "
-            "configuration: only "
-            f"this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must follow "
-            f"x.device, and control flow must not depend on values."
+            "Where two layers disagree about a size, split what is between them alike in both rules. Otherwise take "
+            "sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: "
+            "only this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must "
+            "follow x.device, and control flow must not depend on values."
         )
 
 

@@ -6,7 +6,7 @@
       start the gather of unit 2                          start the gather again of unit 1
       compute                                             compute
     leave unit 1: let go of its weights                 its gradients are here: let go of its weights
-    enter unit 2 ...                                      start to reduce them; wait for those of unit 3
+    enter unit 2 ...                                      wait for those of the unit before, start to reduce these
 
 [Note: who keeps a gathered weight alive]
     from `enter` to `leave` of its unit     the session (`_live`)
@@ -14,9 +14,11 @@
                                             of a gathered storage by (bucket, offset, size, stride); with `regather=n`
                                             the n-th part of it (`_kept`), with False everything, by the graph
     in the backward of the unit             `_Gathered`, from the first unpack until the bucket's gradients arrive
-The root unit is gathered first and kept until its backward: its views are saved as they are. A bucket that needs no
-collective (one data rank, or replicated weights) has nothing to free. Memory comes from the buckets' pool, which hands
-it out again when nobody refers to it.
+These are all collectives over data axes: one all-gather a bucket in each column, and one reduction (an all-reduce more
+over `replicate`). Those over compute axes are in tensor_parallel.py, that of the loss is in transforms.py, and
+docs/design.md follows a whole step. The root unit is gathered first and kept until its backward: its views are saved as
+they are. A bucket that needs no collective (one data rank, or replicated weights) has nothing to free. Memory comes
+from the buckets' pool, which hands it out again when nobody refers to it.
 """
 
 import weakref
@@ -28,7 +30,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardfn._torch import after_backward, in_backward, in_transform, tensor_in, unwrap_locals, version_of
+from shardfn._torch import (
+    after_backward,
+    in_backward,
+    in_transform,
+    out_of_inference_mode,
+    tensor_in,
+    unwrap_locals,
+    version_of,
+)
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.compiled import untraced
@@ -115,6 +125,8 @@ class Session:
     ) -> None:
         """`mode` tells apart calls that may ask for units in different orders."""
         self.plan, self.leaves, self.gradients = plan, leaves, gradients
+        # What `value_and_grad` made its fresh leaves of: their owner may still change them.
+        self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
@@ -138,10 +150,11 @@ class Session:
         if found is None:
             unit = self.runtime.unit_of[name]
             # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
-            with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
-                self._weights |= self._gather(self.runtime.units[unit])
-            self._live.add(unit)
-            self._look_ahead()
+            with out_of_inference_mode():
+                with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
+                    self._weights |= self._gather(self.runtime.units[unit])
+                self._live.add(unit)
+                self._look_ahead()
             found = self._weights[name]
         return found
 
@@ -160,7 +173,8 @@ class Session:
         for unit in list(self._live):
             self._free(unit)
         self._started.clear()
-        self.runtime.settle()
+        with out_of_inference_mode():
+            self.runtime.settle()
         if self.runtime.host is not None:
             self.runtime.host.settle()
 
@@ -362,6 +376,7 @@ class _Gathered:
         self.spot = session.spot(event)
         self.frees = bool(session.runtime.frees and event.unit and self.spot.moves)
         self._leaves, self._shards = leaves, unwrap_locals(leaves)
+        self._sources = [session.sources[name] for name in self.spot.bucket.leaves] if session.sources else leaves
         self._versions = self._versions_now()
         self._flight = flight
         self._awake = False
@@ -371,7 +386,7 @@ class _Gathered:
 
     def _versions_now(self) -> list[int]:
         """What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter."""
-        return [*map(version_of, self._shards), *map(version_of, self._leaves)]
+        return [*map(version_of, self._shards), *map(version_of, self._leaves), *map(version_of, self._sources)]
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather."""

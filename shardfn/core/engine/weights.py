@@ -28,6 +28,12 @@ class LazyWeights(dict[str, Any]):
             raise ShardError(self._refusals[attribute])
         return self._fetch(name)
 
+    def __setitem__(self, attribute: str, value: Any) -> None:
+        raise ShardError(
+            f"apply: a forward assigns the parameter '{attribute}'; parameters come from the tree: change the tree, or "
+            "assign a plain tensor under another name"
+        )
+
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
 
