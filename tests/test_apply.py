@@ -437,9 +437,9 @@ def test_inference_mode_leaves_nothing_that_training_cannot_use(mesh: DeviceMesh
 @on_meshes({"fsdp": 2})
 def test_a_forward_that_assigns_a_parameter_is_an_error(mesh: DeviceMesh) -> None:
     class Assigns(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             self.weight = nn.Parameter(torch.zeros(4, 4))
-            return super().forward(x)
+            return super().forward(input)
 
     model = Assigns(4, 4)
     params = sf.shard(model, mesh, sf.Policy())
