@@ -146,6 +146,12 @@ def call_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._orig_mod(*args, **kwargs)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around the forward of a module or in its backward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(map(bool, hooks))
+
+
 def compiles_itself_no_more(module: nn.Module) -> None:
     """Undo `module.compile()`."""
     module._compiled_call_impl = None
@@ -186,6 +192,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and handles refer to a storage, this handle included."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def backward_id() -> int:
+    """A number of the backward under way, larger than those of all that began before; -1 when there is none."""
+    return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:

@@ -109,7 +109,17 @@ class Trainer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`."""
-        return apply(self.module, self.params, *args, **kwargs)
+        params = self.params
+        try:
+            return apply(self.module, params, *args, **kwargs)
+        finally:
+            self._keep_buffers(params)
+
+    def _keep_buffers(self, params: Params) -> None:
+        """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
+        for name, value in params.buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            buffers_of(self.module.get_submodule(owner))[attribute] = value
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.
@@ -124,6 +134,7 @@ class Trainer(nn.Module):
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
         loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
+        self._keep_buffers(params)
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
         _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
         self._update_ema(params)

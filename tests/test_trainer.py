@@ -337,3 +337,32 @@ def test_a_checkpoint_of_another_optimizer_is_refused(mesh: DeviceMesh) -> None:
     adam: Any = torch.optim.AdamW
     with pytest.raises(TypeError, match=r"sf\.optim\.from_torch\(AdamW"):
         sf.Trainer(decoder(), mesh, optimizer=adam)
+
+
+class _Counting(nn.Module):
+    """Counts its calls in a buffer that every forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 1), nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.linear(x)
+
+
+@on_meshes({"fsdp": 2})
+def test_buffers_that_a_forward_replaces_are_kept(mesh: DeviceMesh) -> None:
+    model, x = _Counting(), torch.ones(2, 4)
+    params = sf.shard(model, mesh, sf.Policy())
+    step = sf.value_and_grad(lambda p: sf.apply(model, p, x).sum())
+    for _ in range(3):
+        step(params)
+    assert params.buffers["calls"] == 3
+    trainer = sf.Trainer(
+        _Counting(), mesh, optimizer=sf.optim.sgd(0.1), loss_fn=lambda p, x: sf.apply(trainer.module, p, x).sum()
+    )
+    trainer(x).sum().backward()
+    trainer.step(x)
+    trainer.step(x)
+    assert trainer.get_buffer("calls") == 3 and trainer.state_dict()["calls"] == 3

@@ -250,3 +250,31 @@ def test_plain_trees_differentiate_too() -> None:
 def test_bad_calls(call: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call({"w": torch.arange(3.0)})
+
+
+class _Rotates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).real * self.scale
+
+
+@on_meshes({"fsdp": 2})
+def test_complex_parameters_have_gradients(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = _Rotates(), torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    params = sf.shard(model, mesh, sf.Policy())
+    grads = sf.grad(lambda p: sf.apply(model, p, x).square().mean())(params)
+    model(x).square().mean().backward()
+    assert_parity(sf.gather(grads), {name: param.grad for name, param in model.named_parameters()})
+
+
+@on_meshes({"fsdp": 1})
+def test_a_leaf_that_the_plan_does_not_know_is_an_error(mesh: DeviceMesh) -> None:
+    params = sf.shard(nn.Linear(4, 1), mesh, sf.Policy())
+    params["zzz"] = params["weight"]
+    with pytest.raises(sf.ShardError, match="has a leaf 'zzz', which its plan does not know"):
+        sf.grad(lambda p: p["weight"].sum())(params)

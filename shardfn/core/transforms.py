@@ -42,7 +42,8 @@ def value_and_grad(
 
     Args:
         loss_fn: the function; the loss is a scalar tensor, or `(loss, aux)` with `has_aux`.
-        argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors.
+        argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors, whose
+            gradients are this rank's own.
         has_aux: whether `loss_fn` also returns something that is passed through.
         reduce: gradients are the mean or the sum over data ranks, with their parameters' placements; `None` leaves
             them as pending sums (`+fsdp`) to be added over microbatches and given to `reduce_grads` once.
@@ -134,6 +135,8 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 
     if not isinstance(tree, Params):
         return pytree.tree_map(fresh, tree)
+    if unknown := tree.keys() - tree.plan.leaves.keys():
+        raise ShardError(f"value_and_grad: the tree has a leaf {min(unknown)!r}, which its plan does not know")
     plan = tree.plan.with_reduction(reduce)
     trains = _trained(tree.plan)
     new = {
@@ -143,6 +146,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     }
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     made.sources = tree
+    made.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
     if reduce is not None:
         made.gradients = Gradients(new)
     return made
@@ -151,8 +155,11 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
 def _trained(plan: Plan) -> frozenset[str]:
     """Leaves that may have a gradient."""
     if "_trained" not in plan.__dict__:
-        names = (n for n, (layout, _) in plan.leaves.items() if layout.trainable and layout.dtype.is_floating_point)
-        plan.__dict__["_trained"] = frozenset(names)
+        plan.__dict__["_trained"] = frozenset(
+            name
+            for name, (layout, _) in plan.leaves.items()
+            if layout.trainable and (layout.dtype.is_floating_point or layout.dtype.is_complex)
+        )
     return plan.__dict__["_trained"]
 
 

@@ -30,7 +30,7 @@ from shardfn._torch import (
     refresh_flat_weights,
     set_tables,
 )
-from shardfn.core.engine.compiled import GraphBreak, compiled
+from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import shallow_copy
@@ -38,7 +38,8 @@ from shardfn.core.shadow import shallow_copy
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
 _dict_of = attrgetter("__dict__")
-_OWN = frozenset(nn.Module().__dict__) | {"forward"}  # attributes that are nn.Module's own
+_OWN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights"}  # attributes that are torch's own
+_DELETED = object()
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class Bound:
             if isinstance(value, MethodType | tuple)
         ]
         self._template = self._template_now()
-        self._mine = [(list(copy.__dict__), _identities(copy.__dict__.values())) for _, copy in self._pairs]
+        self._own = [copy for _, copy in self._pairs]
+        self._made = [(_identities(copy.__dict__), _identities(children_of(copy))) for copy in self._own]
+        self._mine = self._mine_now()
         # Reached without a reference to the copy: a forward, a method kept as an attribute.
         self._reached = [
             value for _, copy in self._pairs for value in copy.__dict__.values() if isinstance(value, _FUNCTIONS)
@@ -140,9 +143,12 @@ class Bound:
         return [
             *map(len, tables),
             *map(len, held),
+            *chain.from_iterable(tables),
             *map(id, chain.from_iterable(map(dict.values, tables))),
+            *chain.from_iterable(container for container in self._lists if isinstance(container, dict)),
             *map(id, chain.from_iterable(held)),
             *chain.from_iterable(map(parameters_of, modules)),
+            *map(type, modules),
             *(type(module).forward for module in modules),
             *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
@@ -183,7 +189,7 @@ class Bound:
         wiring = self._wiring
         function = wiring.forwards.get(path) or _own_forward(module)
         if compiler is not None:
-            function = compiled(function, compiler)
+            function = compiled(own_code(function, module), compiler)
         elif isinstance(module, nn.RNNBase) and path not in wiring.forwards:
             function = _with_flat_weights(function)
         compiles_itself_no_more(copy)
@@ -224,14 +230,32 @@ class Bound:
             return {key: self._moved(item) for key, item in value.items()}
         return value
 
+    def _mine_now(self) -> list[Any]:
+        tables = [*map(_dict_of, self._own), *map(children_of, self._own)]
+        return [
+            *map(len, tables),
+            *chain.from_iterable(tables),
+            *map(id, chain.from_iterable(map(dict.values, tables))),
+        ]
+
     def _assigned(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Any]]:
-        """(module of the template, attribute, value) of what the forward assigned."""
-        for (template, copy), (names, mine) in zip(self._pairs, self._mine, strict=True):
-            if not type(copy).__module__.startswith("torch.nn.") and mine != _identities(copy.__dict__.values()):
-                before = dict(zip(names, mine, strict=True))
-                for name in copy.__dict__.keys() - _OWN:
-                    if before.get(name) != id(copy.__dict__[name]):
-                        yield template, name, copy.__dict__[name]
+        """(module of the template, attribute, value) of what the forward assigned; deleted ones are `_DELETED`."""
+        if self._mine == self._mine_now():
+            return
+        for (template, copy), (attributes, children) in zip(self._pairs, self._made, strict=True):
+            for made, now in ((attributes, copy.__dict__), (children, children_of(copy))):
+                for name in (made.keys() | now.keys()) - _OWN:
+                    if name not in now:
+                        yield template, name, _DELETED
+                    elif made.get(name) != id(now[name]):
+                        yield template, name, self._original(now[name])
+
+    def _original(self, value: Any) -> Any:
+        """The module of the template that a copy stands for; other values as they are."""
+        for template, copy in self._pairs if isinstance(value, nn.Module) else ():
+            if copy is value:
+                return template()
+        return value
 
     def assigned(self) -> list[Any]:
         """What the forward assigned to attributes of its modules, and all buffers: it may have filled them."""
@@ -241,7 +265,14 @@ class Bound:
     def write_back(self, buffers: dict[str, Tensor]) -> None:
         """Give the template the attributes, and `buffers` the buffers, that the forward assigned."""
         for template, name, value in list(self._assigned()):
-            if (module := template()) is not None:
+            module = template()
+            if module is None:
+                continue
+            module.__dict__.pop(name, None)
+            children_of(module).pop(name, None)
+            if isinstance(value, nn.Module):
+                children_of(module)[name] = value
+            elif value is not _DELETED:
                 module.__dict__[name] = value
         for (name, attribute, copy, _), given in zip(self._buffers, self._given, strict=True):
             value = buffers_of(copy).get(attribute)
@@ -256,8 +287,8 @@ def _parts(value: Any) -> Any:
     return tuple(map(_parts, value)) if isinstance(value, tuple) else id(value)
 
 
-def _identities(values: Iterable[Any]) -> list[int]:
-    return list(map(id, values))
+def _identities(table: Mapping[str, Any]) -> dict[str, int]:
+    return dict(zip(table, map(id, table.values()), strict=True))
 
 
 def _method(function: Forward, here: Callable[[], Any]) -> Forward:

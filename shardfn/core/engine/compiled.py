@@ -7,16 +7,39 @@ shapes share one graph, and the weights are inputs of it: what the graph saves o
 gathered memory, which the session frees and gathers again as ever.
 """
 
+import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from shardfn._torch import Compiler, in_transform
+from shardfn._torch import Compiler, has_forward_hooks, in_transform
 from shardfn.core.engine.weights import plain_weights
 
 Forward = Callable[..., Any]
+
+
+# Of modules that do not share their graphs: the function that they were given, and the copy of it that they run.
+_OWN_CODE: "weakref.WeakKeyDictionary[nn.Module, tuple[Forward, Forward]]" = weakref.WeakKeyDictionary()
+
+
+def own_code(function: Forward, module: nn.Module) -> Forward:
+    """The function, or a copy of it with other code when hooks wait inside `module`.
+
+    Graphs belong to code, and Dynamo does not ask whether another module of the same class has hooks.
+    """
+    hooked = any(has_forward_hooks(inner) for inner in module.modules() if inner is not module)
+    if not hooked or not isinstance(function, FunctionType):
+        return function
+    known = _OWN_CODE.get(module)
+    if known is None or known[0] is not function:
+        code = function.__code__.replace()
+        copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        known = _OWN_CODE[module] = function, copy
+    return known[1]
 
 
 def compiled(function: Forward, compiler: Compiler) -> Forward:

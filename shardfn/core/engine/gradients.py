@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import accumulates, foreach, has_gradient_hooks, spec_of, unwrap_local, wrap_local
 from shardfn.core.buckets import BucketOnGrid, Flight
+from shardfn.core.errors import ShardError
 
 _IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
 _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
@@ -90,9 +91,13 @@ class Gradients(Reductions):
 class Accumulation(Reductions):
     """Those that `loss.backward()` adds to the `.grad` of leaves."""
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._leaves = leaves
+        self._leaves: dict[str, Tensor] = {}
+
+    def note(self, names: Sequence[str], leaves: Sequence[Tensor]) -> None:
+        """These are the leaves behind the names: a tree may hold others by the end of the backward."""
+        self._leaves.update(zip(names, leaves, strict=True))
 
     @staticmethod
     def takes(leaves: Sequence[Tensor], nodes: Sequence[Any]) -> bool:
@@ -108,12 +113,16 @@ class Accumulation(Reductions):
         sums: list[Tensor] = []
         added: list[Tensor] = []
         for name, shard in self.settle().items():
-            leaf = self._leaves[name]
-            if leaf.grad is None:
-                assert isinstance(leaf, DTensor)
+            leaf, grad = self._leaves[name], self._leaves[name].grad
+            assert isinstance(leaf, DTensor)
+            if grad is None:
                 leaf.grad = wrap_local(shard, spec_of(leaf))
-            else:
-                sums.append(unwrap_local(leaf.grad))
-                added.append(shard)
+                continue
+            if not isinstance(grad, DTensor):
+                raise ShardError(f"backward: the gradient that '{name}' had before is a plain tensor, no DTensor")
+            if grad.placements != leaf.placements:  # what a loss on the DTensor itself left
+                leaf.grad = grad = grad.redistribute(leaf.device_mesh, leaf.placements)
+            sums.append(unwrap_local(grad))
+            added.append(shard)
         if sums:
             foreach("add_")(sums, added)

@@ -24,6 +24,7 @@ from the buckets' pool, which hands it out again when nobody refers to it.
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardfn._torch import (
     after_backward,
+    backward_id,
     in_backward,
     in_transform,
     out_of_inference_mode,
@@ -139,8 +141,8 @@ class Session:
         # Weak: the graph and its packed views keep these alive, and each keeps the session.
         self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[_Gathered]] = []
-        self._in_backward = False
-        self._accumulation: Accumulation | None = None
+        self._backwards: set[int] = set()  # under way; one that failed is never over
+        self._accumulations: dict[int, Accumulation] = {}  # by backward
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -236,8 +238,9 @@ class Session:
                 flight = self._start(event, self._leaves_of(self.spot(event).bucket))
                 assert flight is not None
                 self._started[event] = flight
-            elif event.kind == "gather again" and self._in_backward and (gathered := self._last_passed(event)):
-                if not gathered.start_again():
+            elif event.kind == "gather again" and backward_id() in self._backwards:
+                gathered = self._last_passed(event)
+                if gathered is None or not gathered.start_again():
                     return
             else:
                 return
@@ -284,9 +287,10 @@ class Session:
 
     def begin_backward(self, gathered: "_Gathered") -> None:
         """The backward of a unit begins, and the one before it comes next. After the last one, nothing stays."""
-        if in_backward() and not self._in_backward:
-            self._in_backward = True
-            after_backward(self._end_backward)
+        backward = backward_id()
+        if in_backward() and backward not in self._backwards:
+            self._backwards.add(backward)
+            after_backward(partial(self._end_backward, backward))
         waiting = self._passed.get(gathered.again, [])
         waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
         self._look_ahead()
@@ -305,20 +309,22 @@ class Session:
             return self.gradients
         if not Accumulation.takes(leaves, nodes):
             return None
-        if self._accumulation is None:
-            self._accumulation = Accumulation(self.leaves)
-            self.runtime.accumulations.append(self._accumulation)
-            after_backward(self._accumulate)
-        return self._accumulation
+        backward = backward_id()
+        if backward not in self._accumulations:
+            made = self._accumulations[backward] = Accumulation()
+            self.runtime.accumulations.append(made)
+            after_backward(partial(self._accumulate, backward))
+        self._accumulations[backward].note(names, leaves)
+        return self._accumulations[backward]
 
-    def _accumulate(self) -> None:
-        accumulation, self._accumulation = self._accumulation, None
-        if accumulation is not None:
-            accumulation.finish()
-            self.runtime.accumulations.remove(accumulation)
+    def _accumulate(self, backward: int) -> None:
+        accumulation = self._accumulations.pop(backward)
+        accumulation.finish()
+        self.runtime.accumulations.remove(accumulation)
 
-    def _end_backward(self) -> None:
-        self._in_backward = False
+    def _end_backward(self, backward: int) -> None:
+        """It is over, and with it those that began in it."""
+        self._backwards = {other for other in self._backwards if other < backward}
         self.runtime.settle()
         while self._regathered:
             self._release_oldest()
