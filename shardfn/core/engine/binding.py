@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -112,7 +112,8 @@ class Bound:
         self._template = self._template_now()
         self._own = [copy for _, copy in self._pairs]
         self._made = [(_identities(copy.__dict__), _identities(children_of(copy))) for copy in self._own]
-        self._mine = self._mine_now()
+        self._sizes, held = self._mine_now()
+        self._held = list(held)
         # Reached without a reference to the copy: a forward, a method kept as an attribute.
         self._reached = [
             value for _, copy in self._pairs for value in copy.__dict__.values() if isinstance(value, _FUNCTIONS)
@@ -230,17 +231,15 @@ class Bound:
             return {key: self._moved(item) for key, item in value.items()}
         return value
 
-    def _mine_now(self) -> list[Any]:
+    def _mine_now(self) -> tuple[list[int], Iterator[Any]]:
+        """Sizes of the tables of the copies; what is in them."""
         tables = [*map(_dict_of, self._own), *map(children_of, self._own)]
-        return [
-            *map(len, tables),
-            *chain.from_iterable(tables),
-            *map(id, chain.from_iterable(map(dict.values, tables))),
-        ]
+        return list(map(len, tables)), chain(*tables, chain.from_iterable(map(dict.values, tables)))
 
     def _assigned(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Any]]:
         """(module of the template, attribute, value) of what the forward assigned; deleted ones are `_DELETED`."""
-        if self._mine == self._mine_now():
+        sizes, held = self._mine_now()
+        if sizes == self._sizes and all(map(is_, held, self._held)):
             return
         for (template, copy), (attributes, children) in zip(self._pairs, self._made, strict=True):
             for made, now in ((attributes, copy.__dict__), (children, children_of(copy))):
