@@ -6,6 +6,7 @@ Every preset returns an ordinary `Policy`: merge it with `|`, or pass the fields
     ddp()                       whole            all-reduced      none
     zero2()                     over fsdp        reduce-scattered once
     fsdp(), hsdp()              over fsdp        reduce-scattered twice (again in backward)
+    gathered(policy)            whole            all-reduced      none: for inference
 """
 
 import re

@@ -61,7 +61,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     Communication: one all-gather a bucket and data axis when the unit before it begins, and again in its backward
     (`regather=True`); one reduce-scatter a bucket in the backward; one all-reduce a row-parallel output and, in the
     backward, a tensor read by column-parallel linears. On gloo, buckets of 1 MiB and more travel rank to rank instead.
-    The first two calls exchange 16 bytes over each axis, and the first meets the others at the store once a unit.
+    The first two calls exchange a few bytes over each axis, and the first meets the others at the store once a unit.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
