@@ -204,6 +204,23 @@ def test_hooks_inside_a_unit_are_its_own(mesh: DeviceMesh, how: str, first: bool
     assert graphs() == 2
 
 
+@on_meshes({"fsdp": 2})
+def test_a_recurrent_unit_keeps_no_weights(mesh: DeviceMesh) -> None:
+    """Dynamo leaves it as it is; its list of weights holds the gathered ones during the forward only."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.LSTM(4, 4, batch_first=True)).double()
+    params = sf.shard(model, mesh, sf.Policy(units=["0"], compile={"backend": "aot_eager"}))
+    zeros = sf.tree.map(lambda leaf: 0 * leaf, params)
+    lists: list[Any] = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        lists.append(list(module._flat_weights))
+
+    model[0].register_forward_hook(note)
+    assert float(sf.apply(model, zeros, torch.ones(2, 3, 4, dtype=torch.float64))[0].abs().max()) == 0
+    assert lists == [[]]
+
+
 @on_meshes({"fsdp": 1, "tp": 1})
 def test_a_compiled_module_that_holds_units(mesh: DeviceMesh) -> None:
     model = stack()

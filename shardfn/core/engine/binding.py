@@ -191,7 +191,7 @@ class Bound:
         function = wiring.forwards.get(path) or _own_forward(module)
         if compiler is not None:
             function = compiled(own_code(function, module), compiler)
-        elif isinstance(module, nn.RNNBase) and path not in wiring.forwards:
+        if isinstance(module, nn.RNNBase) and path not in wiring.forwards:
             function = _with_flat_weights(function)
         compiles_itself_no_more(copy)
         if function is type(module).forward and path not in wiring.around:
