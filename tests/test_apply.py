@@ -447,6 +447,47 @@ def test_a_forward_that_assigns_a_parameter_is_an_error(mesh: DeviceMesh) -> Non
         sf.apply(model, params, torch.ones(2, 4))
 
 
+class _Buffers(nn.Module):
+    """Its first forward takes buffers away, registers one and replaces one, each under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = nn.Linear(2, 2)
+        self.inner.register_buffer("given", torch.ones(1))
+        self.inner.register_buffer("gone", torch.ones(1))
+        self.inner.register_buffer("count", torch.zeros(1))
+        self.inner.register_buffer("late", None)
+        self.again = self.inner
+
+    def forward(self, x: Tensor) -> list[Any]:
+        inner = self.inner
+        inner.count = inner.count + 1
+        if inner.given is not None:
+            inner.given, inner.late = None, torch.full((1,), 2.0)
+            del inner.gone
+            inner.register_buffer("new", torch.full((1,), 3.0))
+        self.seen = sorted(inner._buffers)
+        return [inner.given, inner.late + 0, inner.new + 0, inner.count + 0, self.again(x)]
+
+
+@on_meshes({"fsdp": 2})
+def test_buffers_that_a_forward_registers_or_takes_away(mesh: DeviceMesh) -> None:
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model, reference, x = _Buffers(), _Buffers(), torch.ones(1, 2)
+        reference.load_state_dict(model.state_dict())
+        params = sf.shard(model, mesh, sf.Policy())
+        trainer = sf.Trainer(model, mesh, sf.Policy()) if wrap else None
+        for _ in range(3):
+            found = trainer(x) if trainer is not None else sf.apply(model, params, x)
+            torch.testing.assert_close(found, reference(x))
+            assert model.seen == reference.seen
+        for tree in [trainer.params] if trainer is not None else [params]:
+            assert {name.rpartition(".")[2] for name in tree.buffers} == {"count", "late", "new"}
+            for name in ("inner.count", "again.count"):
+                torch.testing.assert_close(tree.buffers[name], torch.full((1,), 3.0))
+
+
 class _Grouped(nn.Module):
     """Grouped queries by torch's own attention, which repeats keys by the ratio of the heads that it is given."""
 

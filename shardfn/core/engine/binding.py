@@ -95,11 +95,17 @@ class Bound:
         self._wiring = wiring
         self._copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
-        self._buffers: list[tuple[str, str, nn.Module, Tensor | None]] = []  # (full name, attribute, copy, template's)
         self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
         self.compiles = False  # whether any forward is a graph
         self.root = self._copy(model, "")
         self._rebind_all()
+        names = model.named_modules(remove_duplicate=False)  # a module with several names has its buffers under each
+        self._owners = [(f"{path}." if path else "", self._copies[id(module)]) for path, module in names]
+        self._buffers = [
+            (prefix + name, name, copy, buffer)  # (full name, attribute, copy, the template's)
+            for prefix, copy in self._owners
+            for name, buffer in buffers_of(copy).items()
+        ]
         self._copies.clear()
         # The copies share most values, so that their addresses are not given to others; not these, which they replace.
         self._replaced = [
@@ -113,6 +119,7 @@ class Bound:
         self._own = [copy for _, copy in self._pairs]
         self._made = [(_identities(copy.__dict__), _identities(children_of(copy))) for copy in self._own]
         self._sizes, held = self._mine_now()
+        self._buffer_counts = self._buffer_counts_now()
         self._held = list(held)
         # Reached without a reference to the copy: a forward, a method kept as an attribute.
         self._reached = [
@@ -170,7 +177,6 @@ class Bound:
         weights = self._wiring.lazy_weights(path, absent)
         copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
         self._pairs.append((weakref.ref(module), copy))
-        self._buffers += [(prefix + name, name, copy, buffer) for name, buffer in buffers_of(module).items()]
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None
         wrapped, inside = compiler_of_wrapped(module), inside_graph or compiler is not None
@@ -262,7 +268,10 @@ class Bound:
         return values + [buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._buffers]
 
     def write_back(self, buffers: dict[str, Tensor]) -> None:
-        """Give the template the attributes, and `buffers` the buffers, that the forward assigned."""
+        """Give the template the attributes, and `buffers` the buffers, that the forward assigned.
+
+        Buffers that it registered or took away are new, or gone, in both.
+        """
         for template, name, value in list(self._assigned()):
             module = template()
             if module is None:
@@ -273,10 +282,34 @@ class Bound:
                 children_of(module)[name] = value
             elif value is not _DELETED:
                 module.__dict__[name] = value
-        for (name, attribute, copy, _), given in zip(self._buffers, self._given, strict=True):
-            value = buffers_of(copy).get(attribute)
-            if value is not None and value is not given:
+        self._write_back_buffers(buffers)
+
+    def _write_back_buffers(self, buffers: dict[str, Tensor]) -> None:
+        values = (buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._buffers)
+        if all(map(is_, values, self._given)) and self._buffer_counts == self._buffer_counts_now():
+            return
+        was = dict(zip((name for name, *_ in self._buffers), self._given, strict=True))
+        now = {prefix + name: value for prefix, copy in self._owners for name, value in buffers_of(copy).items()}
+        for name in was.keys() | now.keys():
+            value = now.get(name)
+            if value is None:
+                buffers.pop(name, None)
+            elif value is not was.get(name):
                 buffers[name] = value
+        self._list_buffers()
+
+    def _buffer_counts_now(self) -> list[int]:
+        return list(map(len, map(buffers_of, self._own)))
+
+    def _list_buffers(self) -> None:
+        """Give the modules of the template the buffers that their copies have; a value of the template's own stays."""
+        for template, copy in self._pairs:
+            if (module := template()) is not None:
+                own = dict(buffers_of(module))
+                buffers_of(module).clear()
+                for name, value in buffers_of(copy).items():
+                    kept = own.get(name)
+                    buffers_of(module)[name] = value if value is None or kept is None else kept
 
 
 def _parts(value: Any) -> Any:
