@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import Decoder, decoder, policy, token_loss, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
@@ -488,6 +489,24 @@ def test_buffers_that_a_forward_registers_or_takes_away(mesh: DeviceMesh) -> Non
                 torch.testing.assert_close(tree.buffers[name], torch.full((1,), 3.0))
 
 
+@on_meshes({"fsdp": 1, "tp": 1})
+def test_a_buffer_that_a_forward_registers(mesh: DeviceMesh) -> None:
+    class Registers(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", torch.full((1,), 2.0))
+            return super().forward(input) * self.scale
+
+    model = Registers(2, 2)
+    params = sf.shard(model, mesh, sf.Policy())
+    sf.apply(model, params, torch.ones(1, 2))
+    assert list(params.buffers) == ["scale"]
+    params.buffers["scale"].fill_(3)
+    torch.testing.assert_close(
+        sf.apply(model, params, torch.ones(1, 2)), F.linear(torch.ones(1, 2), *model.parameters()) * 3
+    )
+
+
 class _Grouped(nn.Module):
     """Grouped queries by torch's own attention, which repeats keys by the ratio of the heads that it is given."""
 
@@ -602,6 +621,8 @@ def _apply_on(axes: dict[str, int], kind: str) -> None:
         sf.apply(model, params, tokens(rank)[0])
     elif kind == "device":
         sf.apply(model, params, x.to("meta") if rank == 1 else x)
+    elif kind == "DTensor":
+        sf.apply(model, params, DTensor.from_local(x, mesh))
     elif kind == "other model":
         sf.apply(nn.Linear(3, 3), params, x)
     elif kind == "scalar":
@@ -614,6 +635,7 @@ def _apply_on(axes: dict[str, int], kind: str) -> None:
         ({"fsdp": 2, "tp": 2}, "batch", "inputs differ between ranks along 'tp'"),
         ({"fsdp": 1, "tp": 4}, "batch", "sf.data.rank"),
         ({"fsdp": 2, "tp": 2}, "device", "is on 'meta'|1 other ranks cannot use their inputs|other ranks"),
+        ({"fsdp": 2, "tp": 2}, "DTensor", r"input \[0\] is a DTensor; .* pass x.to_local"),
         ({"fsdp": 2, "tp": 2}, "other model", "was made for another model"),
         ({"fsdp": 2, "tp": 2}, "scalar", "must be a scalar"),
         ({"fsdp": 4, "tp": 1}, "closure", "read from the model itself"),
