@@ -492,6 +492,8 @@ def test_buffers_that_a_forward_registers_or_takes_away(mesh: DeviceMesh) -> Non
 @on_meshes({"fsdp": 1, "tp": 1})
 def test_a_buffer_that_a_forward_registers(mesh: DeviceMesh) -> None:
     class Registers(nn.Linear):
+        scale: Tensor
+
         def forward(self, input: Tensor) -> Tensor:
             if not hasattr(self, "scale"):
                 self.register_buffer("scale", torch.full((1,), 2.0))
