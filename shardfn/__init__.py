@@ -10,6 +10,9 @@ from shardfn import optim as optim
 from shardfn import policies as policies
 from shardfn import tree as tree
 from shardfn.core.apply import apply as apply
+from shardfn.core.derivatives import hvp as hvp
+from shardfn.core.derivatives import jvp as jvp
+from shardfn.core.derivatives import vjp as vjp
 from shardfn.core.errors import ShardError as ShardError
 from shardfn.core.functional import gather as gather
 from shardfn.core.functional import reduce_grads as reduce_grads
@@ -26,6 +29,7 @@ from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad
 from shardfn.core.tree import Params as Params
 from shardfn.core.trial import plan as plan
+from shardfn.core.vmap import vmap as vmap
 from shardfn.trainer import Trainer as Trainer
 
 

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from operator import attrgetter, eq, is_
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -98,6 +100,43 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
     return bool(get_interpreter_stack())
+
+
+def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:
+    """What a tree of the upper part of a structure says of each leaf; None when it is no such tree."""
+    return pytree._broadcast_to_and_flatten(prefix, structure)
+
+
+def values_of(x: Tensor) -> Tensor:
+    """The tensor that transforms wrap: with all mapped dims, and no derivative."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+@cache
+def prepare_forward_mode() -> None:
+    """Have torch load what its forward mode needs, which warns of `torch.jit.script` that it uses itself."""
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)
+        torch.autograd.forward_ad._maybe_load_decompositions()
+
+
+def vmap_depth() -> int:
+    """How many `vmap`s are active."""
+    return sum(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Within it no `torch.func` transform is active, for work on tensors that none of them has to do with."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    if not in_transform():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 # The tables of an nn.Module: what `torch.func.functional_call` swaps too, without a public way to reach them.

@@ -133,7 +133,8 @@ class Trainer(nn.Module):
         """
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
-        loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
+        with torch.no_grad():  # nobody differentiates the gradients
+            loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
         self._keep_buffers(params)
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
         _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)

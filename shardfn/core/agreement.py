@@ -159,6 +159,19 @@ def _fingerprint(batch: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> None:
+    """Compare a number over axes; every rank raises or none does.
+
+    Raises:
+        ShardError: it differs.
+    """
+    row = torch.tensor([number], dtype=torch.int64, device=places.device)
+    for axis in axes:
+        row = gather_flat(row, places.groups[axis])
+    if len(set(row.tolist())) > 1:
+        raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}")
+
+
 def wrong_inputs(batch: Any, device: torch.device) -> str | None:
     """Why the inputs of `apply` cannot be used on this rank."""
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wrap_local
@@ -134,12 +134,30 @@ class BucketOnGrid:
     grid: Grid
     bucket: Bucket
     buffers: Buffers
-    _parts: "dict[tuple[bool, ...], BucketOnGrid]" = field(default_factory=dict)
+    batch: tuple[int, ...] = ()  # dims in front of every leaf, by `vmap`, outermost first
+    _parts: "dict[tuple[bool, ...] | int, BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[Leaf]:
         """The stored leaves, in bucket order."""
-        return [self.plan.leaves[name][1] for name in self.bucket.leaves]
+        leaves = [self.plan.leaves[name][1] for name in self.bucket.leaves]
+        for size in reversed(self.batch):
+            leaves = [leaf.stacked(size) for leaf in leaves]
+        return leaves
+
+    def batched(self, size: int) -> "BucketOnGrid":
+        """The same bucket with one more dim in front of every leaf."""
+        if size not in self._parts:
+            self._parts[size] = replace(self, batch=(size, *self.batch), _parts={})
+        return self._parts[size]
+
+    def spec(self, index: int, dtype: torch.dtype, pending: bool) -> DTensorSpec:
+        """The DTensor metadata of a leaf, or of its unreduced gradient."""
+        if not self.batch:
+            return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending)
+        leaf, parts = self.leaves[index], self.plan.roles
+        placed = placements(leaf, parts.storage, parts.data if pending else ())
+        return dtensor_spec(self.grid.storage, placed, leaf.shape, dtype)
 
     @cached_property
     def host(self) -> Host | None:
@@ -312,6 +330,13 @@ def dense(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
+# [Note: cotangents of trees]
+# Every data rank has a loss of its own, and what is differentiated is their mean. So the cotangent of a shard is the
+# mean over ranks of what their losses say, and shards that a loss does not reach through a gather count as if all ranks
+# said the same. `GatherBucket` therefore transposes to a mean, and the transpose of that mean is a gather: all ranks
+# get the cotangent as it is. Second derivatives follow from these two, and so does arithmetic on trees in between.
+
+
 class GatherBucket(torch.autograd.Function):
     """The leaves of a bucket, made whole over the data axes.
 
@@ -342,19 +367,29 @@ class GatherBucket(torch.autograd.Function):
         reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
         return (None, *(next(reduced) if need else None for need in needed))
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        pairs = enumerate(zip(tangents[1:], ctx.dtypes, strict=True))
+        return GatherBucket.apply(ctx.spot, *(_or_zeros(ctx.spot, i, x, dtype, "sum") for i, (x, dtype) in pairs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+        spot, *leaves = args
+        wholes = GatherBucket.apply(spot.batched(info.batch_size), *_in_front(info.batch_size, in_dims[1:], leaves))
+        return wholes, (0,) * len(leaves)
+
 
 class ReduceBucket(torch.autograd.Function):
-    """Pending gradients of a bucket, reduced into their parameters' layout, as DTensors.
+    """Pending gradients of a bucket, reduced into their parameters' layout; see [Note: cotangents of trees].
 
     forward   d [whole over data]  -> reduce_scatter(data) -> [shard]        (op None: kept, typed `+data`)
-    backward  e [shard]            -> all_gather(data)     -> [whole over data]
+    backward  e [shard]            -> all_gather(data)     -> [whole over data], for "sum" times the ranks
     """
 
     @staticmethod
     def forward(
         spot: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
     ) -> tuple[Tensor, ...]:
-        names = spot.bucket.leaves
         if op is None:
             kept = [
                 None if grad is None else grad.detach().to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
@@ -364,7 +399,9 @@ class ReduceBucket(torch.autograd.Function):
             ]
         else:
             locals_ = spot.reduce(grads, dtypes, op)
-        specs = [leaf_spec(spot.plan, spot.grid, n, d, pending=op is None) for n, d in zip(names, dtypes, strict=True)]
+        if spot.plan.vmaps is not None:
+            return tuple(locals_)
+        specs = [spot.spec(i, dtype, pending=op is None) for i, dtype in enumerate(dtypes)]
         return tuple(wrap_local(local, spec) for local, spec in zip(locals_, specs, strict=True))
 
     @staticmethod
@@ -378,13 +415,42 @@ class ReduceBucket(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         spot = ctx.spot
         given = [
-            _or_zeros(spot, i, x, dtype, ctx.op)
+            _or_zeros(spot, i, None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)), dtype, ctx.op)
             for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))
         ]
         wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
-        ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "mean" else 1
-        out = [None if d is None else unwrap_local(w).to(d) / ranks for w, d in zip(wholes, ctx.dtypes, strict=True)]
+        ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "sum" else 1
+        out = [None if d is None else _times(w.to(d), ranks) for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *out)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        return ReduceBucket.apply(ctx.spot, ctx.op, ctx.shards, *tangents[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+        spot, op, dtypes, *grads = args
+        given = _in_front(info.batch_size, in_dims[3:], grads)
+        return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *given), (0,) * len(grads)
+
+
+def in_layout(x: Tensor, spec: DTensorSpec) -> Tensor:
+    """A cotangent in the layout of its leaf: that of a sum is replicated."""
+    if not isinstance(x, DTensor) or x.placements == spec.placements:
+        return x
+    return x.redistribute(spec.mesh, list(spec.placements))
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+def _in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The mapped dim of each in front; those without one repeat."""
+    return [
+        x if x is None else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for dim, x in zip(dims, tensors, strict=True)
+    ]
 
 
 def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torch.dtype, op: str | None) -> Tensor:

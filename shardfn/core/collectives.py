@@ -8,7 +8,7 @@ No function communicates on a meta tensor (a dry run sees the right shapes) or o
 """
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -375,6 +375,40 @@ class _AllToAll(_Pair):
         return _bind(_AllToAll, grads[0], mesh, axis, concat_dim, split_dim), None, None, None, None
 
 
+class _IntoLosses(_Pair):
+    """
+    |          | in                  | out                                    |
+    |----------|---------------------|----------------------------------------|
+    | forward  | `[...]` invariant   | `[...]` varying, the same memory       |
+    | backward | `[...]` varying     | `[...]` invariant, the mean over ranks |
+    """
+
+    @staticmethod
+    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _bind(_Pmean, grads[0], *ctx.where), None, None
+
+
+class _Pmean(_Pair):
+    """
+    |          | in                  | out                               |
+    |----------|---------------------|-----------------------------------|
+    | forward  | `[...]` varying     | `[...]` invariant, an all-reduce  |
+    | backward | `[...]` invariant   | `[...]` varying, the same memory  |
+    """
+
+    @staticmethod
+    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
+        return _Psum.forward(x, mesh, axis) / axes_of(mesh)[axis]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _bind(_IntoLosses, grads[0], *ctx.where), None, None
+
+
 def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
     """`[.., n, ..] -> [.., W*n, ..]`."""
     size = axes_of(mesh)[axis]
@@ -543,6 +577,22 @@ def pvary(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
         ShardError: the mesh has no such axis.
     """
     return x if _size("pvary", mesh, axis, x) == 1 else _bind(_Pvary, x, mesh, axis)
+
+
+def into_losses(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    """A value of whole trees, such as a norm, for use in the loss of each data rank; see [Note: cotangents of trees].
+
+    Identity. Its cotangent is the mean of what the losses say: one all-reduce an axis in backward.
+
+        >>> import shardfn as sf
+        >>> import torch
+        >>> from shardfn.core.collectives import into_losses
+        >>> into_losses(torch.ones(2), sf.make_mesh("cpu", fsdp=1), ["fsdp"])
+        tensor([1., 1.])
+    """
+    for axis in axes:
+        x = x if _size("into_losses", mesh, axis, x) == 1 else _bind(_IntoLosses, x, mesh, axis)
+    return x
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ Functions on tensors here only reshape, narrow and pad; none communicates.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core.mesh import nested_chunk
-from shardfn.core.spec import Spec
+from shardfn.core.spec import Block, Dim, Factor, Spec
 
 Axes = Mapping[str, int]
 
@@ -55,6 +55,33 @@ class Leaf:
     def local_shape(self, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> tuple[int, ...]:
         """Shape on the rank at `coords`."""
         return tuple(length for _, length in self.local_range(sizes, coords, keep))
+
+    def stacked(self, size: int, axes: Sequence[str] = ()) -> "Leaf":
+        """With a new first dim of `size`, split over `axes`."""
+        lead = Dim((Block((Factor("b", tuple(axes)),)),))
+        return replace(
+            self,
+            shape=(size, *self.shape),
+            extent=(size, *self.extent),
+            splits=(tuple(axes), *self.splits),
+            merges=(1, *self.merges),
+            rule=replace(self.rule, dims=(lead, *self.rule.dims)),
+        )
+
+    def member(self) -> "Leaf":
+        """Without the first dim."""
+        return replace(
+            self,
+            shape=self.shape[1:],
+            extent=self.extent[1:],
+            splits=self.splits[1:],
+            merges=self.merges[1:],
+            rule=replace(self.rule, dims=self.rule.dims[1:]),
+        )
+
+    def without(self, axes: Sequence[str]) -> "Leaf":
+        """Whole over `axes`."""
+        return replace(self, splits=tuple(tuple(a for a in split if a not in axes) for split in self.splits))
 
     def split_dim(self, axis: str) -> int | None:
         """The dim that `axis` splits."""
@@ -93,6 +120,22 @@ class Layout:
     def numel(self) -> int:
         """Number of elements in the model."""
         return prod(self.shape)
+
+    def stacked(self, size: int, axes: Sequence[str] = ()) -> "Layout":
+        """With a new first dim of `size`, split over `axes`."""
+        leaves = tuple(leaf.stacked(size, axes) for leaf in self.leaves)
+        return replace(
+            self, shape=(size, *self.shape), leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim + 1
+        )
+
+    def member(self) -> "Layout":
+        """Without the first dim."""
+        leaves = tuple(leaf.member() for leaf in self.leaves)
+        return replace(self, shape=self.shape[1:], leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim - 1)
+
+    def without(self, axes: Sequence[str]) -> "Layout":
+        """Whole over `axes`."""
+        return replace(self, leaves=tuple(leaf.without(axes) for leaf in self.leaves))
 
     def model_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split model dim `dim`, in any of its leaves."""

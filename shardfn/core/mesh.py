@@ -10,7 +10,7 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -68,11 +68,22 @@ class Roles:
     compute: tuple[str, ...]
     data: tuple[str, ...]
     shardable: tuple[str, ...]  # the data axes over which weights may be sharded
+    absent: tuple[str, ...] = ()  # axes that had a part in the storage, and have none in a function under `vmap`
+    order: tuple[str, ...] | None = None  # of the storage mesh, when axes are absent
 
     @property
     def storage(self) -> tuple[str, ...]:
         """Axis names of the storage mesh."""
-        return self.compute + self.data
+        return self.compute + self.data if self.order is None else self.order
+
+    def without(self, axes: Sequence[str]) -> "Roles":
+        """The same with data axes that have no part; the storage mesh stays."""
+        data = tuple(axis for axis in self.data if axis not in axes)
+        return replace(self, data=data, absent=(*self.absent, *axes), order=self.storage)
+
+    def whole(self) -> "Roles":
+        """The same with every axis back in its part."""
+        return Roles(self.compute, self.storage[len(self.compute) :], self.shardable)
 
 
 def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:

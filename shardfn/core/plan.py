@@ -71,6 +71,7 @@ class Plan:
     info: ModelInfo = field(repr=False)
     activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
     reduction: Literal["mean", "sum"] | None = "mean"  # what the backward of a gather does with pending gradients
+    vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
 
     @cached_property
     def leaves(self) -> dict[str, tuple[Layout, Leaf]]:
@@ -103,6 +104,7 @@ class Plan:
             settings,
             tuple(p.acts.items()),
             tuple((name, _function_name(fn)) for name, fn in p.compute.items()),
+            self.vmaps,
         )
 
     @cached_property

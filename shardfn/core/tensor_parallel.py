@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardfn._torch import outside_transforms, values_of
 from shardfn.core import collectives
 from shardfn.core.engine.binding import Forward
 from shardfn.core.engine.variance import Tag, Variance
@@ -261,7 +262,10 @@ def _embedding(
 
 def _require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
     """On the CPU, as torch does there: an id that no rank has would silently be a row of zeros."""
-    if ids.device.type == "cpu" and ids.numel():
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    with outside_transforms():
+        ids = values_of(ids)
         known = ids if ignore is None else ids[ids != ignore]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
             raise IndexError(

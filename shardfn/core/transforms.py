@@ -1,6 +1,6 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import DTensorSpec, pytree, spec_of, unwrap_local, with_locals, wrap_local
+from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.collectives import pmean
+from shardfn.core.collectives import pmean, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
+from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
@@ -84,14 +85,19 @@ def differentiator(
         for position in positions:
             if position >= len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
+        if in_transform():
+            value, aux, grads, count = _in_transform(loss_fn, args, kwargs, positions, has_aux, reduce)
+            return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
+        connected = torch.is_grad_enabled() and any(_asks(args[position]) for position in positions)
+        for position in positions:
             inputs[position] = _differentiable(args[position], reduce)
         with torch.enable_grad():
             result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
             owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
             loss, count = _objective(loss, owner)
-        grads = _gradients(loss, [inputs[p] for p in positions])
-        value = _averaged(loss.detach(), owner)
+        grads = _gradients(loss, [inputs[p] for p in positions], connected)
+        value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
 
     return call
@@ -125,13 +131,20 @@ def grad(
     return call
 
 
+def _asks(tree: Any) -> bool:
+    """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
+
+
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
-    """The same tree with fresh leaves that ask for a gradient; those of an outer differentiation stay connected."""
+    """The same tree with fresh leaves that ask for a gradient; those that somebody else asks for stay connected."""
 
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
-        return leaf if leaf.grad_fn is not None else leaf.detach().requires_grad_()
+        return leaf if connects and leaf.requires_grad else leaf.detach().requires_grad_()
+
+    connects = torch.is_grad_enabled()
 
     if not isinstance(tree, Params):
         return pytree.tree_map(fresh, tree)
@@ -142,7 +155,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     new = {
         name: wrap_local(unwrap_local(leaf).detach(), spec_of(leaf), name in trains)
         for name, leaf in tree.items()
-        if isinstance(leaf, DTensor) and leaf.grad_fn is None
+        if isinstance(leaf, DTensor) and not (connects and leaf.requires_grad)
     }
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     made.sources = tree
@@ -150,6 +163,77 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     if reduce is not None:
         made.gradients = Gradients(new)
     return made
+
+
+def _in_transform(
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    positions: Sequence[int],
+    has_aux: bool,
+    reduce: Reduction,
+) -> tuple[Tensor, Any, list[Any], Tensor | None]:
+    """`differentiator` inside a transform of `torch.func`, by its `grad`."""
+    inputs = list(args)
+    for position in positions:
+        inputs[position] = entered("grad", args[position])
+        if isinstance(inputs[position], Params):
+            inputs[position] = _with_reduction(inputs[position], reduce)
+    owner = next((inputs[p] for p in positions if isinstance(inputs[p], Params)), None)
+    chosen = [_chosen(inputs[p]) for p in positions]
+    if not any(chosen):
+        raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+    passed: list[Any] = []  # what is no tensor, around the transform
+
+    def objective(*wanted: dict[int, Tensor]) -> tuple[Tensor, Any]:
+        given = list(inputs)
+        for position, leaves in zip(positions, wanted, strict=True):
+            given[position] = _replaced(inputs[position], leaves)
+        result = loss_fn(*given, **kwargs)
+        loss, aux = result if has_aux else (result, None)
+        loss, count = _objective(loss, owner)
+        flat, structure = pytree.tree_flatten((aux, count))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
+        return loss, (loss, tensors)
+
+    found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(positions))), has_aux=True)(*chosen)
+    structure, others = passed
+    rest = iter(tensors)
+    aux, count = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
+    grads = [_gradient_tree(inputs[p], leaves) for p, leaves in zip(positions, found, strict=True)]
+    return _shared(_averaged(loss, owner), owner), aux, grads, count
+
+
+def _with_reduction(tree: Params, reduce: Reduction) -> Params:
+    return Params(tree, tree.plan.with_reduction(reduce), tree.mesh, tree.buffers)
+
+
+def _chosen(tree: Any) -> dict[int, Tensor]:
+    """The leaves to differentiate, by their place in a tree."""
+    trains = _trained(tree.plan) if isinstance(tree, Params) else ()
+    wanted = [name in trains for name in tree] if isinstance(tree, Params) else None
+    leaves = pytree.tree_leaves(tree)
+    return {
+        i: leaf
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor)
+        and (leaf.is_floating_point() or leaf.is_complex())
+        and (wanted is None or wanted[i])
+    }
+
+
+def _replaced(tree: Any, leaves: Mapping[int, Tensor]) -> Any:
+    flat, structure = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([leaves.get(i, leaf) for i, leaf in enumerate(flat)], structure)
+
+
+def _gradient_tree(tree: Any, found: Mapping[int, Tensor]) -> Any:
+    """Gradients in place of the leaves: zeros where there is none."""
+    flat, structure = pytree.tree_flatten(tree)
+    zeros = [torch.zeros_like(x) if isinstance(x, Tensor) and i not in found else None for i, x in enumerate(flat)]
+    grads = pytree.tree_unflatten([found.get(i, zero) for i, zero in enumerate(zeros)], structure)
+    return _with_reduction(grads, "mean") if isinstance(grads, Params) else grads
 
 
 def _trained(plan: Plan) -> frozenset[str]:
@@ -184,12 +268,19 @@ def _averaged(value: Tensor, owner: Params | None) -> Tensor:
     return value
 
 
-def _gradients(loss: Tensor, trees: Sequence[Any]) -> list[Any]:
+def _shared(value: Tensor, owner: Params | None) -> Tensor:
+    """A value that all data ranks have alike, for use in the loss of each."""
+    if owner is not None:
+        for axis in owner.plan.roles.data:
+            value = pvary(value, owner.mesh, axis)
+    return value
+
+
+def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
     flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
     wanted = [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
-    outer = any(leaf.grad_fn is not None for leaf in wanted)
     if loss.grad_fn is None:
         found = [None] * len(wanted)
     else:

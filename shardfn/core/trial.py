@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import pytree
+from shardfn._torch import outside_transforms, pytree
 from shardfn.core import plan as planning
 from shardfn.core.engine.binding import Bound, Forward
 from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
@@ -89,7 +89,8 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
-        self._buffers: dict[str, Tensor] = to_meta(dict(buffers))
+        with outside_transforms():
+            self._buffers: dict[str, Tensor] = to_meta(dict(buffers))
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What has to be added to the derived collectives.
@@ -97,6 +98,10 @@ class Trial:
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
+        with outside_transforms():
+            return self._found(*to_meta((args, kwargs)))
+
+    def _found(self, args: Any, kwargs: Any) -> Adjustments:
         try:
             return self._settled(Adjustments(), args, kwargs)
         except _ForwardFailed as failure:

@@ -149,6 +149,8 @@ def to_meta(tree: Any) -> Any:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+        # Not `empty_like`, whose result would belong to the transform that `leaf` belongs to.
+        blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return blank.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(move, tree)

@@ -8,9 +8,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from shardfn._torch import DTensorSpec, foreach, in_transform, pytree, specs_of, unwrap_locals, with_locals
-from shardfn.core.collectives import sum_flat_
+from shardfn._torch import (
+    DTensorSpec,
+    foreach,
+    in_transform,
+    pytree,
+    specs_of,
+    unwrap_locals,
+    vmap_depth,
+    with_locals,
+)
+from shardfn.core.collectives import into_losses, psum, pvary, sum_flat_
 from shardfn.core.errors import ShardError
+from shardfn.core.lowering import left, lower
+from shardfn.core.mesh import grid
 from shardfn.core.optim.trees import Tree, leaves_of, trainable
 from shardfn.core.storage import map_runs, merged
 from shardfn.core.tree import Params
@@ -37,7 +48,36 @@ def global_norm(tree: Tree) -> Tensor:
 
     Communication: one all-reduce of a scalar when the mesh covers all ranks, else one an axis; none for plain tensors.
     """
+    if isinstance(tree, Params) and _differentiated(tree):
+        lowered = lower(tree, vmap_depth())
+        return into_losses(_norm_of_parts(lowered), lowered.mesh, lowered.plan.roles.data)
     return _norm("global_norm", [leaf for leaf in pytree.tree_leaves(tree) if _is_floating(leaf)])
+
+
+def _differentiated(tree: Params) -> bool:
+    """Whether a derivative flows through the leaves, so that arithmetic on their local parts would lose it."""
+    return in_transform() or any(leaf.grad_fn is not None for leaf in tree.values())
+
+
+def _norm_of_parts(tree: Params) -> Tensor:
+    """Of a lowered tree: the sum goes over the axes that split each leaf. The same on all ranks."""
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for name, leaf in tree.items():
+        if _is_floating(leaf):
+            by_axes.setdefault(tree.plan.leaves[name][1].axes, []).append(leaf)
+    wide = _wide([leaf for leaves in by_axes.values() for leaf in leaves])
+    total = torch.zeros((), dtype=wide, device=grid(tree.mesh, tree.plan.roles.storage).device)
+    for axes, leaves in by_axes.items():
+        part = _square_sum(leaves, wide, total.device)
+        for axis in axes:
+            part = psum(part, tree.mesh, axis)
+        total = total + part
+    return total.sqrt()
+
+
+def _wide(leaves: Sequence[Tensor]) -> torch.dtype:
+    double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+    return torch.float64 if double else torch.float32
 
 
 def _is_floating(leaf: object) -> bool:
@@ -46,7 +86,7 @@ def _is_floating(leaf: object) -> bool:
 
 def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
     locals_ = unwrap_locals(leaves)
-    wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in locals_) else torch.float32
+    wide = _wide(locals_)
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     if not sharded or any(leaf.grad_fn is not None for leaf in sharded):
         return _square_sum(leaves, wide, None).sqrt()
@@ -149,14 +189,36 @@ def clip(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:
     require_positive("clip", max_norm)
     if isinstance(grads, Params):
         names = trainable(grads)
-        clipped, norm = _clipped(leaves_of(grads, names), max_norm)
-        return grads.like({**grads, **dict(zip(names, clipped, strict=True))}), norm
+        if _differentiated(grads):
+            return _clip_parts(grads, names, max_norm)
+        wanted = leaves_of(grads, names)
+        norm = _norm("clip", wanted)
+        return grads.like({**grads, **dict(zip(names, _clipped(wanted, norm, max_norm), strict=True))}), norm
     leaves, structure = pytree.tree_flatten(grads)
     chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
-    clipped, norm = _clipped([leaves[i] for i in chosen], max_norm)
-    for i, leaf in zip(chosen, clipped, strict=True):
+    norm = _norm("clip", [leaves[i] for i in chosen])
+    for i, leaf in zip(chosen, _clipped([leaves[i] for i in chosen], norm, max_norm), strict=True):
         leaves[i] = leaf
     return pytree.tree_unflatten(leaves, structure), norm
+
+
+def _clip_parts(grads: Params, names: Sequence[str], max_norm: float) -> tuple[Params, Tensor]:
+    """`clip` of a tree through which a derivative flows."""
+    lowered = lower(grads, vmap_depth())
+    norm = _norm_of_parts(lowered.like((name, lowered[name]) for name in names))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factors: dict[tuple[str, ...], Tensor] = {(): factor}
+
+    def factor_for(axes: tuple[str, ...]) -> Tensor:
+        if axes not in factors:
+            factors[axes] = pvary(factor_for(axes[:-1]), lowered.mesh, axes[-1])
+        return factors[axes]
+
+    scaled = {
+        name: lowered[name] * factor_for(lowered.plan.leaves[name][1].axes).to(lowered[name].dtype) for name in names
+    }
+    clipped = lowered.like({**lowered, **scaled})
+    return left(clipped), into_losses(norm, lowered.mesh, lowered.plan.roles.data)
 
 
 def require_positive(verb: str, max_norm: float) -> None:
@@ -164,10 +226,8 @@ def require_positive(verb: str, max_norm: float) -> None:
         raise ValueError(f"{verb}: max_norm={max_norm!r} is not a positive number; math.inf only measures")
 
 
-def _clipped(leaves: Sequence[Tensor], max_norm: float) -> tuple[list[Tensor], Tensor]:
-    norm = _norm("clip", leaves)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return _scaled(leaves, factor), norm
+def _clipped(leaves: Sequence[Tensor], norm: Tensor, max_norm: float) -> list[Tensor]:
+    return _scaled(leaves, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def _scaled(leaves: Sequence[Tensor], factor: Tensor) -> list[Tensor]:

@@ -1,0 +1,160 @@
+"""Forward-mode, reverse-mode and second derivatives with respect to trees of shards. Layer 4.
+
+Trees are lowered (see lowering.py) and given to `torch.func`. Inside, `apply` gathers a unit when it is used, and every
+collective has a derivative in both directions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import prepare_forward_mode, pytree
+from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.lowering import entered, left
+from shardfn.core.transforms import grad
+from shardfn.core.tree import Params
+
+
+def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
+    """The value of a function and its derivative in one direction: `torch.func.jvp` with trees of shards.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> direction = sf.tree.map(torch.ones_like, params)
+        >>> out, slope = sf.jvp(lambda p: sf.apply(model, p, torch.ones(1, 4)), (params,), (direction,))
+        >>> slope
+        tensor([[5.]], grad_fn=<TangentViewBackward0>)
+
+    Args:
+        func: a function of the primals; its results are tensors, or trees of them.
+        primals: a tuple of its arguments: trees made by `shard`, tensors, or pytrees of them, all floating.
+        tangents: the direction, of the same structure, shapes and layouts.
+        has_aux: whether `func` also returns something that is not differentiated.
+
+    Returns:
+        `(value, tangent)`, or `(value, tangent, aux)`: of this data rank, not averaged.
+
+    Raises:
+        ShardError: tangents of other names, shapes or layouts.
+        TypeError: primals or tangents are no tuples.
+
+    Communication: that of `func`, each collective twice: for the values and for the tangents.
+    """
+    _require_tuples("jvp", primals, tangents)
+    _require_alike("jvp", primals, tangents)
+    prepare_forward_mode()
+    inner = entered("jvp", (primals, tangents))
+    return left(torch.func.jvp(func, *inner, has_aux=has_aux))
+
+
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """The value of a function, and the function that pulls cotangents back: `torch.func.vjp` with trees of shards.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> out, pull = sf.vjp(lambda p: sf.apply(model, p, torch.ones(1, 4)), params)
+        >>> (grads,) = pull(torch.ones(1, 1))
+        >>> grads["bias"].full_tensor()
+        tensor([1.])
+
+    Args:
+        func: a function of the primals; its results are tensors, or trees of them.
+        *primals: trees made by `shard`, tensors, or pytrees of them, all floating.
+        has_aux: whether `func` also returns something that is not differentiated.
+
+    Returns:
+        `(value, pull)`, or `(value, pull, aux)`. The value is that of this data rank. `pull(cotangent)` gives what
+        `grad` would with the cotangent in place of 1, a tuple with an entry for each primal: trees of shards have the
+        placements of the parameters and are averaged over the data ranks, each with its own cotangent.
+
+    Raises:
+        ShardError: as in `grad`.
+
+    Communication: the gathers of `func`; in `pull` its reductions.
+    """
+    inner = entered("vjp", primals)
+    value, pull, *aux = torch.func.vjp(func, *inner, has_aux=has_aux)
+
+    def pulled(cotangents: Any) -> Any:
+        return left(pull(entered("vjp", cotangents)))
+
+    return (left(value), pulled, *left(aux))
+
+
+def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
+    """The Hessian of a loss times a direction, `jvp(grad(func))`, with respect to the first argument.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> direction = sf.tree.map(torch.ones_like, params)
+        >>> loss_fn = lambda p, x: sf.apply(model, p, x).square().sum()
+        >>> sf.hvp(loss_fn, (params, torch.tensor([[1.0, 2.0]])), direction)["weight"].full_tensor()
+        tensor([[ 6., 12.]])
+
+    Args:
+        func: a loss as `grad` takes it, `func(params, *batch)`.
+        primals: `(params, *batch)`.
+        tangent: the direction, like `params`.
+
+    Returns:
+        a tree like `params`: the product with the Hessian of the loss averaged over the data axes.
+
+    Raises:
+        ShardError: a tangent of other names, shapes or layouts.
+        TypeError: `primals` is no tuple.
+
+    Communication: the gathers and reductions of a gradient, each twice.
+    """
+    _require_tuples("hvp", primals)
+    params, *batch = primals
+    _require_alike("hvp", params, tangent)
+    gradient = grad(func)
+    prepare_forward_mode()
+    inner, direction = entered("hvp", (params, tangent))
+    found = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
+    return left(found[1])
+
+
+def _require_tuples(verb: str, *values: Any) -> None:
+    for value in values:
+        if not isinstance(value, tuple):
+            raise TypeError(
+                f"{verb}: primals and tangents are tuples, one entry an argument, not {type(value).__name__}"
+            )
+
+
+def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
+    """Check that a direction has the structure, the shapes and the layouts of what it is a direction of."""
+    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=_is_tree) if _is_tree(x)] for t in (primals, tangents))
+    for tree, other in zip(trees, others, strict=False):
+        problems = [f"the tangent has no leaf {name!r}" for name in tree if name not in other]
+        problems += [f"the tangent has a leaf {name!r}, which the primal has not" for name in other if name not in tree]
+        problems += [
+            f"the tangent of {name!r} has shape {tuple(other[name].shape)}, the primal {tuple(leaf.shape)}"
+            for name, leaf in tree.items()
+            if name in other and other[name].shape != leaf.shape
+        ]
+        raise_problems(verb, problems[:5])
+        if tree.plan != other.plan:
+            raise ShardError(
+                f"{verb}: the tangent has another layout than the primal; sf.reshard it\n{tree.plan.diff(other.plan)}"
+            )
+    flat, structure = pytree.tree_flatten(primals)
+    others, other_structure = pytree.tree_flatten(tangents)
+    if structure != other_structure:
+        raise ShardError(f"{verb}: tangents have another structure than primals: {other_structure} and {structure}")
+    for x, tangent in zip(flat, others, strict=True):
+        if isinstance(x, Tensor) and isinstance(tangent, Tensor) and x.shape != tangent.shape:
+            raise ShardError(f"{verb}: a tangent has shape {tuple(tangent.shape)}, its primal {tuple(x.shape)}")
+
+
+def _is_tree(x: object) -> bool:
+    return isinstance(x, Params)

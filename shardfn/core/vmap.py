@@ -1,0 +1,187 @@
+"""`vmap` over samples, over members of an ensemble, over directions. Layer 4.
+
+What is mapped lies on mesh axes, which have no part in the mapped function; see `core/mapped.py`.
+
+    mapped argument                                 axes                    what it is
+    a plain tensor                                  all data axes           samples of this data rank
+    a tree of shards whose first dim is split       those that split it     members of an ensemble, `e@dp ...`
+    a tree of shards whose first dim is whole       none                    directions that all ranks share
+
+Trees that are not mapped are made whole over those axes before: through a gather inside, gradients of sample i of every
+rank would be added to each other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import in_transform, one_for_each, pytree, vmap_depth
+from shardfn.core.agreement import require_same
+from shardfn.core.buckets import BucketOnGrid, GatherBucket
+from shardfn.core.errors import ShardError
+from shardfn.core.lowering import left, lower, over_params
+from shardfn.core.mapped import inside, member, stacked, without
+from shardfn.core.mesh import grid
+from shardfn.core.pool import FreshBuffers
+from shardfn.core.tree import Params
+
+
+def vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """A function that maps `func` over a dim of its arguments: `torch.func.vmap` with trees of shards.
+
+    Plain tensors that are mapped are this data rank's samples. Per-sample gradients are
+    `sf.vmap(sf.grad(loss_fn), in_dims=(None, 0))(params, x)`: no two samples meet, and the result is typed
+    `b@fsdp ...`: each rank has those of its own samples, and `gather` concatenates them.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> loss_fn = lambda p, x: sf.apply(model, p, x).square().sum()
+        >>> grads = sf.vmap(sf.grad(loss_fn), in_dims=(None, 0))(params, torch.ones(8, 4))
+        >>> sf.typeof(grads, "weight"), sf.gather(grads)["weight"].shape
+        ('f32[b@fsdp 1 4]', torch.Size([8, 1, 4]))
+
+    Args:
+        func: a function of tensors and trees of shards.
+        in_dims: as in torch; for a tree of shards None, or 0: it is stacked along a first dim, like an ensemble
+            (`e@dp ...`).
+        out_dims: as in torch; 0 for trees of shards.
+        randomness: as in torch.
+        chunk_size: as in torch: how many to compute at a time.
+
+    Returns:
+        the function. Trees of shards that it returns have a new first dim, split over the axes of what was mapped.
+
+    Raises:
+        ShardError: `in_dims` of a tree that is neither None nor 0, trees on several meshes, a number of samples that
+            differs between data ranks.
+        ValueError: as in torch.
+
+    Communication: what `func` needs, for the whole batch at once; an all-gather a bucket for trees that are not mapped,
+    before; one of a number when trees come out.
+    """
+
+    def mapped(*args: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(args, is_leaf=_is_tree)
+        dims = _flat_dims(in_dims, len(args), structure)
+        pairs = [
+            (_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        axes = _mapped_axes(pairs)
+        ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
+
+        def run(*flat: Any) -> Any:
+            return func(*pytree.tree_unflatten(list(flat), structure))
+
+        out = torch.func.vmap(run, tuple(dims), out_dims, randomness, chunk_size=chunk_size)(*ready)
+        return left(over_params(lambda tree: _leaving(tree, axes), out))
+
+    return mapped
+
+
+def _is_tree(x: object) -> bool:
+    return isinstance(x, Params)
+
+
+def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
+    """One entry of `in_dims` for every tensor and tree of shards."""
+    per_argument = tuple(dims) if isinstance(dims, tuple | list) else (dims,) * count
+    found = one_for_each(per_argument, structure)
+    if found is None:
+        raise ValueError(f"vmap: in_dims={dims!r} does not fit the arguments, {structure}")
+    return found
+
+
+def _as_stacked(tree: Params) -> Params:
+    """A tree that is mapped, with a plan of what it holds: many trees along a first dim.
+
+    Raises:
+        ShardError: the leaves have several numbers of entries, or are split differently there.
+    """
+    found = {_first_dim(tree, name, leaf) for name, leaf in tree.items()}
+    if len(found) != 1:
+        shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(found))
+        raise ShardError(f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}")
+    ((size, axes, planned),) = found
+    return tree if planned else Params(tree, stacked(tree.plan, size, axes), tree.mesh, tree.buffers)
+
+
+def _first_dim(tree: Params, name: str, leaf: Tensor) -> tuple[int, tuple[str, ...], bool]:
+    """Size of the first dim, the axes that split it, and whether the plan knows of it."""
+    planned = tree.plan.leaves[name][1]
+    if leaf.dim() == len(planned.shape) and planned.shape and planned.merges[0] == 1:
+        return planned.shape[0], planned.splits[0], True
+    if leaf.dim() != len(planned.shape) + 1 or not isinstance(leaf, DTensor):
+        raise ShardError(f"vmap: '{name}' has shape {tuple(leaf.shape)}, which has no first dim to map over")
+    pairs = zip(tree.plan.roles.storage, leaf.placements, strict=True)
+    return leaf.shape[0], tuple(axis for axis, placement in pairs if placement.is_shard(0)), False
+
+
+def _mapped_axes(pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    """The mesh axes over which the mapped dim lies, outermost first; of leaves with their entries of `in_dims`."""
+    trees = [(leaf, dim) for leaf, dim in pairs if _is_tree(leaf)]
+    for tree, dim in trees:
+        if dim not in (None, 0):
+            raise ShardError(f"vmap: in_dims={dim!r} for a tree of shards; it is mapped over its first dim (0), or not")
+        if tree.mesh is not trees[0][0].mesh and tree.mesh != trees[0][0].mesh:
+            raise ShardError("vmap: trees on several meshes; sf.reshard them to one")
+    found = {next(iter(tree.plan.leaves.values()))[1].splits[0] for tree, dim in trees if dim == 0}
+    if len(found) > 1:
+        raise ShardError(f"vmap: trees whose first dims lie on different axes: {sorted(found)}")
+    if found:
+        return found.pop()
+    return tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
+
+
+def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
+    """What the mapped function gets of a tree: plain leaves, whole over the axes that have no part in it."""
+    depth = vmap_depth() + 1
+    if dim == 0:
+        lowered = lower(tree, depth)
+        return Params(lowered, inside(member(tree.plan, axes), depth), tree.mesh, tree.buffers)
+    own = [axis for axis in axes if axis in tree.plan.roles.data]
+    leaves = _whole(tree, own) if own else lower(tree, depth)
+    return Params(leaves, inside(without(tree.plan, own), depth), tree.mesh, tree.buffers)
+
+
+def _whole(tree: Params, axes: Sequence[str]) -> dict[str, Tensor]:
+    """The leaves, plain and whole over data axes: one gather a bucket, differentiable."""
+    places = grid(tree.mesh, tree.plan.roles.storage)
+    out: dict[str, Tensor] = {}
+    for bucket in (bucket for unit in tree.plan.units for bucket in unit.buckets):
+        held = [name for name in bucket.leaves if name in tree]
+        inner = [axis for axis in bucket.axes if axis not in axes and tree.plan.axes[axis] > 1]
+        if inner and any(axis in axes for axis in bucket.axes):
+            raise ShardError(f"vmap: a tree that is split over {bucket.axes} is mapped over {tuple(axes)} only")
+        for dtype in dict.fromkeys(tree[name].dtype for name in held):
+            names = tuple(name for name in held if tree[name].dtype == dtype)
+            travels = replace(bucket, leaves=names, dtype=dtype)
+            spot = BucketOnGrid(tree.plan, places, travels, FreshBuffers(places.device))
+            out |= zip(names, GatherBucket.apply(spot, *(tree[name] for name in names)), strict=True)
+    return {name: out[name] for name in tree}
+
+
+def _leaving(tree: Params, axes: Sequence[str]) -> Params:
+    """A tree that comes out of the mapped function, with the mapped dim in front of its leaves."""
+    if tree.plan.vmaps is None:
+        return tree
+    local = next(iter(tree.values())).shape[0]
+    if not in_transform():
+        require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
+    total = local * prod(tree.plan.axes[axis] for axis in axes)
+    plan = inside(stacked(tree.plan, total, axes), tree.plan.vmaps - 1)
+    return Params(tree, plan, tree.mesh, tree.buffers)
