@@ -133,7 +133,8 @@ def grad(
 
 def _asks(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
+    leaves = tree.values() if isinstance(tree, Params) else pytree.tree_leaves(tree)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
