@@ -27,7 +27,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
         >>> direction = sf.tree.map(torch.ones_like, params)
         >>> out, slope = sf.jvp(lambda p: sf.apply(model, p, torch.ones(1, 4)), (params,), (direction,))
         >>> slope
-        tensor([[5.]], grad_fn=<TangentViewBackward0>)
+        tensor([[5.]])
 
     Args:
         func: a function of the primals; its results are tensors, or trees of them.

@@ -78,6 +78,8 @@ class Roles:
 
     def without(self, axes: Sequence[str]) -> "Roles":
         """The same with data axes that have no part; the storage mesh stays."""
+        if not axes:
+            return self
         data = tuple(axis for axis in self.data if axis not in axes)
         return replace(self, data=data, absent=(*self.absent, *axes), order=self.storage)
 

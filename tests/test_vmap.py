@@ -1,0 +1,183 @@
+"""`vmap`: whose samples, members and directions are mapped, what comes out, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+import shardfn as sf
+from shardfn.testing import assert_parity, count_collectives, on_meshes, run_raises
+
+MEGATRON = sf.Policy(rules={"0.weight": "ff@tp c@fsdp", "2.weight": "_@fsdp ff@tp"})
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def samples(count: int = 12) -> Tensor:
+    return torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2, "tp": 1}, {"tp": 2, "fsdp": 2})
+def test_clipping_per_sample(mesh: DeviceMesh) -> None:
+    """The heart of DP-SGD: gradients clipped one by one, then their mean."""
+    model = net()
+    params = sf.shard(model, mesh, MEGATRON)
+    batch = samples()
+    (local,) = sf.data.local_batch((batch,), mesh)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().sum()
+
+    def clipped(p: sf.Params, x: Tensor) -> sf.Params:
+        return sf.optim.clip(sf.grad(loss)(p, x), 5.0)[0]
+
+    each = sf.vmap(clipped, in_dims=(None, 0))(params, local)
+    total = sf.reduce_grads(sf.tree.map(lambda g: g.sum(0), each), op="sum", like=params)
+
+    wanted: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in weights_of(model).items()}
+    for x in batch:
+        grads = torch.func.grad(lambda p: functional_call(model, p, (x,)).square().sum())(weights_of(model))
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+        factor = (5.0 / (norm + 1e-6)).clamp(max=1)
+        wanted = {name: wanted[name] + factor * g for name, g in grads.items()}
+    assert {n: g.placements for n, g in total.items()} == {n: p.placements for n, p in params.items()}
+    assert_parity(sf.gather(total), wanted, tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_samples_cost_one_gather_a_bucket(mesh: DeviceMesh) -> None:
+    model = net()
+    params = sf.shard(model, mesh, MEGATRON)
+    (local,) = sf.data.local_batch((samples(),), mesh)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().sum()
+
+    run = sf.vmap(sf.grad(loss), in_dims=(None, 0))
+    run(params, local)
+    with count_collectives() as counts:
+        run(params, local)
+    buckets = sum(len(unit.buckets) for unit in params.plan.units)
+    # one more to compare the numbers of samples; over tp the sum of a row-parallel output, and no input to sum back to
+    assert counts.all_gather == buckets + 1
+    assert counts.reduce_scatter == counts.all_to_all == 0
+    assert counts.all_reduce == 1
+
+
+def stacked_nets(count: int) -> dict[str, Tensor]:
+    members = [weights_of(net(seed)) for seed in range(count)]
+    return {name: torch.stack([member[name] for member in members]) for name in members[0]}
+
+
+ENSEMBLE = {
+    "0.weight": "e@dp ff c@fsdp",
+    "0.bias": "e@dp ff",
+    "2.weight": "e@dp _@fsdp ff",
+    "2.bias": "e@dp _",
+}
+
+
+@on_meshes({"dp": 2, "fsdp": 2}, {"dp": 4, "fsdp": 1}, {"fsdp": 2, "dp": 2})
+def test_ensembles(mesh: DeviceMesh) -> None:
+    """Four members, stacked over an axis of their own, on one batch."""
+    model, whole, batch = net(), stacked_nets(4), samples(4)
+    members = sf.shard({n: nn.Parameter(w) for n, w in whole.items()}, mesh, sf.Policy(rules=ENSEMBLE))
+    index, count = mesh.get_local_rank("fsdp"), mesh["fsdp"].size()
+    local = batch.unflatten(0, (count, -1))[index]
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,)).square().mean()
+
+    losses, grads = sf.vmap(sf.value_and_grad(loss), in_dims=(0, None))(members, local)
+    wanted, wanted_losses = torch.func.vmap(torch.func.grad_and_value(plain), in_dims=(0, None))(whole, batch)
+    first = mesh.get_local_rank("dp") * len(losses)
+    torch.testing.assert_close(losses, wanted_losses[first : first + len(losses)], rtol=1e-12, atol=1e-12)
+    assert {n: g.placements for n, g in grads.items()} == {n: p.placements for n, p in members.items()}
+    assert_parity(sf.gather(grads), wanted, tol=1e-12)
+    optimizer = sf.optim.adamw(1e-2)
+    new, _ = optimizer.step(members, grads, optimizer.init(members))
+    assert list(new) == list(members)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_members_on_every_rank(mesh: DeviceMesh) -> None:
+    """A tree stacked by hand: its first dim is whole, each member is sharded."""
+    model, other = net(), net(1)
+    both = [sf.shard(m, mesh, MEGATRON) for m in (model, other)]
+    stack = sf.tree.map(lambda a, b: torch.stack([a, b]), *both)
+    batch = samples()
+    (local,) = sf.data.local_batch((batch,), mesh)
+    step = sf.grad(lambda p, x: sf.apply(model, p, x).square().mean())
+    found = sf.gather(sf.vmap(step, in_dims=(0, None))(stack, local))
+    for i, params in enumerate(both):
+        assert_parity({n: g[i] for n, g in found.items()}, sf.gather(step(params, local)), tol=1e-12)
+
+
+@on_meshes({"fsdp": 2})
+def test_torchs_vmap_over_inputs(mesh: DeviceMesh) -> None:
+    model, batch = net(), samples(4)
+    params = sf.shard(model, mesh, sf.Policy())
+    found = torch.func.vmap(lambda x: sf.apply(model, params, x))(batch)
+    torch.testing.assert_close(found, model(batch))
+    chunks = sf.vmap(lambda p, x: sf.apply(model, p, x), in_dims=(None, 0), chunk_size=2)(params, batch)
+    torch.testing.assert_close(chunks, model(batch))
+
+
+def refused(kind: str) -> Any:
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model = net()
+    params = sf.shard(model, mesh, sf.Policy())
+    x = samples(4)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    match kind:
+        case "closed over":
+            return sf.vmap(lambda x: sf.grad(loss)(params, x))(x)
+        case "torch's vmap":
+            return torch.func.vmap(sf.grad(loss), in_dims=(None, 0))(params, x)
+        case "a dim":
+            return sf.vmap(loss, in_dims=(1, 0))(params, x)
+        case "no first dim":
+            return sf.vmap(loss, in_dims=(0, 0))(params, x)
+        case "uneven":
+            own = x[: 1 + torch.distributed.get_rank()]
+            return sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, own)
+        case "another layout":
+            replicated = sf.reshard(params, sf.Policy(default="replicate"))
+            return sf.jvp(lambda p: loss(p, x), (params,), (replicated,))
+        case "a leaf too few":
+            return sf.hvp(loss, (params, x), params.select("0.*"))
+        case "no tuple":
+            return sf.jvp(lambda p: loss(p, x), params, params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("closed over", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
+        ("torch's vmap", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
+        ("a dim", sf.ShardError, "in_dims=1 for a tree of shards"),
+        ("no first dim", sf.ShardError, "several of them|no first dim to map over"),
+        ("uneven", sf.ShardError, r"number of samples differs between ranks along fsdp: \[1, 2\]"),
+        ("another layout", sf.ShardError, "another layout than the primal"),
+        ("a leaf too few", sf.ShardError, "the tangent has no leaf '2.weight'"),
+        ("no tuple", TypeError, "primals and tangents are tuples"),
+    ],
+)
+def test_refusals(kind: str, error: type[Exception], match: str) -> None:
+    run_raises(error, refused, kind, match=match, ranks=2)
