@@ -122,6 +122,15 @@ def prepare_forward_mode() -> None:
         torch.autograd.forward_ad._maybe_load_decompositions()
 
 
+def pull_back(pull: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a function that `torch.func.vjp` made says of cotangents; without grad mode, too, for the sake of `jvp`.
+
+    Some backward formulas have a form of their own for when nobody differentiates them, which has no forward mode.
+    """
+    forward_mode = any(level.key() == TransformType.Jvp for level in get_interpreter_stack() or ())
+    return pull(cotangents, create_graph=forward_mode or torch.is_grad_enabled())
+
+
 def vmap_depth() -> int:
     """How many `vmap`s are active."""
     return sum(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())

@@ -46,7 +46,7 @@ def test_clipping_per_sample(mesh: DeviceMesh) -> None:
 
     wanted: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in weights_of(model).items()}
     for x in batch:
-        grads = torch.func.grad(lambda p: functional_call(model, p, (x,)).square().sum())(weights_of(model))
+        grads = torch.func.grad(lambda p, x: functional_call(model, p, (x,)).square().sum())(weights_of(model), x)
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         factor = (5.0 / (norm + 1e-6)).clamp(max=1)
         wanted = {name: wanted[name] + factor * g for name, g in grads.items()}

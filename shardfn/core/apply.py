@@ -5,7 +5,7 @@ inputs checked -> (first call: run without data) -> copies bound to a session ->
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shardfn._torch import in_transform, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
-from shardfn.core.engine.session import Session
+from shardfn.core.engine.remat import recomputed
+from shardfn.core.engine.session import Borrowed, Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
@@ -162,7 +163,9 @@ class _Call:
         finally:
             session.close()
             copies.bound.write_back(buffers)
-            if copies.bound.untouched:
+            if session.in_transform:  # whose derivatives run units again, so that the copies are needed later
+                session.keeps, copies.current.session = copies.bound, None
+            elif copies.bound.untouched:
                 copies.current.session = None
                 idle[adjust] = copies
 
@@ -192,6 +195,11 @@ class _Current:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 session = self.session
                 assert session is not None
+                if session.computes_again(unit):
+                    try:
+                        return self._recomputed(session, unit, inner, args, kwargs)
+                    except Borrowed:
+                        session.runtime.recomputable.discard(unit)
                 session.enter(unit)
                 try:
                     return inner(*args, **kwargs)
@@ -201,6 +209,20 @@ class _Current:
             return forward
 
         return around
+
+    def _recomputed(self, session: Session, unit: str, inner: Forward, args: Any, kwargs: Any) -> Any:
+        """The forward of a unit that computes again for its derivatives, also when the call is over."""
+        leaves = session.leaves_of(unit)
+
+        def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+            outer, self.session = self.session, session
+            try:
+                with session.only(unit, dict(zip(leaves, given, strict=True))):
+                    return inner(*args, **kwargs)
+            finally:
+                self.session = outer
+
+        return recomputed(run, list(leaves.values()), args, kwargs)
 
 
 class _Copies:

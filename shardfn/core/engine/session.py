@@ -22,8 +22,8 @@ from the buckets' pool, which hands it out again when nobody refers to it.
 """
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class _Runtime:
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
         self.frees = bool(plan.policy.regather) and any(self.units)
+        self.recomputable = {name for name in self.units if name and self.frees and self._stands_alone(name)}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
         self.plain = {
             name: all(merge == 1 for merge in x.leaves[0].merges) and x.leaves[0].shape == x.leaves[0].extent
@@ -77,6 +78,11 @@ class _Runtime:
         self.neighbours = _neighbours(plan, grid)
         self._in_the_air: list[Flight] = []
         self.accumulations: list[Accumulation] = []
+
+    def _stands_alone(self, unit: str) -> bool:
+        """Whether a unit holds no other one, and gathering it moves data."""
+        inner = any(other.startswith(f"{unit}.") for other in self.units)
+        return not inner and any(self.spots[bucket].moves for bucket in self.units[unit].buckets)
 
     def begin(self) -> None:
         """A call begins. What an exception left of a backward is waited for, and forgotten."""
@@ -119,6 +125,10 @@ def _runtime(plan: Plan, grid: Grid) -> _Runtime:
     return kept[id(grid)][1]
 
 
+class Borrowed(Exception):
+    """A unit that computes again reads a weight of another one, which it would have to be given."""
+
+
 class Session:
     """Gives a module its weights by parameter name, in the shapes that it computes with."""
 
@@ -132,6 +142,10 @@ class Session:
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
+        # A transform wraps the leaves: only an autograd.Function sees the shards, at once, in the unit's own levels too.
+        self.in_transform = in_transform()
+        self._only: str | None = None  # the unit that computes again
+        self.keeps: Any = None  # what units that compute again need when the call is over
         self._at: dict[str, Hashable] = {c: (c, mode, self._differentiates) for c in ("weights", "gradients")}
         self._weights: dict[str, Tensor] = {}  # of all live units
         self._live: set[str] = set()
@@ -151,12 +165,15 @@ class Session:
         found = self._weights.get(name)
         if found is None:
             unit = self.runtime.unit_of[name]
+            if self._only is not None and unit != self._only:
+                raise Borrowed
             # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
             with out_of_inference_mode():
                 with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
                     self._weights |= self._gather(self.runtime.units[unit])
                 self._live.add(unit)
-                self._look_ahead()
+                if not self.in_transform:
+                    self._look_ahead()
             found = self._weights[name]
         return found
 
@@ -180,6 +197,34 @@ class Session:
         if self.runtime.host is not None:
             self.runtime.host.settle()
 
+    def computes_again(self, unit: str) -> bool:
+        """Whether the unit saves only inputs and shards for its derivatives: inside transforms, when it can."""
+        return self.in_transform and self._only is None and unit in self.runtime.recomputable
+
+    def leaves_of(self, unit: str) -> dict[str, Tensor]:
+        """The stored leaves of a unit."""
+        return {
+            name: x
+            for b in self.runtime.units[unit].buckets
+            for name, x in zip(b.leaves, self._leaves_of(b), strict=True)
+        }
+
+    @contextmanager
+    def only(self, unit: str, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it, `unit` computes with these leaves and there is no other one.
+
+        Raises:
+            Borrowed: it reads the weight of another unit.
+        """
+        outer = self.leaves, self._weights, self._live, self._depth, self._only
+        self.leaves, self._weights, self._live, self._depth, self._only = leaves, {}, set(), {}, unit
+        self.enter(unit)
+        try:
+            yield
+        finally:
+            self.leave(unit)
+            self.leaves, self._weights, self._live, self._depth, self._only = outer
+
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
         for index, bucket in enumerate(unit.buckets):
@@ -193,7 +238,7 @@ class Session:
 
     def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:
         leaves = self._leaves_of(bucket)
-        if in_transform():  # which wraps the leaves: only an autograd.Function sees the shards
+        if self.in_transform:
             wholes = GatherBucket.apply(self.spot(event), *leaves)
             return dict(zip(bucket.leaves, wholes, strict=True))
         gathered = _Gathered(self, event, leaves, self._start(event, leaves))

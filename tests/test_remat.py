@@ -1,0 +1,155 @@
+"""Units that compute again inside transforms: memory, numbers drawn, what they are given, what they cannot do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+import shardfn as sf
+from shardfn.core.crossing import Crossing
+from shardfn.testing import assert_parity, on_meshes, run
+
+LAYERS, WIDTH = 12, 64
+
+
+def _largest_live_bytes(regather: bool, transform: str) -> tuple[int, int]:
+    """(most bytes of gathered weights alive at once, bytes of a unit)."""
+    mesh = sf.make_mesh("cpu", fsdp=2)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    params = sf.shard(model, mesh, sf.Policy(regather=regather))
+    peak = 0
+    original = Crossing.gather
+
+    def counted(self: Crossing, shards: Any, dtype: torch.dtype, buffers: Any) -> Any:
+        nonlocal peak
+        made = yield from original(self, shards, dtype, buffers)
+        peak = max(peak, sum(b.storage.nbytes() for b in buffers.buffers() if not b.free))
+        return made
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    x = torch.randn(3, WIDTH)
+    Crossing.gather = counted
+    try:
+        for _ in range(2):
+            if transform == "grad":
+                torch.func.grad(loss)(params, x)
+            else:
+                sf.hvp(loss, (params, x), params)
+    finally:
+        Crossing.gather = original
+    return peak, WIDTH * WIDTH * 4 + 256 + 64  # weight, bias, a gap
+
+
+@pytest.mark.parametrize(("transform", "units"), [("grad", 4), ("hvp", 8)])
+def test_no_full_tree_is_alive_with_regather(transform: str, units: int) -> None:
+    for peak, unit in run(_largest_live_bytes, True, transform, ranks=2):
+        assert unit <= peak <= units * unit
+    for peak, unit in run(_largest_live_bytes, False, transform, ranks=2):
+        assert peak >= LAYERS * unit
+
+
+class _Dropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@on_meshes({"fsdp": 2})
+def test_the_same_numbers_are_drawn_again(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Dropout().double()
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.randn(4, 6, dtype=torch.float64)
+    step = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().sum())
+    torch.manual_seed(5)
+    _, wanted = step(params)
+    after = torch.rand(1)
+    for _ in range(2):
+        torch.manual_seed(5)
+        found = torch.func.grad(lambda p: sf.apply(model, p, x).square().sum())(params)
+        assert_parity(sf.gather(found), sf.gather(wanted), tol=1e-12)
+        assert torch.equal(torch.rand(1), after), "computing again leaves the generator as it was"
+
+
+class _Unit(nn.Module):
+    """Takes and returns trees, passes an input on, makes integers, keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, state: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
+        x = torch.tanh(self.linear(state["x"])) * scale
+        return {"x": x, "same": state["x"], "count": state["count"] + 1, "name": "unit", "best": x.argmax(-1)}
+
+
+class _Units(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(_Unit() for _ in range(3))
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": self.first(x), "count": 0}
+        scale = state["x"].detach().abs().mean() + x.sum().sigmoid()
+        for unit in (*self.units, self.units[0]):
+            state = unit(state, scale=scale)
+        assert state["count"] == 4 and state["name"] == "unit" and not state["best"].is_floating_point()
+        return state["x"] + state["same"]
+
+
+class _Borrower(nn.Module):
+    """Each unit also uses a weight that is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6, bias=False)
+        self.units = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        for unit in self.units:
+            unit.__dict__["shared"] = self.shared
+            unit.__class__ = _Borrowing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+class _Borrowing(nn.Linear):
+    shared: nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input) + self.shared(input))
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.parametrize("kind", [_Units, _Borrower])
+def test_any_unit_is_differentiated(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
+    params = sf.shard(model, mesh, sf.Policy(units="units.*"))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def plain_loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,)).square().mean()
+
+    for _ in range(2):
+        assert_parity(sf.gather(torch.func.grad(loss)(params, x)), torch.func.grad(plain_loss)(plain, x), tol=1e-11)
+    gradient = torch.func.grad(plain_loss)
+    wanted = torch.func.jvp(lambda p: gradient(p, x), (plain,), (plain,))[1]
+    assert_parity(sf.gather(sf.hvp(loss, (params, x), params)), wanted, tol=1e-11)
+    found = torch.func.grad(lambda x: loss(params, x))(x)
+    torch.testing.assert_close(found, torch.func.grad(lambda x: plain_loss(plain, x))(x), rtol=1e-11, atol=1e-11)
