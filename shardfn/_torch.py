@@ -122,6 +122,21 @@ def prepare_forward_mode() -> None:
         torch.autograd.forward_ad._maybe_load_decompositions()
 
 
+def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
+    """Have `torch.func.jvp` of a DTensor, which torch refuses without a reason, raise this."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+
+    def refuse(*_: Any) -> Any:
+        raise of_dtensors()
+
+    handlers.setdefault(torch.ops.aten._has_same_storage_numel.default, refuse)
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def pull_back(pull: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a function that `torch.func.vjp` made says of cotangents; without grad mode, too, for the sake of `jvp`.
 

@@ -162,6 +162,12 @@ def refused(kind: str) -> Any:
             return sf.jvp(lambda p: loss(p, x), (params,), (replicated,))
         case "a leaf too few":
             return sf.hvp(loss, (params, x), params.select("0.*"))
+        case "torch's jvp":
+            return torch.func.jvp(lambda p: loss(p, x), (params,), (params,))
+        case "torch's jacfwd":
+            return torch.func.jacfwd(lambda p: loss(p, x))(params)
+        case "linearize":
+            return torch.func.linearize(lambda x: loss(params, x), x)
         case "no tuple":
             return sf.jvp(lambda p: loss(p, x), params, params)
 
@@ -176,6 +182,9 @@ def refused(kind: str) -> Any:
         ("uneven", sf.ShardError, r"number of samples differs between ranks along fsdp: \[1, 2\]"),
         ("another layout", sf.ShardError, "another layout than the primal"),
         ("a leaf too few", sf.ShardError, "the tangent has no leaf '2.weight'"),
+        ("torch's jvp", sf.ShardError, "use sf.jvp or sf.hvp"),
+        ("torch's jacfwd", sf.ShardError, "use sf.jvp or sf.hvp"),
+        ("linearize", sf.ShardError, "loses what collectives wait for"),
         ("no tuple", TypeError, "primals and tangents are tuples"),
     ],
 )

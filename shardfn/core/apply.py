@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardfn._torch import in_transform, pytree
+from shardfn._torch import in_transform, is_traced, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import recomputed
@@ -110,6 +111,11 @@ class _Call:
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
         self.record.calls += 1
+        if is_traced() and not torch.compiler.is_compiling():
+            raise ShardError(
+                "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and would "
+                "be wrong; use sf.jvp or sf.vjp"
+            )
         adjust, problem = Adjustments(), None
         try:
             self._require_leaves()

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wrap_local
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, finished, sum_steps
 from shardfn.core.crossing import Crossing
+from shardfn.core.errors import ShardError
 from shardfn.core.layout import Leaf, clear_padding_
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import Host, host_of, stored_on
@@ -369,6 +370,13 @@ class GatherBucket(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        for leaf, tangent in zip(ctx.spot.leaves, tangents[1:], strict=True):
+            shape = leaf.local_shape(ctx.spot.grid.sizes, ctx.spot.grid.coords)
+            if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
+                raise ShardError(
+                    f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd "
+                    f"cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
+                )
         pairs = enumerate(zip(tangents[1:], ctx.dtypes, strict=True))
         return GatherBucket.apply(ctx.spot, *(_or_zeros(ctx.spot, i, x, dtype, "sum") for i, (x, dtype) in pairs))
 

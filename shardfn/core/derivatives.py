@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import prepare_forward_mode, pytree
+from shardfn._torch import prepare_forward_mode, pytree, refuse_forward_mode
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.lowering import entered, left
 from shardfn.core.transforms import grad
@@ -119,8 +119,16 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     gradient = grad(func)
     prepare_forward_mode()
     inner, direction = entered("hvp", (params, tangent))
-    found = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
-    return left(found[1])
+    _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
+    return left(product)
+
+
+@refuse_forward_mode
+def _no_forward_mode() -> ShardError:
+    return ShardError(
+        "torch.func.jvp cannot take DTensors, nor can what is made of it (jacfwd, hessian, linearize): use sf.jvp or "
+        "sf.hvp, which take trees of shards"
+    )
 
 
 def _require_tuples(verb: str, *values: Any) -> None:

@@ -81,7 +81,7 @@ class Remat(torch.autograd.Function):
 
         def pulled_back(*args: Tensor) -> Outputs:
             run, wanted = _on_floats(fn, args[: len(inputs)])
-            _, pull = torch.func.vjp(run, *wanted)
+            _, pull, *_ = torch.func.vjp(run, *wanted)
             return pull_back(pull, args[len(inputs) :])
 
         given = [cotangent for cotangent, floats in zip(cotangents, ctx.floats, strict=True) if floats]

@@ -142,7 +142,7 @@ class Session:
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
-        # A transform wraps the leaves: only an autograd.Function sees the shards, at once, in the unit's own levels too.
+        # A transform wraps the leaves: only an autograd.Function sees the shards.
         self.in_transform = in_transform()
         self._only: str | None = None  # the unit that computes again
         self.keeps: Any = None  # what units that compute again need when the call is over
