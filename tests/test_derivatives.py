@@ -115,7 +115,7 @@ def _vmap(at: Program) -> None:
 
 def _per_sample_gradients(at: Program) -> None:
     found = sf.vmap(sf.grad(at.loss), in_dims=(None, 0, 0))(at.params, *at.local)
-    assert "[b@fsdp" in sf.typeof(found, "layers.0.up.weight")
+    assert sf.typeof(found, "layers.0.up.weight").endswith("[b@fsdp ff@tp c]")
     at.same(found, torch.func.vmap(torch.func.grad(at.plain_loss), in_dims=(None, 0, 0))(at.plain, *at.batch))
 
 

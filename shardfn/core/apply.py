@@ -113,8 +113,8 @@ class _Call:
         self.record.calls += 1
         if is_traced() and not torch.compiler.is_compiling():
             raise ShardError(
-                "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and would "
-                "be wrong; use sf.jvp or sf.vjp"
+                "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
+                "would be wrong; use sf.jvp or sf.vjp"
             )
         adjust, problem = Adjustments(), None
         try:

@@ -374,8 +374,8 @@ class GatherBucket(torch.autograd.Function):
             shape = leaf.local_shape(ctx.spot.grid.sizes, ctx.spot.grid.coords)
             if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
                 raise ShardError(
-                    f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd "
-                    f"cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
+                    f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
+                    f" cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
                 )
         pairs = enumerate(zip(tangents[1:], ctx.dtypes, strict=True))
         return GatherBucket.apply(ctx.spot, *(_or_zeros(ctx.spot, i, x, dtype, "sum") for i, (x, dtype) in pairs))

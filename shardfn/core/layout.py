@@ -81,7 +81,8 @@ class Leaf:
 
     def without(self, axes: Sequence[str]) -> "Leaf":
         """Whole over `axes`."""
-        return replace(self, splits=tuple(tuple(a for a in split if a not in axes) for split in self.splits))
+        splits = tuple(tuple(axis for axis in split if axis not in axes) for split in self.splits)
+        return replace(self, splits=splits, rule=self.rule.without(axes))
 
     def split_dim(self, axis: str) -> int | None:
         """The dim that `axis` splits."""
@@ -135,7 +136,7 @@ class Layout:
 
     def without(self, axes: Sequence[str]) -> "Layout":
         """Whole over `axes`."""
-        return replace(self, leaves=tuple(leaf.without(axes) for leaf in self.leaves))
+        return replace(self, leaves=tuple(leaf.without(axes) for leaf in self.leaves), rule=self.rule.without(axes))
 
     def model_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split model dim `dim`, in any of its leaves."""

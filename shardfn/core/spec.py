@@ -11,7 +11,7 @@ Nothing here knows about meshes or torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -100,6 +100,18 @@ class Spec:
     def caret(self, span: Span) -> str:
         """The rule as written, with `^^^` under `span`."""
         return caret(self.source or str(self), span)
+
+    def without(self, axes: Sequence[str]) -> "Spec":
+        """The same rule without some mesh axes."""
+
+        def whole(factor: Factor) -> Factor:
+            return replace(factor, axes=tuple(axis for axis in factor.axes if axis not in axes))
+
+        def each(dim: Dim) -> Dim:
+            blocks = (replace(block, factors=tuple(map(whole, block.factors))) for block in dim.blocks)
+            return replace(dim, blocks=tuple(blocks))
+
+        return replace(self, dims=tuple(map(each, self.dims)))
 
     def expand(self, ndim: int) -> "Spec":
         """The same rule for a tensor of `ndim` dims: `...` becomes anonymous dims.
