@@ -1,5 +1,6 @@
 """`sf.tree`: functions over trees of shards. Layer 5."""
 
+from shardfn.core.optim.norms import dot as dot
 from shardfn.core.tree import cast as cast
 from shardfn.core.tree import ema as ema
 from shardfn.core.tree import leaves as leaves

@@ -1,6 +1,6 @@
-"""The norm of a whole tree, and clipping by it: the only collectives of optimizers. Layer 4."""
+"""The norm of a whole tree, clipping by it, and inner products: the only collectives of optimizers. Layer 4."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -22,9 +22,10 @@ from shardfn.core.collectives import into_losses, psum, pvary, sum_flat_
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower
 from shardfn.core.mesh import grid
-from shardfn.core.optim.trees import Tree, leaves_of, trainable
+from shardfn.core.optim.trees import Tree, leaves_of, require_match, trainable
 from shardfn.core.storage import map_runs, merged
 from shardfn.core.tree import Params
+from shardfn.core.tree import map as map_tree
 
 _PIECE = 2**17  # elements that are squared and added in one go
 
@@ -54,25 +55,73 @@ def global_norm(tree: Tree) -> Tensor:
     return _norm("global_norm", [leaf for leaf in pytree.tree_leaves(tree) if _is_floating(leaf)])
 
 
+def dot(a: Tree, b: Tree) -> Tensor:
+    """The inner product of all floating tensors of two trees, as if each tree were one vector.
+
+        >>> import torch, shardfn as sf
+        >>> sf.tree.dot({"a": torch.tensor([3.0, 1.0])}, {"a": torch.tensor([2.0, 4.0])})
+        tensor(10.)
+
+    Args:
+        a: a tree of shards, or any pytree of plain tensors.
+        b: one of the same names, shapes and layouts.
+
+    Returns:
+        a plain scalar, the same on all ranks, in float32, or in float64 when a leaf is; of complex leaves the real part
+        of `conj(a) b`. Differentiable.
+
+    Raises:
+        ShardError: the trees have other names or layouts; a leaf is a pending sum.
+
+    Communication: as `global_norm`.
+    """
+    if not isinstance(a, Params):
+        pairs: list[tuple[Tensor, Tensor]] = []
+        map_tree(lambda x, y: pairs.append((x, y)) if _is_floating(x) else None, a, b)
+        return _products([x for x, _ in pairs], [y for _, y in pairs])
+    require_match("tree.dot", "the second tree", a, list(a), b)
+    if _differentiated(a) or _differentiated(b):
+        x, y = lower(a, vmap_depth()), lower(b, vmap_depth())
+        total = _sum_of_parts(x, lambda names: _products([x[n] for n in names], [y[n] for n in names]))
+        return into_losses(total, x.mesh, x.plan.roles.data)
+    names = [name for name, leaf in a.items() if _is_floating(leaf)]
+    xs, ys = (unwrap_locals([tree[name] for name in names]) for tree in (a, b))
+    leaves = [a[name] for name in names]
+    return _summed("tree.dot", leaves, lambda mine: _products([xs[i] for i in mine], [ys[i] for i in mine]))
+
+
+def _products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """The sum of all products of elements, in a wide dtype."""
+    wide = _wide([*xs, *ys])
+    parts = [(x.conj() * y).real if x.is_complex() else x.to(wide) * y.to(wide) for x, y in zip(xs, ys, strict=True)]
+    return torch.stack([part.sum(dtype=wide) for part in parts]).sum() if parts else torch.zeros((), dtype=wide)
+
+
 def _differentiated(tree: Params) -> bool:
-    """Whether a derivative flows through the leaves, so that arithmetic on their local parts would lose it."""
-    return in_transform() or any(leaf.grad_fn is not None for leaf in tree.values())
+    """Whether a derivative may flow through the leaves: arithmetic on their local parts would lose it."""
+    return in_transform() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values()))
 
 
 def _norm_of_parts(tree: Params) -> Tensor:
-    """Of a lowered tree: the sum goes over the axes that split each leaf. The same on all ranks."""
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    """Of a lowered tree, the same on all ranks."""
+    wide = _wide(list(tree.values()))
+    return _sum_of_parts(tree, lambda names: _square_sum([tree[name] for name in names], wide, None)).sqrt()
+
+
+def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) -> Tensor:
+    """A sum over floating leaves of a lowered tree: that of leaves split over the same axes goes over those axes."""
+    by_axes: dict[tuple[str, ...], list[str]] = {}
     for name, leaf in tree.items():
         if _is_floating(leaf):
-            by_axes.setdefault(tree.plan.leaves[name][1].axes, []).append(leaf)
-    wide = _wide([leaf for leaves in by_axes.values() for leaf in leaves])
-    total = torch.zeros((), dtype=wide, device=grid(tree.mesh, tree.plan.roles.storage).device)
-    for axes, leaves in by_axes.items():
-        part = _square_sum(leaves, wide, total.device)
+            by_axes.setdefault(tree.plan.leaves[name][1].axes, []).append(name)
+    device = grid(tree.mesh, tree.plan.roles.storage).device
+    total = torch.zeros((), dtype=_wide(list(tree.values())), device=device)
+    for axes, names in by_axes.items():
+        part = of_leaves(names)
         for axis in axes:
             part = psum(part, tree.mesh, axis)
         total = total + part
-    return total.sqrt()
+    return total
 
 
 def _wide(leaves: Sequence[Tensor]) -> torch.dtype:
@@ -88,13 +137,19 @@ def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
     locals_ = unwrap_locals(leaves)
     wide = _wide(locals_)
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-    if not sharded or any(leaf.grad_fn is not None for leaf in sharded):
+    if not sharded or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in sharded)):
         return _square_sum(leaves, wide, None).sqrt()
     if len(sharded) < len(leaves):
         raise ShardError(
             f"{verb}: the tree mixes DTensors and plain tensors; is a plain one a part or the whole? Shard all"
         )
-    specs = specs_of(sharded)
+    device = locals_[0].device
+    return _summed(verb, sharded, lambda mine: _square_sum(_pieces([locals_[i] for i in mine]), wide, device)).sqrt()
+
+
+def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    """A sum over leaves, of which every rank adds those, by index, that count there; outside autograd."""
+    specs = specs_of(leaves)
     mesh = specs[0].mesh
     if any(spec.mesh is not mesh and spec.mesh != mesh for spec in specs):
         raise ShardError(f"{verb}: the leaves live on several meshes; sf.reshard them to one")
@@ -102,12 +157,11 @@ def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
     if at is None:
         raise ShardError(f"{verb}: rank {dist.get_rank()} is not part of the leaves' mesh")
     with torch.no_grad():
-        mine = [local for local, spec in zip(locals_, specs, strict=True) if _counts_here(verb, spec, tuple(at))]
-        total = _square_sum(_pieces(mine), wide, locals_[0].device)
+        total = of_leaves([i for i, spec in enumerate(specs) if _counts_here(verb, spec, tuple(at))])
         moved = total.to(mesh.device_type)  # from the host, when gradients live there
-        for group in _groups_of(sharded[0]):
+        for group in _groups_of(leaves[0]):
             sum_flat_(moved, group)
-    return moved.to(total.device).sqrt()
+    return moved.to(total.device)
 
 
 def _counts_here(verb: str, spec: DTensorSpec, at: tuple[int, ...]) -> bool:
