@@ -24,6 +24,7 @@ from shardfn.core.mesh import MeshSpec as MeshSpec
 from shardfn.core.mesh import make_mesh as make_mesh
 from shardfn.core.plan import Plan as Plan
 from shardfn.core.policy import Policy as Policy
+from shardfn.core.registered import register as register
 from shardfn.core.tensor_parallel import cross_entropy as cross_entropy
 from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad

@@ -600,6 +600,34 @@ def test_a_parallel_forward_of_ones_own(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(grads), _reference_grads(model))
 
 
+class RegisteredGain(Gain):
+    """A class of its own, so that `Gain` stays unknown."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_registered_class(mesh: DeviceMesh) -> None:
+    model = _Sinks().double()
+    model.gain = RegisteredGain(8).double()
+    rules = {"up.weight": "h@tp c@fsdp", "down.weight": "c@fsdp h@tp", "gain.weight": "h@tp"}
+    with pytest.raises(sf.ShardError, match=r"or @sf\.register for its class"):
+        sf.shard(model, mesh, sf.Policy(rules=rules))
+    assert sf.register(RegisteredGain)(_split_gain) is _split_gain
+    for module_class in (RegisteredGain, type("Sub", (RegisteredGain,), {})):
+        model.gain.__class__ = module_class
+        params = sf.shard(model, mesh, sf.Policy(rules=rules))
+        x = torch.ones(4, 6, dtype=torch.float64)
+        for tree in (params, sf.reshard(params, sf.Policy(rules=rules, regather=False))):
+            torch.testing.assert_close(sf.apply(model, tree, x), model(x))
+    model.gain.__class__ = type("Other", (RegisteredGain,), {"forward": lambda self, x: x + self.weight})
+    with pytest.raises(sf.ShardError, match=r"or @sf\.register for its class"):
+        sf.shard(model, mesh, sf.Policy(rules=rules))
+    with pytest.raises(TypeError, match=r"expected a class of nn\.Module"):
+        sf.register(print)  # type: ignore[arg-type]
+
+
 class _Fixed(Decoder):
     """Head counts from the configuration."""
 

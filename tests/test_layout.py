@@ -29,6 +29,7 @@ LAYERS = {
     "shardfn.core.model": 1,
     "shardfn.core.places": 1,
     "shardfn.core.pool": 1,
+    "shardfn.core.registered": 1,
     "shardfn.core.shadow": 1,
     "shardfn.core.storage": 1,
     "shardfn.core.plan": 2,

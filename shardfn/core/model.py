@@ -37,6 +37,7 @@ class ModuleInfo:
     params: tuple[tuple[str, str], ...]  # (attribute, canonical parameter name)
     kind: str = "other"  # "linear" or "embedding" when the forward is torch's own, else "other"
     list_of: str | None = None  # for a list of like modules that own parameters: their class
+    forward: str = ""  # the class whose forward it has; none when it has one of its own
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,13 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
             tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own),
             kind_of(module),
             _list_of(module),
+            _forward_owner(module),
         )
+
+
+def _forward_owner(module: nn.Module) -> str:
+    own = "forward" in vars(module)
+    return "" if own else next(class_name(cls) for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def kind_of(module: nn.Module) -> str:

@@ -23,6 +23,7 @@ from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
 from shardfn.core.pattern import compile_pattern, first_match, matches
 from shardfn.core.policy import BATCH_AXES, Policy
+from shardfn.core.registered import registered
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
 
 
@@ -327,6 +328,8 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     """`plan` on a model that is already described."""
+    if forwards := registered(info.modules):
+        policy = replace(policy, compute={**policy.compute, **forwards})
     problems: list[str] = []
     role = roles(list(axes), policy.batch)
     rules = _rules(info, axes, role, policy, problems)
@@ -724,7 +727,8 @@ def _uncomputable(
                     f"'{attribute}' "
                     f"in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
                     "nn.Embedding there, or give "
-                    f"the module a parallel forward: Policy(compute={{{module.name!r}: fn}})."
+                    f"the module a parallel forward: Policy(compute={{{module.name!r}: fn}}), or @sf.register for its "
+                    f"class."
                 )
     return problems
 

@@ -1,0 +1,69 @@
+"""Parallel forwards of a user's own module classes. Layer 1."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from shardfn.core.model import ModuleInfo, class_name
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+# By the name of a class, for the whole program: a library registers its modules where it defines them.
+_FORWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
+    """A decorator: the function is the parallel forward of a module class whose weights may be split.
+
+    Without it a weight of a module other than `nn.Linear` and `nn.Embedding` cannot be split over a compute axis. Plans
+    made afterwards know it, in every process. `Policy(compute={pattern: fn})` does the same for modules by name, and
+    comes first.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> class Gain(nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.gain = nn.Parameter(torch.ones(size))
+        ...     def forward(self, x):
+        ...         return x * self.gain
+        >>> @sf.register(Gain)
+        ... def split_gain(module, local, layouts, x):  # x [..., size/tp], local["gain"] [size/tp]
+        ...     return x * local["gain"]
+        >>> sf.plan(Gain(8), sf.MeshSpec(tp=2), sf.Policy(rules={"gain": "c@tp"})).local_shape("gain")
+        (4,)
+
+    Args:
+        module_class: the class; subclasses that keep its forward are meant too.
+
+    Returns:
+        the decorator, which returns the function itself. The function is called as `fn(module, local, layouts, *args,
+        **kwargs)`: `local` maps the module's attributes to its weights, whole over data axes and split over compute
+        axes, and `layouts` to their `Layout`. Collectives in it are those of `sf.collectives`.
+
+    Raises:
+        TypeError: not a module class.
+
+    Communication: none; what the function does.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(f"register: expected a class of nn.Module, got {module_class!r}")
+
+    def keep(function: Forward) -> Forward:
+        if not callable(function):
+            raise TypeError(f"register: expected a function, got {function!r}")
+        _FORWARDS[class_name(module_class)] = function
+        return function
+
+    return keep
+
+
+def registered(modules: Sequence[ModuleInfo]) -> dict[str, Callable[..., Any]]:
+    """Pattern of module names -> forward, one entry a class."""
+    names: dict[str, list[str]] = {}
+    for module in modules if _FORWARDS else ():
+        if module.forward in _FORWARDS:
+            names.setdefault(module.forward, []).append(module.name)
+    return {f"re:{'|'.join(map(re.escape, found))}": _FORWARDS[cls] for cls, found in names.items()}
