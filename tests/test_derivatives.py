@@ -144,7 +144,24 @@ def _gradient_penalty(at: Program) -> None:
 
 
 def _inner_step(at: Program) -> None:
-    """A step of MAML: two updates inside, the gradient through them."""
+    """MAML: an update inside, the gradient through it, alone, in a direction, and one for each task."""
+    inner = sf.optim.sgd(0.1, momentum=0.5)
+
+    def adapted(p: Any, *batch: Tensor) -> Tensor:
+        updates, _ = inner.update(sf.grad(at.loss)(p, *batch), inner.init(p), p)
+        return at.loss(sf.optim.apply_updates(p, updates), *batch)
+
+    def plain(p: Tree, *batch: Tensor) -> Tensor:
+        grads = torch.func.grad(at.plain_loss)(p, *batch)
+        return at.plain_loss({name: p[name] - 0.1 * grads[name] for name in p}, *batch)
+
+    at.same(sf.grad(adapted)(at.params, *at.local), torch.func.grad(plain)(at.plain, *at.batch))
+    at.same(sf.hvp(adapted, (at.params, *at.local), at.direction), _plain_hvp(at, plain, *at.batch))
+    tasks = sf.vmap(sf.grad(adapted), in_dims=(None, 0, 0))(at.params, *at.local)
+    at.same(tasks, torch.func.vmap(torch.func.grad(plain), in_dims=(None, 0, 0))(at.plain, *at.batch))
+
+
+def _two_inner_steps(at: Program) -> None:
     inner = sf.optim.sgd(0.1, momentum=0.5)
 
     def adapted(p: Any, *batch: Tensor) -> Tensor:
@@ -163,9 +180,6 @@ def _inner_step(at: Program) -> None:
         return at.plain_loss(q, *batch)
 
     at.same(sf.grad(adapted)(at.params, *at.local), torch.func.grad(plain)(at.plain, *at.batch))
-    at.same(sf.hvp(adapted, (at.params, *at.local), at.direction), _plain_hvp(at, plain, *at.batch))
-    tasks = sf.vmap(sf.grad(adapted), in_dims=(None, 0, 0))(at.params, *at.local)
-    at.same(tasks, torch.func.vmap(torch.func.grad(plain), in_dims=(None, 0, 0))(at.plain, *at.batch))
 
 
 def _clipping_inside(at: Program) -> None:
@@ -222,6 +236,7 @@ CASES = [
     _gradient_of_a_vmap,
     _gradient_penalty,
     _inner_step,
+    _two_inner_steps,
     _clipping_inside,
     _directions,
     _jacobians,

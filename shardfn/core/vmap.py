@@ -55,9 +55,9 @@ def vmap(
         ('f32[b@fsdp 1 4]', torch.Size([8, 1, 4]))
 
     Args:
-        func: a function of tensors and trees of shards.
+        func: a function of tensors and trees of shards; keyword arguments are passed on as they are.
         in_dims: as in torch; for a tree of shards None, or 0: it is stacked along a first dim, like an ensemble
-            (`e@dp ...`).
+            (`e@dp ...`). Tensors that are mapped with it belong to its members.
         out_dims: as in torch; 0 for trees of shards.
         randomness: as in torch.
         chunk_size: as in torch: how many to compute at a time.
@@ -74,7 +74,7 @@ def vmap(
     before; one of a number when trees come out.
     """
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args, is_leaf=_is_tree)
         dims = _flat_dims(in_dims, len(args), structure)
         pairs = [
@@ -85,7 +85,7 @@ def vmap(
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
 
         def run(*flat: Any) -> Any:
-            return func(*pytree.tree_unflatten(list(flat), structure))
+            return func(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         out = torch.func.vmap(run, tuple(dims), out_dims, randomness, chunk_size=chunk_size)(*ready)
         return left(over_params(lambda tree: _leaving(tree, axes), out))
@@ -125,8 +125,10 @@ def _first_dim(tree: Params, name: str, leaf: Tensor) -> tuple[int, tuple[str, .
     planned = tree.plan.leaves[name][1]
     if leaf.dim() == len(planned.shape) and planned.shape and planned.merges[0] == 1:
         return planned.shape[0], planned.splits[0], True
-    if leaf.dim() != len(planned.shape) + 1 or not isinstance(leaf, DTensor):
+    if leaf.dim() != len(planned.shape) + 1:
         raise ShardError(f"vmap: '{name}' has shape {tuple(leaf.shape)}, which has no first dim to map over")
+    if not isinstance(leaf, DTensor):  # stacked inside a transform, where every rank has its part of each entry
+        return leaf.shape[0], (), False
     pairs = zip(tree.plan.roles.storage, leaf.placements, strict=True)
     return leaf.shape[0], tuple(axis for axis, placement in pairs if placement.is_shard(0)), False
 
