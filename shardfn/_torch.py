@@ -4,7 +4,7 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -15,7 +15,13 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -105,6 +111,14 @@ def in_transform() -> bool:
 def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:
     """What a tree of the upper part of a structure says of each leaf; None when it is no such tree."""
     return pytree._broadcast_to_and_flatten(prefix, structure)
+
+
+def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
+    """Whether a `grad` inside a `vmap` differentiates with respect to one of the tensors."""
+    stack = get_interpreter_stack() or []
+    first = next((level.level() for level in stack if level.key() == TransformType.Vmap), None)
+    grads = {level.level() for level in stack if level.key() == TransformType.Grad}
+    return first is not None and any((at := maybe_get_level(x)) > first and at in grads for x in tensors)
 
 
 def values_of(x: Tensor) -> Tensor:

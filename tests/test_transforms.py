@@ -227,6 +227,76 @@ def test_second_order_through_the_gathered_weights(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(got), _grads(reference), tol=1e-10)
 
 
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 3, "tp": 1})
+def test_sums_and_means_nest(mesh: DeviceMesh) -> None:
+    """A sum over ranks is the mean times their number, at every level."""
+    model, reference = _model(), _model()
+    params = sf.shard(model, mesh, _TP)
+    whole = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (x,) = sf.data.local_batch((whole,), mesh)
+    ranks = mesh.size(0)
+    plain = {name: p.detach() for name, p in reference.named_parameters()}
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(reference, p, (whole,)).square().mean()
+
+    def plain_square(p: dict[str, Tensor]) -> Tensor:
+        return plain_loss(p).square()
+
+    wanted = torch.func.grad(plain_square)(plain)
+    squared = sf.grad(lambda p: sf.value_and_grad(loss, reduce="sum")(p)[0].square())
+    assert_parity(sf.gather(squared(params)), wanted, tol=1e-11)
+    twice = {name: ranks * g for name, g in wanted.items()}
+    again = sf.grad(lambda p: sf.value_and_grad(loss)(p)[0].square(), reduce="sum")(params)
+    assert_parity(sf.gather(again), twice, tol=1e-11)
+    inner = sf.grad(lambda p: sf.tree.dot(sf.grad(loss, reduce="sum")(p), params))(params)
+    gradient = torch.func.grad(plain_loss)
+    second = torch.func.jvp(gradient, (plain,), (plain,))[1]
+    assert_parity(sf.gather(inner), {name: ranks * g for name, g in second.items()}, tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_gathered_trees_to_the_second_order(mesh: DeviceMesh) -> None:
+    params = sf.shard(_model(), mesh, _TP)
+    plain = {name: p.detach() for name, p in _model().named_parameters()}
+
+    def loss(p: sf.Params) -> Tensor:
+        full = sf.gather(p)
+        return (full["0.weight"].sum() ** 3 * full["2.weight"]).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return (p["0.weight"].sum() ** 3 * p["2.weight"]).square().mean()
+
+    wanted = torch.func.jvp(torch.func.grad(plain_loss), (plain,), (plain,))[1]
+    assert_parity(sf.gather(sf.hvp(loss, (params,), params)), wanted, tol=1e-10)
+    assert_parity(sf.gather(sf.grad(lambda p: sf.tree.dot(sf.grad(loss)(p), params))(params)), wanted, tol=1e-10)
+    each = sf.vmap(lambda p, x: loss(sf.tree.map(lambda w: w * x, p)), in_dims=(None, 0))(params, torch.ones(2))
+    torch.testing.assert_close(each, plain_loss(plain).expand(2), rtol=1e-10, atol=1e-10)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_trees_in_a_dict(mesh: DeviceMesh) -> None:
+    model = _model()
+    params = sf.shard(model, mesh, _TP)
+    x = torch.randn(3, 6, dtype=torch.float64) + torch.distributed.get_rank()
+    count = torch.tensor(1.0 + torch.distributed.get_rank())
+
+    def loss(p: sf.Params, q: sf.Params) -> sf.data.Mean:
+        return sf.data.Mean((sf.apply(model, p, x) - sf.apply(model, q, 2 * x)).square().sum(), count)
+
+    other = sf.tree.map(lambda w: w + 1, params)
+    wanted_loss, wanted = sf.value_and_grad(loss, argnums=(0, 1))(params, other)
+    both = {"p": params, "q": [other, 3], "n": torch.ones(2)}
+    found_loss, found = sf.value_and_grad(lambda b: loss(b["p"], b["q"][0]))(both)
+    torch.testing.assert_close(found_loss, wanted_loss)
+    assert_trees_close(dict(found["p"]), dict(wanted[0]))
+    assert_trees_close(dict(found["q"][0]), dict(wanted[1]))
+    assert found["q"][1] == 3 and torch.equal(found["n"], torch.zeros(2))
+
+
 _MAX: dict[str, Any] = {"reduce": "max"}
 
 

@@ -150,6 +150,10 @@ def refused(kind: str) -> Any:
             return sf.vmap(lambda x: sf.grad(loss)(params, x))(x)
         case "torch's vmap":
             return torch.func.vmap(sf.grad(loss), in_dims=(None, 0))(params, x)
+        case "torch's vmap and grad":
+            return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+        case "pending sums":
+            return sf.grad(lambda p: sf.optim.global_norm(sf.grad(loss, reduce=None)(p, x)))(params)
         case "a dim":
             return sf.vmap(loss, in_dims=(1, 0))(params, x)
         case "no first dim":
@@ -177,6 +181,8 @@ def refused(kind: str) -> Any:
     [
         ("closed over", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
         ("torch's vmap", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
+        ("torch's vmap and grad", sf.ShardError, r"Use sf\.vmap and sf\.grad"),
+        ("pending sums", sf.ShardError, "pending sums cannot be differentiated again"),
         ("a dim", sf.ShardError, "in_dims=1 for a tree of shards"),
         ("no first dim", sf.ShardError, "several of them|no first dim to map over"),
         ("uneven", sf.ShardError, r"number of samples differs between ranks along fsdp: \[1, 2\]"),
@@ -190,3 +196,46 @@ def refused(kind: str) -> Any:
 )
 def test_refusals(kind: str, error: type[Exception], match: str) -> None:
     run_raises(error, refused, kind, match=match, ranks=2)
+
+
+@on_meshes({"dp": 2, "fsdp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_gradients_of_what_a_vmap_returns(mesh: DeviceMesh) -> None:
+    """Around a vmap over members or samples the loss is still the mean over ranks, to the second order."""
+    model, batch = net(), samples(4)
+    names = mesh.mesh_dim_names or ()
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def plain(p: Any, x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,)).square().mean()
+
+    if names[0] == "dp":
+        whole = stacked_nets(4)
+        rules = {name: "e@dp " + "_ " * (w.dim() - 1) for name, w in whole.items()}
+        params = sf.shard({n: nn.Parameter(w) for n, w in whole.items()}, mesh, sf.Policy(rules=rules))
+        local, dims = batch, (0, None)
+    else:
+        whole, params = weights_of(model), sf.shard(model, mesh, MEGATRON)
+        local, dims = sf.data.local_batch((batch,), mesh)[0], (None, 0)
+
+    def mean(p: Any) -> Tensor:
+        return sf.vmap(loss, in_dims=dims)(p, local).square().mean()
+
+    def plain_mean(p: Any) -> Tensor:
+        return torch.func.vmap(plain, in_dims=dims)(p, batch).square().mean()
+
+    assert_parity(sf.gather(sf.grad(mean)(params)), torch.func.grad(plain_mean)(whole), tol=1e-11)
+    gradient = torch.func.grad(plain_mean)
+    wanted = torch.func.jvp(gradient, (whole,), (whole,))[1]
+    assert_parity(sf.gather(sf.hvp(mean, (params,), params)), wanted, tol=1e-11)
+
+    def penalty(p: Any) -> Tensor:
+        grads = sf.vmap(sf.grad(loss), in_dims=dims)(p, local)
+        return sf.optim.global_norm(grads).square()
+
+    def plain_penalty(p: Any) -> Tensor:
+        grads = torch.func.vmap(torch.func.grad(plain), in_dims=dims)(p, batch)
+        return torch.stack([g.square().sum() for g in grads.values()]).sum()
+
+    assert_parity(sf.gather(sf.grad(penalty)(params)), torch.func.grad(plain_penalty)(whole), tol=1e-11)

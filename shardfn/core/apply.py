@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import in_transform, is_traced, pytree
+from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import recomputed
@@ -119,6 +119,7 @@ class _Call:
         adjust, problem = Adjustments(), None
         try:
             self._require_leaves()
+            self._require_own_samples()
             if why := wrong_inputs((args, kwargs), self.grid.device):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -140,6 +141,15 @@ class _Call:
         if not self.plan.leaves.keys() <= self.params.keys():
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
+
+    def _require_own_samples(self) -> None:
+        """Inside torch's own vmap a gradient adds up samples of different data ranks."""
+        several = any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
+        if several and in_transform() and self.plan.vmaps is None and differentiated_in_vmap(self.params.values()):
+            raise ShardError(
+                "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
+                "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
+            )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""

@@ -383,7 +383,7 @@ class GatherBucket(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
         spot, *leaves = args
-        wholes = GatherBucket.apply(spot.batched(info.batch_size), *_in_front(info.batch_size, in_dims[1:], leaves))
+        wholes = GatherBucket.apply(spot.batched(info.batch_size), *in_front(info.batch_size, in_dims[1:], leaves))
         return wholes, (0,) * len(leaves)
 
 
@@ -438,7 +438,7 @@ class ReduceBucket(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
         spot, op, dtypes, *grads = args
-        given = _in_front(info.batch_size, in_dims[3:], grads)
+        given = in_front(info.batch_size, in_dims[3:], grads)
         return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *given), (0,) * len(grads)
 
 
@@ -453,7 +453,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def _in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The mapped dim of each in front; those without one repeat."""
     return [
         x if x is None else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -392,6 +392,61 @@ class _IntoLosses(_Pair):
         return _bind(_Pmean, grads[0], *ctx.where), None, None
 
 
+class _Weighed(torch.autograd.Function):
+    """The identity, whose cotangent is multiplied by a number; see [Note: cotangents of trees] in buckets.py."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Scaled.apply(grads[0], ctx.factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplied by a number, with the cotangent as it is: the transpose of `_Weighed`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Weighed.apply(grads[0], ctx.factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0] * ctx.factor
+
+
+def weighed(x: Tensor, factor: float) -> Tensor:
+    """x itself, whose cotangent is multiplied by `factor`.
+
+    >>> import torch
+    >>> from shardfn.core.collectives import weighed
+    >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
+    tensor(12.)
+    """
+    return x if factor == 1 or not x.is_floating_point() else _Weighed.apply(x, factor)
+
+
 class _Pmean(_Pair):
     """
     |          | in                  | out                               |

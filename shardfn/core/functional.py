@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import unwrap_local, wrap_local
+from shardfn._torch import materialized, unwrap_local, wrap_local
 from shardfn.core.agreement import VALUES, agree
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, empty_shards, gather_leaves, leaf_spec
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, empty_shards, gather_leaves, in_front, leaf_spec
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
 from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice, to_leaves
@@ -316,13 +316,56 @@ class _GatherCompute(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.spot, ctx.axes = inputs[0], inputs[1]
+        ctx.where = inputs[:2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sizes, coords = ctx.spot.grid.sizes, ctx.spot.grid.coords
-        parts = [local_slice(leaf, g, sizes, coords, ctx.axes) for leaf, g in zip(ctx.spot.leaves, grads, strict=True)]
-        return (None, None, *(part.contiguous() for part in parts))
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return (None, None, *_TakePart.apply(*ctx.where, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        return _GatherCompute.apply(*ctx.where, *map(materialized, tangents[2:]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _mapped(_GatherCompute, info, in_dims, args)
+
+
+class _TakePart(torch.autograd.Function):
+    """The transpose of `_GatherCompute`.
+
+    forward   [whole]  -> this rank's part -> [split over compute]
+    backward  d [split over compute]  -> all_gather(compute) -> d [whole]
+    """
+
+    @staticmethod
+    def forward(spot: BucketOnGrid, axes: Sequence[str], *wholes: Tensor) -> tuple[Tensor, ...]:
+        sizes, coords = spot.grid.sizes, spot.grid.coords
+        parts = (local_slice(leaf, w, sizes, coords, axes) for leaf, w in zip(spot.leaves, wholes, strict=True))
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.where = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return (None, None, *_GatherCompute.apply(*ctx.where, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        return _TakePart.apply(*ctx.where, *map(materialized, tangents[2:]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _mapped(_TakePart, info, in_dims, args)
+
+
+def _mapped(function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """The same function of leaves with one more dim in front."""
+    spot, axes, *tensors = args
+    given = in_front(info.batch_size, in_dims[2:], tensors)
+    return function.apply(spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
 
 
 def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,10 @@ from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
-from shardfn.core.tree import Params
+from shardfn.core.tree import Params, map_local
 
 Reduction = Literal["mean", "sum"] | None
+Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
 def value_and_grad(
@@ -79,18 +81,30 @@ def differentiator(
     Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks.
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    average: Reduction = None if reduce is None else "mean"
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
-        inputs = list(args)
         for position in positions:
             if position >= len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
-        if in_transform():
-            value, aux, grads, count = _in_transform(loss_fn, args, kwargs, positions, has_aux, reduce)
-            return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
+        if any(not isinstance(args[p], Params) and _holds_trees(args[p]) for p in positions):
+            found = _of_containers(loss_fn, args, kwargs, positions, has_aux, reduce)
+        elif in_transform():
+            found = _in_transform(loss_fn, args, kwargs, positions, has_aux, average)
+        else:
+            found = _at_top(args, kwargs)
+        value, aux, grads, count = found
+        if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
+            grads = [_times_ranks(grad) for grad in grads]
+        return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
+
+    def _at_top(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
+        inputs = list(args)
         connected = torch.is_grad_enabled() and any(_asks(args[position]) for position in positions)
         for position in positions:
-            inputs[position] = _differentiable(args[position], reduce)
+            inputs[position] = _differentiable(args[position], average)
+        if connected:
+            _require_reduction(reduce, inputs[positions[0]])
         with torch.enable_grad():
             result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
@@ -98,9 +112,72 @@ def differentiator(
             loss, count = _objective(loss, owner)
         grads = _gradients(loss, [inputs[p] for p in positions], connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
-        return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
+        return value, aux, grads, count
 
     return call
+
+
+def _holds_trees(tree: Any) -> bool:
+    return any(isinstance(x, Params) for x in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Params)))
+
+
+def _times_ranks(grads: Any) -> Any:
+    """A tree of means over the data ranks as sums; of a container, each tree in it was done already."""
+    if not isinstance(grads, Params):
+        return grads
+    ranks = prod(grads.plan.axes[axis] for axis in grads.plan.roles.data)
+    return grads if ranks == 1 else map_local(lambda g: g * ranks, grads)
+
+
+def _require_reduction(reduce: Reduction, tree: Any) -> None:
+    several = isinstance(tree, Params) and any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
+    if reduce is None and several:
+        raise ShardError("value_and_grad(reduce=None): pending sums cannot be differentiated again; use 'mean'")
+
+
+def _of_containers(
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    positions: Sequence[int],
+    has_aux: bool,
+    reduce: Reduction,
+) -> Found:
+    """`differentiator` for dicts and the like that hold trees of shards: with each of them as an argument."""
+    is_tree = partial(_is_instance, Params)
+    flat = {p: pytree.tree_flatten(args[p], is_leaf=is_tree) for p in positions}
+    chosen = [
+        (p, i)
+        for p, (leaves, _) in flat.items()
+        for i, leaf in enumerate(leaves)
+        if is_tree(leaf) or _is_floating(leaf)
+    ]
+
+    def rebuilt(values: Sequence[Any], others: Callable[[Any], Any]) -> dict[int, Any]:
+        given = dict(zip(chosen, values, strict=True))
+        return {
+            p: pytree.tree_unflatten(
+                [given[p, i] if (p, i) in given else others(leaf) for i, leaf in enumerate(leaves)], structure
+            )
+            for p, (leaves, structure) in flat.items()
+        }
+
+    def loss_of(*values: Any, **kwargs: Any) -> Any:
+        found = rebuilt(values, lambda leaf: leaf)
+        return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+
+    differentiate = differentiator(loss_of, tuple(range(len(chosen))), has_aux, reduce)
+    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), **kwargs)
+    trees = rebuilt(grads, lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf)
+    return value, aux, [trees[p] for p in positions], count
+
+
+def _is_instance(kind: type, x: object) -> bool:
+    return isinstance(x, kind)
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def grad(
@@ -173,12 +250,13 @@ def _in_transform(
     positions: Sequence[int],
     has_aux: bool,
     reduce: Reduction,
-) -> tuple[Tensor, Any, list[Any], Tensor | None]:
+) -> Found:
     """`differentiator` inside a transform of `torch.func`, by its `grad`."""
     inputs = list(args)
     for position in positions:
         inputs[position] = entered("grad", args[position])
         if isinstance(inputs[position], Params):
+            _require_reduction(reduce, inputs[position])
             inputs[position] = _with_reduction(inputs[position], reduce)
     owner = next((inputs[p] for p in positions if isinstance(inputs[p], Params)), None)
     chosen = [_chosen(inputs[p]) for p in positions]

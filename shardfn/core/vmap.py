@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import in_transform, one_for_each, pytree, vmap_depth
 from shardfn.core.agreement import require_same
 from shardfn.core.buckets import BucketOnGrid, GatherBucket
+from shardfn.core.collectives import weighed
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower, over_params
 from shardfn.core.mapped import inside, member, stacked, without
@@ -152,23 +153,32 @@ def _mapped_axes(pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
 def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
     """What the mapped function gets of a tree: plain leaves, whole over the axes that have no part in it."""
     depth = vmap_depth() + 1
-    if dim == 0:
-        lowered = lower(tree, depth)
-        return Params(lowered, inside(member(tree.plan, axes), depth), tree.mesh, tree.buffers)
+    if dim == 0:  # each member counts in the loss of its own rank only
+        own = lower(tree, depth)
+        leaves = {name: weighed(leaf, 1 / _ranks(tree, axes)) for name, leaf in own.items()}
+        return Params(leaves, inside(member(tree.plan, axes), depth), tree.mesh, tree.buffers)
     own = [axis for axis in axes if axis in tree.plan.roles.data]
-    leaves = _whole(tree, own) if own else lower(tree, depth)
+    rest = [axis for axis in tree.plan.roles.data if axis not in axes and tree.plan.axes[axis] > 1]
+    if rest and _ranks(tree, own) > 1:
+        raise ShardError(
+            f"vmap: a tree that is not mapped has the data axes {', '.join(tree.plan.roles.data)}; what is mapped lies on "
+            f"{', '.join(own)} only. Stack it too, or reshard it to a mesh without {', '.join(rest)}."
+        )
+    leaves = _whole(tree) if own else lower(tree, depth)
     return Params(leaves, inside(without(tree.plan, own), depth), tree.mesh, tree.buffers)
 
 
-def _whole(tree: Params, axes: Sequence[str]) -> dict[str, Tensor]:
-    """The leaves, plain and whole over data axes: one gather a bucket, differentiable."""
+def _ranks(tree: Params, axes: Sequence[str]) -> int:
+    """How many data ranks the axes have."""
+    return prod(tree.plan.axes[axis] for axis in axes if axis in tree.plan.roles.data)
+
+
+def _whole(tree: Params) -> dict[str, Tensor]:
+    """The leaves, plain and whole over the data axes: one gather a bucket, differentiable."""
     places = grid(tree.mesh, tree.plan.roles.storage)
     out: dict[str, Tensor] = {}
     for bucket in (bucket for unit in tree.plan.units for bucket in unit.buckets):
         held = [name for name in bucket.leaves if name in tree]
-        inner = [axis for axis in bucket.axes if axis not in axes and tree.plan.axes[axis] > 1]
-        if inner and any(axis in axes for axis in bucket.axes):
-            raise ShardError(f"vmap: a tree that is split over {bucket.axes} is mapped over {tuple(axes)} only")
         for dtype in dict.fromkeys(tree[name].dtype for name in held):
             names = tuple(name for name in held if tree[name].dtype == dtype)
             travels = replace(bucket, leaves=names, dtype=dtype)
@@ -186,4 +196,5 @@ def _leaving(tree: Params, axes: Sequence[str]) -> Params:
         require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
     total = local * prod(tree.plan.axes[axis] for axis in axes)
     plan = inside(stacked(tree.plan, total, axes), tree.plan.vmaps - 1)
-    return Params(tree, plan, tree.mesh, tree.buffers)
+    made = Params(tree, plan, tree.mesh, tree.buffers)
+    return made.like((name, weighed(leaf, _ranks(made, axes))) for name, leaf in tree.items())
