@@ -113,6 +113,11 @@ def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:
     return pytree._broadcast_to_and_flatten(prefix, structure)
 
 
+def from_outside(x: Tensor) -> bool:
+    """Whether x belongs to a transform that is not running at this point."""
+    return maybe_get_level(x) > len(get_interpreter_stack() or ())
+
+
 def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
     """Whether a `grad` inside a `vmap` differentiates with respect to one of the tensors."""
     stack = get_interpreter_stack() or []

@@ -153,3 +153,110 @@ def test_any_unit_is_differentiated(mesh: DeviceMesh, kind: type[nn.Module]) -> 
     assert_parity(sf.gather(sf.hvp(loss, (params, x), params)), wanted, tol=1e-11)
     found = torch.func.grad(lambda x: loss(params, x))(x)
     torch.testing.assert_close(found, torch.func.grad(lambda x: plain_loss(plain, x))(x), rtol=1e-11, atol=1e-11)
+
+
+class _Stateful(nn.Module):
+    """A linear that does something behind the back of its arguments and results."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(6, 6)
+        self.aux: Any = None
+        self.given: Any = None
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Any, feats: list[Tensor]) -> Any:
+        if self.kind == "opaque":
+            return _Box(torch.tanh(self.linear(x.x)))
+        y = torch.tanh(self.linear(x))
+        match self.kind:
+            case "attribute":
+                self.aux = y.square().mean()
+            case "list":
+                feats.append(y)
+            case "buffer":
+                self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+                y = y - self.mean
+            case "captured":
+                y = y * self.given
+            case _:
+                pass
+        return y
+
+
+class _Box:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class _Parent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.units = nn.ModuleList(_Stateful(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        feats: list[Tensor] = []
+        out: Any = _Box(x) if self.kind == "opaque" else x
+        for unit in self.units:
+            unit.given = x.sum().sigmoid()
+            out = unit(out, feats)
+        out = out.x if self.kind == "opaque" else out
+        extra = [unit.aux for unit in self.units if unit.aux is not None] + [f.square().mean() for f in feats]
+        return out.square().mean() + sum(extra)
+
+
+@on_meshes({"fsdp": 2})
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("attribute", "keeps a tensor in an attribute"),
+        ("buffer", "keeps a tensor in an attribute or a buffer"),
+        ("list", "changes a list or dict that it was given"),
+        ("opaque", "an argument of _Box, which may hold a tensor"),
+        ("captured", "reads a tensor with a derivative that is no argument"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_an_error(mesh: DeviceMesh, kind: str, match: str) -> None:
+    torch.manual_seed(0)
+    model = _Parent(kind).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, sf.Policy(units="units.*"))
+    with pytest.raises(sf.ShardError, match=match):
+        torch.func.grad(lambda x: sf.apply(model, params, x))(x)
+    if kind != "buffer":  # which no transform of torch's may change
+        kept = sf.reshard(params, sf.Policy(units="units.*", regather=False))
+        plain = {name: p.detach() for name, p in model.named_parameters()}
+        found = torch.func.grad(lambda p: sf.apply(model, p, x))(kept)
+        wanted = torch.func.grad(lambda p: functional_call(model, p, (x,)))(plain)
+        assert_parity(sf.gather(found), wanted, tol=1e-11)
+    sf.grad(lambda p: sf.apply(model, p, x))(params)
+
+
+@on_meshes({"fsdp": 2})
+def test_hooks_and_autocast(mesh: DeviceMesh) -> None:
+    """Hooks inside a unit see what they would see; casts are those of the first run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.randn(4, 6)
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    seen: list[Tensor] = []
+    inner: Any = model[0]
+    hook = inner[0].register_forward_hook(lambda module, args, out: seen.append(out.square().mean()))
+
+    def with_seen(p: Any, call: Any) -> Tensor:
+        seen.clear()
+        return call(p) + torch.stack(seen).sum()
+
+    found = torch.func.grad(lambda p: with_seen(p, lambda p: sf.apply(model, p, x).sum()))(params)
+    wanted = torch.func.grad(lambda p: with_seen(p, lambda p: functional_call(model, p, (x,)).sum()))(plain)
+    assert_parity(sf.gather(found), wanted, tol=1e-5)
+    hook.remove()
+
+    def cast(p: sf.Params) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return sf.apply(model, p, x).float().sum()
+
+    again, kept = (torch.func.grad(cast)(tree) for tree in (params, sf.reshard(params, sf.Policy(regather=False))))
+    assert_parity(sf.gather(again), sf.gather(kept), tol=1e-2)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.engine.binding import Bound, Forward, no_escape
-from shardfn.core.engine.remat import recomputed
-from shardfn.core.engine.session import Borrowed, Session
+from shardfn.core.engine.remat import Borrowed, recomputed
+from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
@@ -199,6 +199,7 @@ class _Current:
     """The session that copies get their weights from. It knows nothing of them: a cycle would outlive the call."""
 
     session: Session | None = None
+    bound: "weakref.ref[Bound] | None" = None
 
     def weight(self, name: str) -> Tensor:
         assert self.session is not None
@@ -211,9 +212,10 @@ class _Current:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 session = self.session
                 assert session is not None
-                if session.computes_again(unit):
+                bound = self.bound() if self.bound is not None else None
+                if session.computes_again(unit) and bound is not None and not bound.hooked(unit):
                     try:
-                        return self._recomputed(session, unit, inner, args, kwargs)
+                        return self._recomputed(session, unit, bound.root.get_submodule(unit), inner, args, kwargs)
                     except Borrowed:
                         session.runtime.recomputable.discard(unit)
                 session.enter(unit)
@@ -226,7 +228,9 @@ class _Current:
 
         return around
 
-    def _recomputed(self, session: Session, unit: str, inner: Forward, args: Any, kwargs: Any) -> Any:
+    def _recomputed(
+        self, session: Session, unit: str, module: nn.Module, inner: Forward, args: Any, kwargs: Any
+    ) -> Any:
         """The forward of a unit that computes again for its derivatives, also when the call is over."""
         leaves = session.leaves_of(unit)
 
@@ -238,7 +242,7 @@ class _Current:
             finally:
                 self.session = outer
 
-        return recomputed(run, list(leaves.values()), args, kwargs)
+        return recomputed(module, run, list(leaves.values()), args, kwargs)
 
 
 class _Copies:
@@ -248,6 +252,7 @@ class _Copies:
         self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
         self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around))
+        self.current.bound = weakref.ref(self.bound)
 
     def begin(self, session: Session, buffers: Mapping[str, Tensor]) -> None:
         """Serve a call."""

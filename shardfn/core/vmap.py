@@ -161,8 +161,8 @@ def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
     rest = [axis for axis in tree.plan.roles.data if axis not in axes and tree.plan.axes[axis] > 1]
     if rest and _ranks(tree, own) > 1:
         raise ShardError(
-            f"vmap: a tree that is not mapped has the data axes {', '.join(tree.plan.roles.data)}; what is mapped lies on "
-            f"{', '.join(own)} only. Stack it too, or reshard it to a mesh without {', '.join(rest)}."
+            f"vmap: a tree that is not mapped has the data axes {', '.join(tree.plan.roles.data)}; what is mapped "
+            f"lies on {', '.join(own)} only. Stack it too, or reshard it to a mesh without {', '.join(rest)}."
         )
     leaves = _whole(tree) if own else lower(tree, depth)
     return Params(leaves, inside(without(tree.plan, own), depth), tree.mesh, tree.buffers)

@@ -26,6 +26,7 @@ from shardfn._torch import (
     compiler_of_wrapped,
     compiles_itself_no_more,
     drop_flat_weights,
+    has_forward_hooks,
     parameters_of,
     refresh_flat_weights,
     set_tables,
@@ -132,6 +133,10 @@ class Bound:
         self._given = [buffers.get(name, own) for name, _, _, own in self._buffers]
         for (_, attribute, copy, _), buffer in zip(self._buffers, self._given, strict=True):
             buffers_of(copy)[attribute] = buffer
+
+    def hooked(self, path: str) -> bool:
+        """Whether hooks run around a module in the copy at `path`, or around it."""
+        return any(has_forward_hooks(module) for module in self.root.get_submodule(path).modules())
 
     @property
     def untouched(self) -> bool:

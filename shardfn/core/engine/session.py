@@ -47,6 +47,7 @@ from shardfn.core.engine.compiled import untraced
 from shardfn.core.engine.gradients import Accumulation, Gradients, Reductions
 from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
+from shardfn.core.engine.remat import Borrowed
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
@@ -123,10 +124,6 @@ def _runtime(plan: Plan, grid: Grid) -> _Runtime:
     if id(grid) not in kept:  # the values hold the grid, so its id is not given to another one
         kept[id(grid)] = grid, _Runtime(plan, grid)
     return kept[id(grid)][1]
-
-
-class Borrowed(Exception):
-    """A unit that computes again reads a weight of another one, which it would have to be given."""
 
 
 class Session:
