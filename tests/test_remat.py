@@ -194,7 +194,7 @@ class _Parent(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.units = nn.ModuleList(_Stateful(kind) for _ in range(2))
+        self.units: Any = nn.ModuleList(_Stateful(kind) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         feats: list[Tensor] = []

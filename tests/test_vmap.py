@@ -202,7 +202,6 @@ def test_refusals(kind: str, error: type[Exception], match: str) -> None:
 def test_gradients_of_what_a_vmap_returns(mesh: DeviceMesh) -> None:
     """Around a vmap over members or samples the loss is still the mean over ranks, to the second order."""
     model, batch = net(), samples(4)
-    names = mesh.mesh_dim_names or ()
 
     def loss(p: Any, x: Tensor) -> Tensor:
         return sf.apply(model, p, x).square().mean()
@@ -210,7 +209,7 @@ def test_gradients_of_what_a_vmap_returns(mesh: DeviceMesh) -> None:
     def plain(p: Any, x: Tensor) -> Tensor:
         return functional_call(model, p, (x,)).square().mean()
 
-    if names[0] == "dp":
+    if "dp" in (mesh.mesh_dim_names or ()):
         whole = stacked_nets(4)
         rules = {name: "e@dp " + "_ " * (w.dim() - 1) for name, w in whole.items()}
         params = sf.shard({n: nn.Parameter(w) for n, w in whole.items()}, mesh, sf.Policy(rules=rules))
