@@ -199,6 +199,23 @@ def _clipping_inside(at: Program) -> None:
     at.same(sf.hvp(clipped, (at.params, *at.local), at.direction), _plain_hvp(at, plain, *at.batch))
 
 
+def _anchored(at: Program) -> None:
+    """A loss that pulls towards a tree from outside, and takes a part from there."""
+
+    def pulled(p: Any, *batch: Tensor) -> Tensor:
+        away = sf.tree.map(torch.sub, p, at.direction)
+        return at.loss(p | at.params.select("layers.1.**"), *batch) + sf.tree.dot(away, away)
+
+    def plain(p: Tree, *batch: Tensor) -> Tensor:
+        away = [(p[name] - at.plain_direction[name]).square().sum() for name in p]
+        outer = {name: x for name, x in at.plain.items() if name.startswith("layers.1.")}
+        whole = [x.square().sum() for x in at.frozen.values()]  # whose direction is zero
+        return at.plain_loss({**p, **outer}, *batch) + torch.stack(away + whole).sum()
+
+    at.same(sf.hvp(pulled, (at.params, *at.local), at.direction), _plain_hvp(at, plain, *at.batch))
+    at.same(sf.grad(pulled)(at.params, *at.local), torch.func.grad(plain)(at.plain, *at.batch))
+
+
 def _directions(at: Program) -> None:
     """Several Hessian-vector products at once: the directions are the same on all data ranks."""
     stack = sf.tree.map(lambda a, b: torch.stack([a, b]), at.direction, at.params)
@@ -238,6 +255,7 @@ CASES = [
     _inner_step,
     _two_inner_steps,
     _clipping_inside,
+    _anchored,
     _directions,
     _jacobians,
 ]

@@ -152,6 +152,8 @@ def refused(kind: str) -> Any:
             return torch.func.vmap(sf.grad(loss), in_dims=(None, 0))(params, x)
         case "torch's vmap and grad":
             return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+        case "a tree's out_dims":
+            return sf.vmap(sf.grad(loss), in_dims=(None, 0), out_dims=1)(params, x)
         case "pending sums":
             return sf.grad(lambda p: sf.optim.global_norm(sf.grad(loss, reduce=None)(p, x)))(params)
         case "a dim":
@@ -182,6 +184,7 @@ def refused(kind: str) -> Any:
         ("closed over", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
         ("torch's vmap", sf.ShardError, "Pass the tree to sf.vmap too, with None in in_dims"),
         ("torch's vmap and grad", sf.ShardError, r"Use sf\.vmap and sf\.grad"),
+        ("a tree's out_dims", sf.ShardError, "its mapped dim comes first"),
         ("pending sums", sf.ShardError, "pending sums cannot be differentiated again"),
         ("a dim", sf.ShardError, "in_dims=1 for a tree of shards"),
         ("no first dim", sf.ShardError, "several of them|no first dim to map over"),

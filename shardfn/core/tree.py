@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import pytree, unwrap_local, with_local
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.mapped import outside
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
 
@@ -88,8 +89,9 @@ class Params(dict[str, Any]):
         return self.like(self)
 
     def __or__(self, other: Any) -> "Params":
-        self._require_fits(other)
-        return self.like({**self, **other})
+        mine, other = _alike([self, other])
+        mine._require_fits(other)
+        return mine.like({**mine, **other})
 
     def __ror__(self, other: Any) -> "Params":
         self._require_fits(other)
@@ -165,14 +167,34 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     Raises:
         ShardError: the trees have other names or layouts.
     """
+    tree, *rest_alike = _alike([tree, *rest])
     flat, structure = pytree.tree_flatten(tree)
     others = []
-    for other in rest:
+    for other in rest_alike:
         try:
             others.append(structure.flatten_up_to(other))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
     return structure.unflatten([fn(*leaves) for leaves in zip(flat, *others, strict=True)])
+
+
+def _alike(trees: Sequence[Any]) -> list[Any]:
+    """Inside a transform, trees that come from outside as constants of the same kind as those of the transform."""
+    inner = next((t for t in trees if isinstance(t, Params) and t.plan.vmaps is not None), None)
+    if inner is None:
+        return list(trees)
+    plan = outside(inner.plan)
+    return [_constant(t, inner) if isinstance(t, Params) and t.plan == plan else t for t in trees]
+
+
+def _constant(tree: Params, inner: Params) -> Params:
+    if any(leaf.requires_grad for leaf in tree.values()):
+        raise ShardError(
+            "a tree that somebody differentiates meets one inside a transform, where its derivative would be lost; "
+            "pass it to the transform as an argument too"
+        )
+    leaves = ((name, unwrap_local(leaf)) for name, leaf in tree.items())
+    return Params(leaves, inner.plan, tree.mesh, tree.buffers)
 
 
 def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:

@@ -67,8 +67,8 @@ def vmap(
         the function. Trees of shards that it returns have a new first dim, split over the axes of what was mapped.
 
     Raises:
-        ShardError: `in_dims` of a tree that is neither None nor 0, trees on several meshes, a number of samples that
-            differs between data ranks.
+        ShardError: `in_dims` of a tree that is neither None nor 0, `out_dims` of one that is not 0, trees on several
+            meshes, a number of samples that differs between data ranks.
         ValueError: as in torch.
 
     Communication: what `func` needs, for the whole batch at once; an all-gather a bucket for trees that are not mapped,
@@ -89,6 +89,7 @@ def vmap(
             return func(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         out = torch.func.vmap(run, tuple(dims), out_dims, randomness, chunk_size=chunk_size)(*ready)
+        _require_in_front(out, out_dims)
         return left(over_params(lambda tree: _leaving(tree, axes), out))
 
     return mapped
@@ -105,6 +106,14 @@ def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
     if found is None:
         raise ValueError(f"vmap: in_dims={dims!r} does not fit the arguments, {structure}")
     return found
+
+
+def _require_in_front(out: Any, out_dims: Any) -> None:
+    """Check that the mapped dim of trees that come out is their first."""
+    leaves, structure = pytree.tree_flatten(out, is_leaf=_is_tree)
+    for leaf, dim in zip(leaves, one_for_each(out_dims, structure) or (), strict=False):
+        if _is_tree(leaf) and dim != 0:
+            raise ShardError(f"vmap: out_dims={dim!r} for a tree of shards; its mapped dim comes first, out_dims=0")
 
 
 def _as_stacked(tree: Params) -> Params:
