@@ -8,7 +8,9 @@ gathered memory, which the session frees and gathers again as ever.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from shardfn.core.engine.weights import plain_weights
 
 Forward = Callable[..., Any]
 
+_AS_THEY_ARE = ContextVar("as_they_are", default=False)
 
 # Of modules that do not share their graphs: the function that they were given, and the copy of it that they run.
 _OWN_CODE: "weakref.WeakKeyDictionary[nn.Module, tuple[Forward, Forward]]" = weakref.WeakKeyDictionary()
@@ -47,12 +50,22 @@ def compiled(function: Forward, compiler: Compiler) -> Forward:
     graph = compiler(function)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if in_transform() or torch.compiler.is_compiling():
+        if in_transform() or _AS_THEY_ARE.get() or torch.compiler.is_compiling():
             return function(module, *args, **kwargs)
         with plain_weights(module):
             return graph(module, *args, **kwargs)
 
     return forward
+
+
+@contextmanager
+def as_they_are() -> Iterator[None]:
+    """Within it compiled forwards run without their graphs: in the innermost level of a transform, say."""
+    token = _AS_THEY_ARE.set(True)
+    try:
+        yield
+    finally:
+        _AS_THEY_ARE.reset(token)
 
 
 def untraced(function: Forward) -> Forward:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import buffers_of, from_outside, materialized, pull_back, pytree
+from shardfn.core.engine.compiled import as_they_are
 from shardfn.core.errors import ShardError
 
 Outputs = tuple[Tensor, ...]
@@ -43,7 +44,7 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
         given, rest = inputs[: len(leaves)], iter(inputs[len(leaves) :])
         first = not state
         a, k = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
-        with _same_circumstances(state), _Watch() if first else nullcontext():
+        with as_they_are(), _same_circumstances(state), _Watch() if first else nullcontext():
             before = kept_tensors(module)
             out = run(given, a, k)
         found, shape = pytree.tree_flatten(out)
