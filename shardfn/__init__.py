@@ -10,6 +10,8 @@ from shardfn import optim as optim
 from shardfn import policies as policies
 from shardfn import tree as tree
 from shardfn.core.apply import apply as apply
+from shardfn.core.check import Report as Report
+from shardfn.core.check import check as check
 from shardfn.core.derivatives import hvp as hvp
 from shardfn.core.derivatives import jvp as jvp
 from shardfn.core.derivatives import vjp as vjp
@@ -20,11 +22,13 @@ from shardfn.core.functional import reshard as reshard
 from shardfn.core.functional import shard as shard
 from shardfn.core.inspect import typeof as typeof
 from shardfn.core.inspect import visualize as visualize
+from shardfn.core.jit import jit as jit
 from shardfn.core.mesh import MeshSpec as MeshSpec
 from shardfn.core.mesh import make_mesh as make_mesh
 from shardfn.core.plan import Plan as Plan
 from shardfn.core.policy import Policy as Policy
 from shardfn.core.registered import register as register
+from shardfn.core.simulation import simulate as simulate
 from shardfn.core.tensor_parallel import cross_entropy as cross_entropy
 from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad

@@ -22,6 +22,13 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -29,6 +36,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["DTensorSpec", "pytree"]
 
@@ -126,11 +134,11 @@ def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
     return first is not None and any((at := maybe_get_level(x)) > first and at in grads for x in tensors)
 
 
-def values_of(x: Tensor) -> Tensor:
-    """The tensor that transforms wrap: with all mapped dims, and no derivative."""
+def values_of(x: Tensor) -> list[Tensor]:
+    """The tensor that transforms wrap, with all mapped dims and no derivative; of simulated ranks, each one's."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return x
+    return [x._local_tensors[rank] for rank in sorted(x._ranks)] if isinstance(x, LocalTensor) else [x]
 
 
 @cache
@@ -154,6 +162,163 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
 def is_traced() -> bool:
     """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def has_no_memory() -> bool:
+    """Whether new tensors stand for values that a graph will compute; see `sf.jit`."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """The operations of `fn(*inputs)` as a `torch.fx.GraphModule`, found without computing anything."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return make_fx(fn, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Within it, operations are neither recorded nor done for simulated ranks; other modes are off, too."""
+    if not has_no_memory() and not simulated():
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Whether a recorded operation failed since Python wants a value, or a shape depends on one."""
+    of_memory = ("is not supported for tensor subclasses", "Cannot access data pointer")
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or any(
+        why in str(error) for why in of_memory
+    )
+
+
+def backend_for_graphs(name: str) -> Callable[..., Any]:
+    """What `torch.compile(backend=name)` hands a graph and its inputs to."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def storage_key(x: Tensor) -> int:
+    """The same number for tensors of one storage, and another one for every other storage in use."""
+    storage = x.untyped_storage()
+    return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
+
+
+# Collectives as operations of a graph: what is started here is there after `waited`.
+
+
+def gathering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[n] -> [W*n]`: an all-gather."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+
+
+def scattering_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[W*n] -> [n]`: a reduce-scatter."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+
+
+def summing(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An all-reduce."""
+    return torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
+
+
+def exchanging(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[W*n] -> [W*n]`: an all-to-all of equal parts."""
+    parts = [x.numel() // group.size()] * group.size()
+    return torch.ops._c10d_functional.all_to_all_single(x, parts, parts, group.group_name)
+
+
+def waited(x: Tensor) -> Tensor:
+    """The result of a collective."""
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+# All ranks of a mesh in one process, by `LocalTensorMode` of torch, which is private.
+
+
+class _AsOneRank(TorchDispatchMode):
+    """What torch's mode for simulated ranks (2.13) leaves open.
+
+    Each rank draws the same from a `Generator`, as ranks do that have one each. Zeros of forward mode have memory: a
+    kernel that gets one without, in a tensor of many ranks, reads where there is nothing. Scripts of torch, which are
+    its forward mode of some operations, get the size of a tensor.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._efficientzerotensor.default:
+            return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
+        if func is torch.ops.aten.size.default:
+            return list(args[0].shape)
+        generator = (kwargs or {}).get("generator")
+        if not isinstance(generator, torch.Generator):
+            return func(*args, **(kwargs or {}))
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        before = generator.get_state()
+
+        def draw(_: int, own: list[Any]) -> list[Tensor]:
+            generator.set_state(before)
+            own_args, own_kwargs = pytree.tree_unflatten(own, structure)
+            return [func(*own_args, **own_kwargs)]
+
+        (drawn,) = on_each_rank(draw, flat)
+        return args[0] if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable else drawn
+
+
+@contextmanager
+def simulated_ranks(count: int) -> Iterator[None]:
+    """Within it this process is `count` ranks, which have the default process group to themselves."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d = dist.distributed_c10d
+    outer, hook = c10d._world.default_pg, sys.excepthook
+    tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
+    for name, table in tables.items():
+        setattr(c10d, name, dict(table))  # a copy: names of groups stay unique
+    c10d._update_default_pg(None)
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        sys.excepthook = hook
+        with LocalTensorMode(count), _AsOneRank():
+            yield
+    finally:
+        for group, name in c10d._pg_names.items():
+            if group not in tables["_pg_names"]:
+                c10d.__dict__["_unregister_process_group"](name)
+        for name, table in tables.items():
+            setattr(c10d, name, table)
+        c10d._update_default_pg(outer)
+        sys.excepthook = hook
+
+
+_GROUP_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+
+
+def simulated() -> bool:
+    """Whether tensors hold the values of all ranks; see `sf.simulate`."""
+    return enabled_local_tensor_mode() is not None
+
+
+def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
+    """`fn(rank, its values)` for every simulated rank; each result holds what all of them got. Outside autograd."""
+    mode = enabled_local_tensor_mode()
+    assert mode is not None
+    with mode.disable():
+        found = {rank: fn(rank, [part_of_rank(x, rank) for x in values]) for rank in sorted(mode.ranks)}
+        return [LocalTensor(dict(zip(found, same, strict=True))) for same in zip(*found.values(), strict=True)]
+
+
+def part_of_rank(x: Any, rank: int) -> Any:
+    """What one simulated rank has of a tensor or a number; what is not told apart by rank is the same on all."""
+    if isinstance(x, torch.SymInt):
+        return x.node._local_ints[rank] if isinstance(x.node, LocalIntNode) else x.node.maybe_as_int()
+    return x._local_tensors[rank] if isinstance(x, LocalTensor) else x
 
 
 def pull_back(pull: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.core import crossing
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.core.crossing import Crossing
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.pool import BufferPool, FreshBuffers
 from shardfn.testing import count_collectives, run
@@ -110,13 +111,14 @@ def test_one_rank_moves_nothing() -> None:
 def side_by_side_on_a_rank() -> None:
     _, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
     even = spot.part([name in ("a", "e", "f") for name in spot.bucket.leaves])
+    crossing_ = even.crossings[0]
+    assert isinstance(crossing_, Crossing)
     if dist.get_rank():  # has less of each: padding lies between, and they are copied together
-        assert even.crossings[0].side_by_side(even.empty_shards(torch.float64)) is None
+        assert crossing_.side_by_side(even.empty_shards(torch.float64)) is None
         return
     shards = even.empty_shards(torch.float64)
     for i, shard in enumerate(shards):
         shard.fill_(i)
-    crossing_ = even.crossings[0]
     flat, _ = crossing_.packed(shards, torch.float64, FreshBuffers(places.device))
     assert flat.data_ptr() == shards[0].data_ptr(), "no copy"
     versions = [shard._version for shard in shards]

@@ -5,7 +5,8 @@ exchanged once, and every rank raises when one of them has to.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import pytree
+from shardfn._torch import part_of_rank, pytree, simulated
 from shardfn.core.collectives import gather_flat
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, not_in_mesh
@@ -35,6 +36,10 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
         raise made
     if mesh.get_coordinate() is None:
         raise made if isinstance(made, Exception) else not_in_mesh(mesh)
+    if simulated():  # one process, which cannot disagree with itself
+        if isinstance(made, Exception):
+            raise made
+        return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
     rows = _exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
@@ -128,6 +133,9 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
+    if places.pure:
+        _check_simulated_batch(places, compute, batch, problem)
+        return
     rows = torch.tensor([[_fingerprint(batch), problem is not None, 0]], dtype=torch.int64, device=places.device)
     for number, axis in enumerate((*compute, *(axis for axis in places.sizes if axis not in compute)), 1):
         rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 3)  # [ranks so far, (hash, problem, axis)]
@@ -139,12 +147,32 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     if bad:
         raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
     if differ:
-        where = ", ".join(f"{axis}={coord}" for axis, coord in places.coords.items())
-        raise ShardError(
-            f"apply: the inputs differ between ranks along '{compute[differ - 1]}' (this is {where}). Those ranks "
-            "work on the "
-            f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
-        )
+        raise _different_batches(compute[differ - 1], places.coords)
+
+
+def _check_simulated_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
+    """The same in one process, which has the batches of all ranks; recorded ones have no values."""
+    if problem is not None:
+        raise ShardError(problem)
+    if not simulated():
+        return
+    prints = {
+        tuple(places.coords_of(rank).items()): _fingerprint(pytree.tree_map(partial(part_of_rank, rank=rank), batch))
+        for rank in places.ranks()
+    }
+    for axis in compute:
+        for where, print_ in prints.items():
+            first = tuple((name, 0 if name == axis else at) for name, at in where)
+            if prints[first] != print_:
+                raise _different_batches(axis, dict(where))
+
+
+def _different_batches(axis: str, coords: Mapping[str, int]) -> ShardError:
+    where = ", ".join(f"{name}={coord}" for name, coord in coords.items())
+    return ShardError(
+        f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the same "
+        f"samples; load batches by sf.data.rank(mesh), which counts data axes only."
+    )
 
 
 def _fingerprint(batch: Any) -> int:

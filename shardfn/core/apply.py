@@ -22,6 +22,7 @@ from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
+from shardfn.core.recording import recording
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs
@@ -111,7 +112,9 @@ class _Call:
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
         self.record.calls += 1
-        if is_traced() and not torch.compiler.is_compiling():
+        if (recorded := recording()) is not None:
+            recorded.models.append(self.model)
+        elif is_traced() and not torch.compiler.is_compiling():
             raise ShardError(
                 "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
                 "would be wrong; use sf.jvp or sf.vjp"

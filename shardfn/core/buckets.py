@@ -23,10 +23,11 @@ from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_o
 from shardfn.core.crossing import Crossing
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Leaf, clear_padding_
-from shardfn.core.mesh import Grid
+from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host, host_of, stored_on
 from shardfn.core.plan import Bucket, Plan
-from shardfn.core.pool import Buffers, FreshBuffers
+from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
+from shardfn.core.pure_crossing import PureCrossing, apart_again, together
 from shardfn.core.storage import split_flat
 
 
@@ -50,6 +51,11 @@ def leaf_spec(
         placed = placements(leaf, plan.roles.storage, plan.roles.data if pending else ())
         kept[key] = grid, dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
     return kept[key][1]
+
+
+def new_buffers(grid: Grid) -> Buffers:
+    """Memory that is new each time."""
+    return NoBuffers(grid.device) if grid.pure else FreshBuffers(grid.device)
 
 
 class Flight:
@@ -87,8 +93,11 @@ class Flight:
             self._result = end.value
 
 
+AnyCrossing = Crossing | PureCrossing
+
+
 def gather_steps(
-    crossings: Sequence[Crossing], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
+    crossings: Sequence[AnyCrossing], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
 ) -> Steps:
     """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
     *inner, last = crossings
@@ -110,20 +119,21 @@ def gather_leaves(
     crossings = _crossings(leaves, axes, grid, undone)
     if not crossings or not shards:
         return list(shards)
-    (flat,) = finished(gather_steps(crossings, shards, shards[0].dtype, FreshBuffers(grid.device)))
+    (flat,) = finished(gather_steps(crossings, shards, shards[0].dtype, new_buffers(grid)))
     return crossings[-1].wholes_of(flat)
 
 
 def _crossings(
     leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
-) -> list[Crossing]:
+) -> list[AnyCrossing]:
     """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
-    found = []
+    found: list[AnyCrossing] = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
-            found.append(Crossing(leaves, grid, axis, kept, None if found else host))
+            made = Crossing(leaves, grid, axis, kept, None if found else host) if not grid.pure else None
+            found.append(made or PureCrossing(leaves, grid, axis, kept))
     return found
 
 
@@ -166,7 +176,7 @@ class BucketOnGrid:
         return host_of(self.plan.policy, self.grid.device)
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[AnyCrossing]:
         """One for each axis to gather over, in the order of gathering."""
         return _crossings(self.leaves, self.bucket.axes, self.grid, host=self.host)
 
@@ -182,7 +192,7 @@ class BucketOnGrid:
     @cached_property
     def _results(self) -> Buffers:
         """Reduced gradients are not pooled: they are most of what a step makes, and needed at its end only."""
-        return FreshBuffers(self.grid.device)
+        return new_buffers(self.grid)
 
     @cached_property
     def _shard_shapes(self) -> list[tuple[int, ...]]:
@@ -221,9 +231,12 @@ class BucketOnGrid:
 
     def empty_shards(self, dtype: torch.dtype) -> list[Tensor]:
         """Uninitialised shards side by side, so that a gather need not copy them together."""
+        if self.grid.pure:
+            return self.new_shards(torch.empty, dtype)
         memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
         if self.crossings:
             crossing = self.crossings[0]
+            assert isinstance(crossing, Crossing)
             return crossing.shards_of(memory.tensor(crossing.numel, dtype))
         return _side_by_side(self._shard_shapes, dtype, memory)[1]
 
@@ -252,6 +265,7 @@ class BucketOnGrid:
         dtype = self.bucket.dtype
         dtype = (self.plan.policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
         tensors: Sequence[Tensor | None] = wholes
+        shards: Callable[[Tensor], list[Tensor]]
         if self.crossings:
             *outer, last = reversed(self.crossings)
             for crossing in outer:
@@ -259,6 +273,8 @@ class BucketOnGrid:
                 tensors, dtype = crossing.shards_of(flat), flat.dtype
             (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
             shards = last.shards_of
+        elif self.grid.pure:
+            flat, shards = self._unmoved_gradients(wholes, dtype)
         else:
             flat, places = _side_by_side(self._whole_shapes, dtype, self._results)
             _fill(places, wholes)
@@ -267,10 +283,10 @@ class BucketOnGrid:
             group = self.grid.groups[axis]
             if backend_of(group, self.grid.device) == "gloo":
                 flat = flat.to(accumulation_dtype(flat.dtype))
-            yield from sum_steps(flat, group)
+            (flat,) = yield from sum_steps(flat, group)
         ranks = prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
         if op == "mean" and ranks > 1:
-            flat.div_(ranks)
+            flat = flat.div(ranks) if self.grid.pure else flat.div_(ranks)
         return (yield from self._finished_shards(flat, shards, dtypes))
 
     def _finished_shards(
@@ -278,15 +294,42 @@ class BucketOnGrid:
     ) -> Steps:
         """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
         if len(set(dtypes)) == 1 and dtypes[0] != flat.dtype:
-            flat = self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
+            flat = flat.to(dtypes[0]) if self.grid.pure else self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
         if self.host is not None:
             (flat,) = yield from self.host.fetch(flat)
         out = shards(flat)
         if any(want != flat.dtype for want in dtypes):
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
         for index in self._padded:
-            clear_padding_(self.leaves[index], out[index], self.grid.sizes, self.grid.coords)
+            self._clear_padding_(index, out[index])
         return out
+
+    def _clear_padding_(self, index: int, shard: Tensor) -> None:
+        def clear(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            clear_padding_(self.leaves[index], given[0], self.grid.sizes, coords)
+            return given
+
+        per_rank(self.grid, clear, [shard])
+
+    def new_shards(
+        self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None = None
+    ) -> list[Tensor]:
+        """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (default: all)."""
+        device = self.grid.device if keep is not None else stored_on(self.plan.policy, self.grid.device)
+
+        def made(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
+            shapes = [leaf.local_shape(self.grid.sizes, coords, keep) for leaf in self.leaves]
+            return [make(shape, dtype=dtype, device=device) for shape in shapes]
+
+        return per_rank(self.grid, made, [])
+
+    def _unmoved_gradients(
+        self, wholes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+        """Gradients that nothing splits over data axes, one after another; how to take them apart."""
+        zeros = self.new_shards(torch.zeros, dtype, self.plan.roles.compute)
+        given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
+        return together(given), lambda flat: apart_again(flat, self._whole_shapes)
 
     def reduce(
         self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
@@ -321,7 +364,7 @@ def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | Non
         for bucket in unit.buckets:
             for dtype in dict.fromkeys(wanted[name] for name in bucket.leaves if name in wanted):
                 names = tuple(name for name in bucket.leaves if wanted.get(name) == dtype)
-                spot = BucketOnGrid(plan, grid, replace(bucket, leaves=names), FreshBuffers(grid.device))
+                spot = BucketOnGrid(plan, grid, replace(bucket, leaves=names), new_buffers(grid))
                 out |= dict(zip(names, spot.empty_shards(dtype), strict=True))
     return out
 
@@ -370,8 +413,8 @@ class GatherBucket(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        for leaf, tangent in zip(ctx.spot.leaves, tangents[1:], strict=True):
-            shape = leaf.local_shape(ctx.spot.grid.sizes, ctx.spot.grid.coords)
+        shapes = [] if ctx.spot.grid.pure else ctx.spot._shard_shapes
+        for leaf, tangent, shape in zip(ctx.spot.leaves, tangents[1:], shapes, strict=False):
             if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
                 raise ShardError(
                     f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
@@ -465,7 +508,5 @@ def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torc
     """The tensor, or zeros of the shape that it has here: a shard, or with `op` None a pending gradient."""
     if tensor is not None:
         return tensor
-    keep = spot.plan.roles.compute if op is None else None
-    shape = spot.leaves[index].local_shape(spot.grid.sizes, spot.grid.coords, keep)
-    device = spot.grid.device if op is None else stored_on(spot.plan.policy, spot.grid.device)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    only = spot.part([i == index for i in range(len(spot.leaves))])
+    return only.new_shards(torch.zeros, dtype, spot.plan.roles.compute if op is None else None)[0]

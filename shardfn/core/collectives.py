@@ -8,7 +8,9 @@ No function communicates on a meta tensor (a dry run sees the right shapes) or o
 """
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,10 +22,16 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import (
     all_gather_single,
     all_to_all_single,
+    exchanging,
+    gathering,
+    has_no_memory,
     in_transform,
     materialized,
     reduce_scatter_single,
+    scattering_sum,
+    summing,
     traces_first_order,
+    waited,
 )
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
@@ -50,11 +58,12 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         >>> gather_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
     """
-    size = group.size()
     shard = shard.detach().contiguous()  # [n]
-    if size == 1:
+    if group.size() == 1:
         return shard
-    full = shard.new_empty(shard.numel() * size)  # [W*n]
+    if has_no_memory() and not shard.is_meta:
+        return waited(gathering(shard, group))
+    full = shard.new_empty(shard.numel() * group.size())  # [W*n]
     if not shard.is_meta:
         all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
     return full
@@ -80,6 +89,8 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.detach().contiguous()  # [W*n]
     if size == 1:
         return x
+    if has_no_memory() and not x.is_meta:
+        return waited(exchanging(x, group))
     received = torch.empty_like(x)
     if not x.is_meta:
         all_to_all_single(received.view(torch.uint8), x.view(torch.uint8), group=group)
@@ -134,12 +145,27 @@ def finished(steps: Steps) -> list[Tensor]:
         return end.value
 
 
+def gather_flat_steps(shard: Tensor, group: dist.ProcessGroup) -> Steps:
+    """`gather_flat` of a contiguous tensor in steps, for callers with something to do meanwhile."""
+    if group.size() == 1:
+        return [shard]
+    if has_no_memory():
+        full = gathering(shard, group)
+        yield []
+        return [waited(full)]
+    full = shard.new_empty(shard.numel() * group.size())  # [W*n]
+    yield [all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group, async_op=True)]
+    return [full]
+
+
 def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers, results: Buffers) -> Steps:
     """`[W, n] -> [n]` in steps: row i goes to rank i, and the result is one tensor of `results`.
 
     What `scatter_sum_flat` does, for callers with something to do meanwhile. What is added up here, and not by the
     backend, comes in `accumulation_dtype`.
     """
+    if has_no_memory():
+        return (yield from _recorded_scatter_sum_steps(parts, group))
     if _adds_natively(parts, group):
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
         total = results.tensor(wide.shape[1], wide.dtype)  # [n]
@@ -155,8 +181,27 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     return [total]
 
 
+def _recorded_scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
+    """The same as operations of a graph."""
+    wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
+    if _adds_natively(parts, group):
+        total = scattering_sum(wide.view(-1), group)
+        yield []
+        return [waited(total)]
+    received = exchanging(parts.view(-1), group)
+    yield []
+    first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
+    for row in others:
+        first = first + row
+    return [first]
+
+
 def sum_steps(x: Tensor, group: dist.ProcessGroup) -> Steps:
     """`sum_flat_` in steps, of a tensor whose dtype the backend adds well."""
+    if has_no_memory():
+        total = summing(x, group)
+        yield []
+        return [waited(total)]
     yield [dist.all_reduce(x, group=group, async_op=True)]
     return [x]
 
@@ -187,7 +232,10 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     target = x.detach()
     half_on_gloo = x.dtype in _HALVES and not _adds_natively(x, group)
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
-    dist.all_reduce(wide, group=group)
+    if has_no_memory():
+        wide = waited(summing(wide, group))
+    else:
+        dist.all_reduce(wide, group=group)
     if wide is not target:
         target.copy_(wide)
     return x
@@ -238,6 +286,8 @@ Mesh = DeviceMesh | MeshSpec  # a MeshSpec serves meta tensors only
 class _Pair(torch.autograd.Function):
     """Arguments of every subclass: the tensor, mesh, axis, and its dims, which count from the front."""
 
+    varies = False  # whether the result differs between ranks
+
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.where = inputs[1:]  # mesh, axis, *dims; no tensor is saved
@@ -269,6 +319,8 @@ class _Pvary(_Pair):
     | backward | `[...]` varying     | `[...]` invariant, an all-reduce |
     """
 
+    varies = True
+
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
         return x.view_as(x)
@@ -286,6 +338,8 @@ class _AllGather(_Pair):
     | backward | `[.., W*n, ..]` varying | `[.., n, ..]` varying, a reduce-scatter |
     """
 
+    varies = True
+
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
         return _gather_dim(x, mesh, axis, dim)
@@ -302,6 +356,8 @@ class _PsumScatter(_Pair):
     | forward  | `[.., W*n, ..]` varying | `[.., n, ..]` varying, a reduce-scatter |
     | backward | `[.., n, ..]` varying  | `[.., W*n, ..]` varying, an all-gather  |
     """
+
+    varies = True
 
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
@@ -341,6 +397,8 @@ class _ShardSlice(_Pair):
     | backward | `[.., n, ..]` varying  | `[.., W*n, ..]` invariant, an all-gather |
     """
 
+    varies = True
+
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
         n = x.shape[dim] // axes_of(mesh)[axis]
@@ -360,6 +418,8 @@ class _AllToAll(_Pair):
     | forward  | `[.., W*n @split, .., m @concat, ..]` | `[.., n @split, .., W*m @concat, ..]`, an all-to-all |
     | backward | `[.., n @split, .., W*m @concat, ..]` | `[.., W*n @split, .., m @concat, ..]`, an all-to-all |
     """
+
+    varies = True
 
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
@@ -382,6 +442,8 @@ class _IntoLosses(_Pair):
     | forward  | `[...]` invariant   | `[...]` varying, the same memory       |
     | backward | `[...]` varying     | `[...]` invariant, the mean over ranks |
     """
+
+    varies = True
 
     @staticmethod
     def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
@@ -518,7 +580,10 @@ _EAGER = {pair: _eager(pair) for pair in _FULL}
 def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
-        return (_FULL if in_transform() else _EAGER)[pair].apply(x, mesh, axis, *dims)
+        out = (_FULL if in_transform() else _EAGER)[pair].apply(x, mesh, axis, *dims)
+        if x.is_meta and (watcher := _WATCHER.get()) is not None:
+            watcher(pair.varies, x, out, axis)
+        return out
     if not traces_first_order():
         raise ShardError(
             "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
@@ -526,6 +591,21 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
         )
     # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
     return pair.apply(x.view_as(x), mesh, axis, *dims)
+
+
+Watcher = Callable[[bool, Tensor, Tensor, str], None]  # whether the result varies, in, out, axis
+
+_WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Within it `watcher` hears of collectives on meta tensors: in a run without data, which follows what varies."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:

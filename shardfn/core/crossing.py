@@ -14,7 +14,7 @@ Steps are generators: each `yield` hands over the communication that the next st
 decides what to do in between (see `Flight` in buckets.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,21 @@ _IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it 
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
 
 
+def moves_of(
+    leaves: Sequence[Leaf], grid: Grid, coords: Mapping[str, int], axis: str, keep: Sequence[str]
+) -> list[Move]:
+    """How leaves that are split over `axis` innermost, and over those in `keep`, take part in undoing it."""
+    moves = []
+    for leaf in leaves:
+        dim = leaf.split_dim(axis)
+        assert dim is not None, f"{leaf.name} is not split over {axis}"
+        whole = leaf.local_shape(grid.sizes, coords, keep)
+        shard = leaf.local_shape(grid.sizes, coords, (*keep, axis))
+        step = -(-whole[dim] // grid.sizes[axis])
+        moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
+    return moves
+
+
 class Crossing:
     """The leaves of a bucket and one axis; where they lie is in `places`."""
 
@@ -42,15 +57,7 @@ class Crossing:
         self.host = host
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.backend = backend_of(self.group, grid.device)
-        moves: list[Move] = []
-        for leaf in leaves:
-            dim = leaf.split_dim(axis)
-            assert dim is not None, f"{leaf.name} is not split over {axis}"
-            whole = leaf.local_shape(grid.sizes, grid.coords, keep)
-            shard = leaf.local_shape(grid.sizes, grid.coords, (*keep, axis))
-            step = -(-whole[dim] // self.ranks)
-            moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
-        self.moves = tuple(moves)
+        self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
         self.places = places_of(self.moves, self.ranks)
         self.starts, self.numel = self.places.starts, self.places.numel
         self._travel_alone: dict[torch.dtype, int | None] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import pytree
+from shardfn._torch import on_each_rank, pytree, simulated
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.mesh import axes_of, roles
 from shardfn.core.policy import BATCH_AXES, Policy
@@ -109,7 +109,11 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
 
 
 def _part(leaf: Any, index: int, count: int) -> Any:
-    return leaf.unflatten(0, (count, -1))[index] if isinstance(leaf, Tensor) and len(leaf) else leaf
+    if not isinstance(leaf, Tensor) or not len(leaf):
+        return leaf
+    if simulated():
+        return on_each_rank(lambda _, own: [own[0].unflatten(0, (count, -1))[own[1]]], [leaf, index])[0]
+    return leaf.unflatten(0, (count, -1))[index]
 
 
 def _indivisible(name: str, leaf: Tensor, count: int) -> str | None:

@@ -14,17 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import materialized, unwrap_local, wrap_local
+from shardfn._torch import materialized, part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.core.agreement import VALUES, agree
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, empty_shards, gather_leaves, in_front, leaf_spec
+from shardfn.core.buckets import (
+    BucketOnGrid,
+    GatherBucket,
+    empty_shards,
+    gather_leaves,
+    in_front,
+    leaf_spec,
+    new_buffers,
+)
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
 from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice, to_leaves
-from shardfn.core.mesh import Grid, axes_of, grid
+from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
-from shardfn.core.pool import FreshBuffers
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
 
@@ -88,8 +95,13 @@ def shard(
 
 def _cut(layout: Layout, full: Tensor, locals_: Mapping[str, Tensor], places: Grid) -> None:
     """Fill this rank's part of every leaf of a full tensor."""
-    for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
-        locals_[leaf.name].copy_(local_slice(leaf, whole, places.sizes, places.coords).detach())
+
+    def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+        wholes = to_leaves(layout, given[0])
+        return [local_slice(x, w, places.sizes, coords).detach() for x, w in zip(layout.leaves, wholes, strict=True)]
+
+    for leaf, part in zip(layout.leaves, per_rank(places, cut, [full.detach()]), strict=True):
+        locals_[leaf.name].copy_(part)
 
 
 def _wrapped(
@@ -160,9 +172,14 @@ def _facts(model: object, init: Any, src: int | None) -> list[str]:
 
 def _sampled(tensor: Tensor) -> str:
     """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
-    return hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
+    found = []
+    for values in values_of(tensor.detach()):
+        flat = values.reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
+        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
+    if len(set(found)) > 1:
+        raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
+    return found[0]
 
 
 def _named_buffers(model: object) -> dict[str, Tensor]:
@@ -201,8 +218,8 @@ def _full_tensors(
 
 def _from_src(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, src: int | None, places: Grid) -> Tensor:
     """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
-    if src is None or len(places.ranks()) == 1:
-        return tensor.detach()
+    if src is None or not places.exchanges:
+        return part_of_rank(tensor.detach(), src or 0)
     full = torch.empty(shape, dtype=dtype, device=places.device)
     if dist.get_rank() == src:
         full.copy_(tensor.detach())
@@ -292,7 +309,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     for axes, dtype in dict.fromkeys(keys.values()):
         members = tuple(name for name in names if keys[name] == (axes, dtype))
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), FreshBuffers(places.device))
+        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), new_buffers(places))
         gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _GatherCompute.apply(spot, compute, *gathered) if compute else gathered
@@ -340,9 +357,12 @@ class _TakePart(torch.autograd.Function):
 
     @staticmethod
     def forward(spot: BucketOnGrid, axes: Sequence[str], *wholes: Tensor) -> tuple[Tensor, ...]:
-        sizes, coords = spot.grid.sizes, spot.grid.coords
-        parts = (local_slice(leaf, w, sizes, coords, axes) for leaf, w in zip(spot.leaves, wholes, strict=True))
-        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            pairs = zip(spot.leaves, given, strict=True)
+            parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
+            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+        return tuple(per_rank(spot.grid, cut, wholes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -458,7 +478,7 @@ def reduce_grads(
             for dtype in dict.fromkeys(pending[name].dtype for name in bucket.leaves if name in pending):
                 names = tuple(name for name in bucket.leaves if name in pending and pending[name].dtype == dtype)
                 travels = replace(bucket, leaves=names, dtype=dtype)
-                spot = BucketOnGrid(plan_, places, travels, FreshBuffers(places.device))
+                spot = BucketOnGrid(plan_, places, travels, new_buffers(places))
                 reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
                 done |= {
                     n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)

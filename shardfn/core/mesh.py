@@ -9,18 +9,21 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardfn._torch import HashStore
+from shardfn._torch import HashStore, has_no_memory, on_each_rank, outside_modes, simulated
 from shardfn.core.errors import ShardError
 
 BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
@@ -191,13 +194,19 @@ def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A user's mesh as shards see it: the storage mesh, one process group and one coordinate an axis."""
+    """A user's mesh as shards see it: the storage mesh, one process group and one coordinate an axis.
+
+    On a `pure` one tensors have no memory of their own, since they are recorded (`sf.jit`) or those of all ranks at
+    once (`sf.simulate`): work on them is done by functions of their values.
+    """
 
     mesh: DeviceMesh
     storage: DeviceMesh
     sizes: dict[str, int]
     coords: dict[str, int]
     groups: dict[str, ProcessGroup] = field(repr=False)
+    numbers: tuple[int, ...] = field(repr=False)  # of the ranks, in the user's order
+    pure: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -207,10 +216,36 @@ class Grid:
 
     def ranks(self) -> list[int]:
         """Global ranks of the mesh, in the user's order."""
-        return self.mesh.mesh.flatten().tolist()
+        return list(self.numbers)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there are other processes to compare notes with, now."""
+        return len(self.numbers) > 1 and not self.pure
+
+    @cached_property
+    def _places(self) -> dict[int, dict[str, int]]:
+        pairs = zip(self.numbers, product(*map(range, self.sizes.values())), strict=True)
+        return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
+
+    def coords_of(self, rank: int) -> dict[str, int]:
+        """Where a global rank is."""
+        return self._places[rank]
 
 
-class _Grids(dict[tuple[str, ...], Grid]):
+def per_rank(
+    places: Grid, fn: Callable[[Mapping[str, int], list[Any]], Sequence[Tensor]], values: Sequence[Any]
+) -> list[Tensor]:
+    """`fn(coordinates, values)` on this rank, or in a simulation on each; outside autograd there.
+
+    For whatever depends on the place of a rank in a way that the shapes of tensors do too.
+    """
+    if not simulated():
+        return list(fn(places.coords, list(values)))
+    return on_each_rank(lambda rank, own: fn(places.coords_of(rank), own), values)
+
+
+class _Grids(dict[tuple[Any, ...], Grid]):
     """The grids of one mesh, kept on the mesh so that they die with it; copies and pickles of the mesh start empty."""
 
     def __reduce__(self) -> tuple[type["_Grids"], tuple[()]]:
@@ -228,9 +263,14 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     """
     attributes: dict[str, Any] = vars(mesh)
     cache: _Grids = attributes.setdefault("shardfn_grids", _Grids())
-    if tuple(order) not in cache:
-        cache[tuple(order)] = _make_grid(mesh, tuple(order))
-    return cache[tuple(order)]
+    key = (*order, has_no_memory())
+    if key not in cache:
+        if has_no_memory():
+            with outside_modes():
+                cache[key] = replace(grid(mesh, order), pure=True)
+        else:
+            cache[key] = _make_grid(mesh, tuple(order))
+    return cache[key]
 
 
 def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
@@ -246,14 +286,15 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
                 f"so that shards would be mixed up. Sort the ranks along each axis."
             )
     groups = {axis: mesh.get_group(axis) for axis in sizes}
-    coords = {axis: mesh.get_local_rank(axis) for axis in sizes}
+    coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
+    numbers = tuple(mesh.mesh.flatten().tolist())
     if tuple(sizes) == order:
-        return Grid(mesh, mesh, sizes, coords, groups)
+        return Grid(mesh, mesh, sizes, coords, groups, numbers, simulated())
     ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order])
     storage = DeviceMesh.from_group(
         [groups[axis] for axis in order], mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=order
     )
-    return Grid(mesh, storage, sizes, coords, groups)
+    return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
 
 
 def not_in_mesh(mesh: DeviceMesh) -> ShardError:
@@ -264,6 +305,9 @@ def not_in_mesh(mesh: DeviceMesh) -> ShardError:
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """(start, length) of part `index` when `size` is split like `torch.chunk`: equal parts, the last ones shorter."""
+    if size % parts == 0:
+        return size // parts * index, size // parts
+    assert isinstance(index, int), "an uneven part depends on the rank: see per_rank"
     step = -(-size // parts)
     start = min(size, step * index)
     return start, min(size, start + step) - start

@@ -41,7 +41,7 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
     Returns:
         the decorator, which returns the function itself. The function is called as `fn(module, local, layouts, *args,
         **kwargs)`: `local` maps the module's attributes to its weights, whole over data axes and split over compute
-        axes, and `layouts` to their `Layout`. Collectives in it are those of `sf.collectives`.
+        axes, and `layouts` to their `Layout`. Collectives in it are those of `sf.collectives`, over `layouts.mesh`.
 
     Raises:
         TypeError: not a module class.
@@ -64,6 +64,9 @@ def registered(modules: Sequence[ModuleInfo]) -> dict[str, Callable[..., Any]]:
     """Pattern of module names -> forward, one entry a class."""
     names: dict[str, list[str]] = {}
     for module in modules if _FORWARDS else ():
-        if module.forward in _FORWARDS:
-            names.setdefault(module.forward, []).append(module.name)
+        if module.forward:  # of the classes that have this very forward, the most derived one that is registered
+            until = module.classes.index(module.forward) + 1
+            known = next((cls for cls in module.classes[:until] if cls in _FORWARDS), None)
+            if known is not None:
+                names.setdefault(known, []).append(module.name)
     return {f"re:{'|'.join(map(re.escape, found))}": _FORWARDS[cls] for cls, found in names.items()}

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import outside_transforms, values_of
+from shardfn._torch import has_no_memory, outside_transforms, values_of
 from shardfn.core import collectives
 from shardfn.core.engine.binding import Forward
-from shardfn.core.engine.variance import Tag, Variance
+from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import MeshSpec
@@ -80,19 +80,19 @@ class ComputeAxes:
         cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
             with torch.set_grad_enabled(x.requires_grad or torch.is_grad_enabled()):  # also used outside a no_grad
-                cache[x] = self._marked(collectives.pvary(x, self.mesh, axis), x, adds=axis)
+                cache[x] = collectives.pvary(x, self.mesh, axis)
             self._count(x, axis, 2 if x.requires_grad else 0)
         return cache[x]
 
     def total(self, x: Tensor, axis: str) -> Tensor:
         """The sum over `axis`, the same on all its ranks."""
         self._count(x, axis, 2)
-        return self._marked(collectives.psum(x, self.mesh, axis), x, removes=axis)
+        return collectives.psum(x, self.mesh, axis)
 
     def join(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """The parts of all ranks of `axis` side by side, the same on all its ranks."""
         self._count(x, axis, self.sizes[axis])
-        return self._marked(collectives.all_gather_invariant(x, self.mesh, axis, dim), x, removes=axis)
+        return collectives.all_gather_invariant(x, self.mesh, axis, dim)
 
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Tell the run without data where a module's output comes from."""
@@ -108,14 +108,6 @@ class ComputeAxes:
             size = self.sizes[axis]
             self.bytes_moved += parts * (size - 1) * x.numel() * x.element_size() // size
 
-    def _marked(self, out: Tensor, x: Tensor, adds: str | None = None, removes: str | None = None) -> Tensor:
-        if self._variance is not None:
-            known = self._variance.tag(x)
-            axes = known.axes | {adds} if adds else known.axes - {removes}
-            wants = known.wants or x.requires_grad
-            self._variance.mark(out, Tag(axes, wants, None, known.split_by if axes else frozenset()))
-        return out
-
 
 def parallel_forwards(
     plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], adjust: Adjustments
@@ -125,7 +117,7 @@ def parallel_forwards(
     for module in plan.info.modules:
         custom = first_match(plan.policy.compute, [module.name])
         if custom is not None:
-            forwards[module.name] = _custom(module, plan, weight, plan.policy.compute[custom])
+            forwards[module.name] = _custom(module, plan, axes.mesh, weight, plan.policy.compute[custom])
         elif any(_split(plan, plan.layouts[name]) for _, name in module.params):
             names = dict(module.params)
             layout = plan.layouts[names["weight"]]
@@ -142,8 +134,18 @@ def _split(plan: Plan, layout: Layout, dim: int | None = None) -> list[str]:
     return [axis for axis in plan.roles.compute if axis in found and plan.axes[axis] > 1]
 
 
-def _custom(module: ModuleInfo, plan: Plan, weight: Callable[[str], Tensor], fn: Forward) -> Forward:
-    layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
+class Layouts(dict[str, Layout]):
+    """How the weights of a module lie, by attribute, and the `mesh` for collectives."""
+
+    def __init__(self, layouts: Mapping[str, Layout], mesh: DeviceMesh | MeshSpec) -> None:
+        super().__init__(layouts)
+        self.mesh = mesh
+
+
+def _custom(
+    module: ModuleInfo, plan: Plan, mesh: DeviceMesh | MeshSpec, weight: Callable[[str], Tensor], fn: Forward
+) -> Forward:
+    layouts = Layouts({attribute: plan.layouts[name] for attribute, name in module.params}, mesh)
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         local = {attribute: weight(layout.name) for attribute, layout in layouts.items()}
@@ -262,15 +264,15 @@ def _embedding(
 
 def _require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
     """On the CPU, as torch does there: an id that no rank has would silently be a row of zeros."""
-    if ids.device.type != "cpu" or not ids.numel():
+    if ids.device.type != "cpu" or has_no_memory():
         return
     with outside_transforms():
-        ids = values_of(ids)
-        known = ids if ignore is None else ids[ids != ignore]
-        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
-            raise IndexError(
-                f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
-            )
+        for own in values_of(ids):
+            known = own if ignore is None else own[own != ignore]
+            if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
+                raise IndexError(
+                    f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
+                )
 
 
 def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:

@@ -17,7 +17,7 @@ from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import entered
-from shardfn.core.mesh import Grid, grid
+from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.tree import Params, map_local
@@ -425,11 +425,14 @@ def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, re
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
     keep = plan.roles.compute if pending else None
-    shape = plan.leaves[name][1].local_shape(places.sizes, places.coords, keep)
     dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
     device = places.device if pending else stored_on(plan.policy, places.device)
-    zero = torch.zeros((), dtype=dtype, device=device)
-    return wrap_local(torch.zeros(shape, dtype=dtype, device=device) if trainable else zero.expand(shape), spec)
+
+    def zeros(coords: Mapping[str, int], _: Any) -> list[Tensor]:
+        shape = plan.leaves[name][1].local_shape(places.sizes, coords, keep)
+        return [torch.zeros(shape if trainable else (), dtype=dtype, device=device).expand(shape)]
+
+    return wrap_local(per_rank(places, zeros, [])[0], spec)
 
 
 def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:

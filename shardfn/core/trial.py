@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import outside_transforms, pytree
+from shardfn._torch import outside_modes, outside_transforms, pytree
 from shardfn.core import plan as planning
+from shardfn.core.collectives import watched
 from shardfn.core.engine.binding import Bound, Forward
 from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
 from shardfn.core.errors import ShardError
@@ -89,7 +90,7 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
-        with outside_transforms():
+        with outside_transforms(), outside_modes():
             self._buffers: dict[str, Tensor] = to_meta(dict(buffers))
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
@@ -98,7 +99,7 @@ class Trial:
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
-        with outside_transforms():
+        with outside_transforms(), outside_modes():
             return self._found(*to_meta((args, kwargs)))
 
     def _found(self, args: Any, kwargs: Any) -> Adjustments:
@@ -141,14 +142,14 @@ class Trial:
 
     def _run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Findings:
         """One forward."""
-        variance = Variance()
+        variance = Variance(self.plan.roles.compute)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
         weight = _MetaWeights(self.plan, variance)
         bound = Bound(self.model, wire(self.plan, self.names, weight, axes, adjust, around, compiles=False))
         bound.begin(self._buffers)
         try:
-            with variance, torch.enable_grad():
+            with variance, watched(variance.note_collective), torch.enable_grad():
                 output = getattr(bound.root, self.method)(*args, **kwargs)
         except ShardError:
             raise

@@ -22,13 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import in_transform, one_for_each, pytree, vmap_depth
 from shardfn.core.agreement import require_same
-from shardfn.core.buckets import BucketOnGrid, GatherBucket
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, new_buffers
 from shardfn.core.collectives import weighed
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower, over_params
 from shardfn.core.mapped import inside, member, stacked, without
 from shardfn.core.mesh import grid
-from shardfn.core.pool import FreshBuffers
 from shardfn.core.tree import Params
 
 
@@ -191,7 +190,7 @@ def _whole(tree: Params) -> dict[str, Tensor]:
         for dtype in dict.fromkeys(tree[name].dtype for name in held):
             names = tuple(name for name in held if tree[name].dtype == dtype)
             travels = replace(bucket, leaves=names, dtype=dtype)
-            spot = BucketOnGrid(tree.plan, places, travels, FreshBuffers(places.device))
+            spot = BucketOnGrid(tree.plan, places, travels, new_buffers(places))
             out |= zip(names, GatherBucket.apply(spot, *(tree[name] for name in names)), strict=True)
     return {name: out[name] for name in tree}
 

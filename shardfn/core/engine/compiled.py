@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardfn._torch import Compiler, has_forward_hooks, in_transform
+from shardfn._torch import Compiler, has_forward_hooks, has_no_memory, in_transform, simulated
 from shardfn.core.engine.weights import plain_weights
 
 Forward = Callable[..., Any]
@@ -50,7 +50,7 @@ def compiled(function: Forward, compiler: Compiler) -> Forward:
     graph = compiler(function)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if in_transform() or _AS_THEY_ARE.get() or torch.compiler.is_compiling():
+        if in_transform() or _AS_THEY_ARE.get() or torch.compiler.is_compiling() or has_no_memory() or simulated():
             return function(module, *args, **kwargs)
         with plain_weights(module):
             return graph(module, *args, **kwargs)

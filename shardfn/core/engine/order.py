@@ -44,7 +44,7 @@ class Order:
         self._after: dict[Hashable, set[Event]] = {}
         self._asked = 0
         self._prefix: str | None = None
-        self._alone = len(grid.ranks()) == 1 or backend_of(next(iter(grid.groups.values())), grid.device) == "fake"
+        self._alone = not grid.exchanges or backend_of(next(iter(grid.groups.values())), grid.device) == "fake"
 
     def expected(self, before: Hashable) -> Event | None:
         """What comes after `before`, when only one event ever did."""

@@ -37,6 +37,8 @@ from shardfn._torch import (
     in_backward,
     in_transform,
     out_of_inference_mode,
+    simulated,
+    storage_key,
     tensor_in,
     unwrap_locals,
     version_of,
@@ -53,7 +55,7 @@ from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import host_of
 from shardfn.core.plan import Bucket, Plan, Unit
-from shardfn.core.pool import BufferPool
+from shardfn.core.pool import BufferPool, NoBuffers
 
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
@@ -62,13 +64,13 @@ class _Runtime:
     """What the sessions of a plan on a grid share."""
 
     def __init__(self, plan: Plan, grid: Grid) -> None:
-        self.pool = BufferPool(grid.device)
+        self.pool = NoBuffers(grid.device) if grid.pure else BufferPool(grid.device)
         self.host = host_of(plan.policy, grid.device)
         self.spots = {b: BucketOnGrid(plan, grid, b, self.pool) for unit in plan.units for b in unit.buckets}
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
-        self.frees = bool(plan.policy.regather) and any(self.units)
+        self.frees = bool(plan.policy.regather) and any(self.units) and not simulated()
         self.recomputable = {name for name in self.units if name and self.frees and self._stands_alone(name)}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
         self.plain = {
@@ -115,7 +117,7 @@ class _Runtime:
 def _neighbours(plan: Plan, grid: Grid) -> Neighbours | None:
     count, axis = plan.policy.regather, plan.keep_axis
     several = not isinstance(count, bool) and count > 1 and axis is not None and count < grid.sizes[axis]
-    return Neighbours(grid, axis, count) if several and axis is not None else None
+    return Neighbours(grid, axis, count) if several and axis is not None and not grid.pure else None
 
 
 def _runtime(plan: Plan, grid: Grid) -> _Runtime:
@@ -242,7 +244,7 @@ class Session:
         wholes = _Gather.apply(gathered, *leaves)
         if gathered.frees and wholes[0].untyped_storage().nbytes():
             gathered.note(wholes)
-            self._by_storage[wholes[0].untyped_storage().data_ptr()] = gathered
+            self._by_storage[storage_key(wholes[0])] = gathered
         return dict(zip(bucket.leaves, wholes, strict=True))
 
     def _leaves_of(self, bucket: Bucket) -> list[Tensor]:
@@ -318,7 +320,7 @@ class Session:
         def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
             if saved.layout is not torch.strided:
                 return saved
-            gathered = of_storage(saved.untyped_storage().data_ptr())
+            gathered = of_storage(storage_key(saved))
             return saved if gathered is None else gathered.pack(saved)
 
         if traced:

@@ -9,7 +9,7 @@ the missing `pvary` from its types; here the forward runs once on meta tensors u
 through every operation and says where it is missing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +49,10 @@ class Findings:
 class Variance(TorchDispatchMode):
     """Follows tags through the operations of a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: Collection[str]) -> None:
+        """`axes` are those over which values may be split."""
         super().__init__()
+        self._axes = axes
         self._tags = WeakIdKeyDictionary()
         self._path: list[str] = []
         self._failed_at: str | None = None
@@ -63,6 +65,14 @@ class Variance(TorchDispatchMode):
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
         self._tags[tensor] = tag
+
+    def note_collective(self, varies: bool, x: Tensor, out: Tensor, axis: str) -> None:
+        """A collective over `axis` made `out` of x; its result varies, or is the same on all ranks."""
+        if axis in self._axes:
+            known = self.tag(x)
+            axes = known.axes | {axis} if varies else known.axes - {axis}
+            wants = known.wants or x.requires_grad
+            self.mark(out, Tag(axes, wants, None, known.split_by if axes else frozenset()))
 
     def refuse(self, why: str) -> None:
         """Note a problem at the module that is running."""

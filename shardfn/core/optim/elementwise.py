@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfn._torch import unwrap_locals, with_local
+from shardfn._torch import has_no_memory, unwrap_locals, with_local
 from shardfn.core.errors import did_you_mean, raise_problems
 from shardfn.core.optim.base import Optimizer
 from shardfn.core.optim.options import Groups, Options, at_step, require_options
@@ -128,6 +128,9 @@ class _Elementwise:
 
     def step(self, params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
         members = self._checked(f"{self.rule.name}.step", params, grads, state)
+        if has_no_memory():
+            self._step_recorded(params, grads, state, members)
+            return params, state._replace(step=state.step + 1)
         with torch.no_grad():
             for options, names in members:
                 slots = [getattr(state, slot) for slot in self.rule.slots(options)]
@@ -137,6 +140,20 @@ class _Elementwise:
                 for written in (columns[0], *columns[2:]):
                     increment_version(written)
         return params, state._replace(step=state.step + 1)
+
+    @torch.no_grad()
+    def _step_recorded(self, params: Tree, grads: Tree, state: Any, members: list[tuple[Options, list[str]]]) -> None:
+        """`step` leaf by leaf, in operations that a compiler may fuse."""
+        for options, names in members:
+            rule = self.rule.update(options, (state.step + 1).double())
+            slots = [getattr(state, slot) for slot in self.rule.slots(options)]
+            columns = [unwrap_locals(leaves_of(tree, names)) for tree in (params, grads, *slots)]
+            for param, grad, *own in zip(*columns, strict=True):
+                wide = _promoted([param, *own], torch.float32)
+                update, states = rule(*(x.to(wide) for x in (grad, param, *own)))
+                param.copy_(param.to(wide) + update)
+                for slot, after in zip(own, states, strict=True):
+                    slot.copy_(after)
 
 
 def _promoted(tensors: Sequence[Tensor], least: torch.dtype | None) -> torch.dtype:

@@ -12,7 +12,9 @@ from shardfn._torch import (
     DTensorSpec,
     foreach,
     in_transform,
+    on_each_rank,
     pytree,
+    simulated,
     specs_of,
     unwrap_locals,
     vmap_depth,
@@ -157,11 +159,26 @@ def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[
     if at is None:
         raise ShardError(f"{verb}: rank {dist.get_rank()} is not part of the leaves' mesh")
     with torch.no_grad():
-        total = of_leaves([i for i, spec in enumerate(specs) if _counts_here(verb, spec, tuple(at))])
+        if simulated():
+            total = _simulated_sum(verb, specs, of_leaves)
+        else:
+            total = of_leaves([i for i, spec in enumerate(specs) if _counts_here(verb, spec, tuple(at))])
         moved = total.to(mesh.device_type)  # from the host, when gradients live there
         for group in _groups_of(leaves[0]):
             sum_flat_(moved, group)
     return moved.to(total.device)
+
+
+def _simulated_sum(verb: str, specs: Sequence[DTensorSpec], of_leaves: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    """What every simulated rank adds, in one tensor of all of them."""
+    places = specs[0].mesh.mesh
+
+    def own(rank: int, each: list[Tensor]) -> list[Tensor]:
+        at = tuple((places == rank).nonzero()[0].tolist())
+        counted = [x for x, spec in zip(each, specs, strict=True) if _counts_here(verb, spec, at)]
+        return [torch.stack(counted).sum() if counted else torch.zeros_like(each[0])]
+
+    return on_each_rank(own, [of_leaves([i]) for i in range(len(specs))])[0]
 
 
 def _counts_here(verb: str, spec: DTensorSpec, at: tuple[int, ...]) -> bool:

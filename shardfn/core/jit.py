@@ -1,0 +1,314 @@
+"""`jit`: a whole step as one graph. Layer 4.
+
+    first call     flatten -> record on tensors without values -> graph -> compile -> run
+    later calls    flatten -> the same kinds of inputs as before? -> run
+
+The step runs once, on fake tensors, as it would in any loop: units gather and gather again, gradients are reduced,
+optimizers write in place. What is recorded is what it did to tensors; Python is gone afterwards.
+"""
+
+import linecache
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import (
+    DTensorSpec,
+    asks_for_values,
+    backend_for_graphs,
+    in_transform,
+    pytree,
+    record,
+    simulated,
+    spec_of,
+    unwrap_local,
+    wrap_local,
+)
+from shardfn.core.errors import ShardError
+from shardfn.core.plan import Plan
+from shardfn.core.recording import Number, recorded
+from shardfn.core.tree import Params
+
+_MANY = 8  # graphs of one step from which it is probably recorded again and again
+
+
+def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """The step as one compiled graph, collectives and optimizer included.
+
+    `step(params, state, *batch)` is ordinary code on trees of shards. Its first call records what it does to tensors;
+    later ones with inputs of the same kinds run the graph only. As with `jax.jit`, Python runs while recording and
+    never again: a number that is no tensor, a random number of Python's or a `print` is a constant of the graph.
+    Tensors that the step reads from elsewhere are inputs, whose values are looked up at each call.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> def step(params, x):
+        ...     loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())(params)
+        ...     return sf.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+        >>> fast = sf.jit(step, backend="aot_eager")
+        >>> params, first = fast(params, torch.ones(3, 4))
+        >>> params, second = fast(params, torch.ones(3, 4))
+        >>> bool(second < first)
+        True
+
+    Args:
+        step: the function. Inputs and outputs are any pytrees of trees, tensors and constants; inputs may be changed in
+            place, as `Optimizer.step` does.
+        backend: what compiles the graph, as in `torch.compile`: `"inductor"`, `"aot_eager"` (runs it as it is), or a
+            function `(graph, inputs) -> callable`.
+
+    Returns:
+        a function like `step`. Another kind of input (shape, dtype, plan, constant, `train()` or `eval()`) makes
+        another graph.
+
+    Raises:
+        ShardError: the step depends on the value of a tensor (`if loss > 1`, `loss.item()`, `x[mask]`), with the line;
+            its result would still have to be differentiated; it is called inside a transform.
+
+    Communication: what the step does, as operations of the graph, in the same order on every rank.
+    """
+    graphs: list[_Graph] = []
+
+    @wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if simulated():
+            raise ShardError("jit: a simulation has no memory that a graph could use; call the step itself")
+        if in_transform():
+            raise ShardError("jit: a compiled step inside a transform; transform inside of the step instead")
+        given = _flatten((args, kwargs))
+        graph = next((known for known in graphs if known.fits(given)), None)
+        if graph is None:
+            graph = _recorded_step(step, given, backend)
+            graphs.append(graph)
+        return graph.run(given)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A tree of shards without its tensors."""
+
+    names: tuple[str, ...]
+    specs: tuple[DTensorSpec | None, ...]
+    buffers: tuple[str, ...]
+    plan: Plan
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor: a DTensor when there is a spec."""
+
+    spec: DTensorSpec | None
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+@dataclass
+class _Flat:
+    """A pytree as tensors and the rest. A tensor that occurs twice is there once; `places` says where each one goes."""
+
+    tensors: list[Tensor]
+    places: list[int]
+    parts: list[_Tree | _Leaf | _Constant]
+    structure: pytree.TreeSpec
+    trees: list[Params]
+
+    def kind(self) -> tuple[Any, ...]:
+        """What a graph depends on."""
+        about = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
+        return self.structure, self.places, about, self.parts
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Params]]:
+        """The pytree with other tensors; the trees in it."""
+        values = iter([tensors[i] for i in self.places])
+        trees: list[Params] = []
+        leaves: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, _Constant):
+                leaves.append(part.value)
+            elif isinstance(part, _Leaf):
+                leaves.append(_with_spec(next(values), part.spec))
+            else:
+                pairs = zip(part.names, part.specs, strict=True)
+                shards = {name: _with_spec(next(values), spec) for name, spec in pairs}
+                buffers = {name: next(values) for name in part.buffers}
+                trees.append(Params(shards, part.plan, part.mesh, buffers))
+                leaves.append(trees[-1])
+        return pytree.tree_unflatten(leaves, self.structure), trees
+
+
+def _with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
+    return local if spec is None else wrap_local(local, spec)
+
+
+def _flatten(tree: Any) -> _Flat:
+    nodes, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, Params))
+    flat = _Flat([], [], [], structure, [x for x in nodes if isinstance(x, Params)])
+    index: dict[int, int] = {}
+
+    def note(x: Tensor) -> DTensorSpec | None:
+        local = unwrap_local(x)
+        if id(local) not in index:
+            index[id(local)] = len(flat.tensors)
+            flat.tensors.append(local)
+        flat.places.append(index[id(local)])
+        return spec_of(x) if isinstance(x, DTensor) else None
+
+    for node in nodes:
+        if isinstance(node, Params):
+            specs = tuple(map(note, node.values()))
+            for buffer in node.buffers.values():
+                note(buffer)
+            flat.parts.append(_Tree(tuple(node), specs, tuple(node.buffers), node.plan, node.mesh))
+        else:
+            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _Constant(node))
+    return flat
+
+
+@dataclass
+class _Graph:
+    """A step for one kind of inputs."""
+
+    kind: tuple[Any, ...]
+    modes: list[tuple[nn.Module, bool]]  # of every module that it ran, whether it trains
+    states: tuple[Any, ...]
+    compiled: Callable[..., Any]
+    constants: list[Tensor]  # tensors from elsewhere
+    numbers: list[Number]  # some of them
+    result: _Flat
+    sources: list[tuple[str, int]]  # where each tensor of the result is: ("input", i) or ("output", i)
+    buffers: list[tuple[int, str, tuple[str, int] | None]] = field(default_factory=list)  # (tree, name, where it is)
+
+    def fits(self, given: _Flat) -> bool:
+        """Whether it is the graph of these inputs."""
+        same = given.kind() == self.kind and _states() == self.states
+        return same and all(module.training == mode for module, mode in self.modes)
+
+    def run(self, given: _Flat) -> Any:
+        """The step."""
+        for number in self.numbers:
+            number.renew(given.tensors)
+        with torch.no_grad():
+            outputs = self.compiled(*given.tensors, *self.constants)
+        found = {"input": given.tensors, "output": outputs}
+        for tree, name, source in self.buffers:
+            if source is None:
+                given.trees[tree].buffers.pop(name, None)
+            else:
+                given.trees[tree].buffers[name] = found[source[0]][source[1]]
+        return self.result.rebuilt([found[kind][i] for kind, i in self.sources])[0]
+
+
+def _states() -> tuple[Any, ...]:
+    """What of torch's state a graph depends on."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callable[..., Any]) -> _Graph:
+    traced: list[Any] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        (args, kwargs), trees = given.rebuilt(tensors)
+        before = [dict(tree.buffers) for tree in trees]
+        with recorded(tensors) as found:
+            result = _flatten(step(*args, **kwargs))
+        _require_finished(result.tensors)
+        index = {id(x): ("input", i) for i, x in enumerate(tensors)}
+        outputs: list[Tensor] = []
+
+        def source(x: Tensor) -> tuple[str, int]:
+            if id(x) not in index:
+                index[id(x)] = ("output", len(outputs))
+                outputs.append(x)
+            return index[id(x)]
+
+        sources = [source(x) for x in result.tensors]
+        buffers = [
+            (i, name, source(tree.buffers[name]) if name in tree.buffers else None)
+            for i, (tree, had) in enumerate(zip(trees, before, strict=True))
+            for name in had.keys() | tree.buffers.keys()
+            if tree.buffers.get(name) is not had.get(name)
+        ]
+        traced[:] = [found, result, sources, buffers]
+        return outputs
+
+    try:
+        graph = record(run, [x.detach() for x in given.tensors])
+    except Exception as error:
+        if asks_for_values(error):
+            raise ShardError(_needs_values(error)) from error
+        raise
+    found, result, sources, buffers = traced
+    constants = _lift_constants(graph)
+    inputs = [*given.tensors, *constants]
+    compiler = backend_for_graphs(backend) if isinstance(backend, str) else backend
+    with torch.no_grad():
+        compiled = compiler(graph, inputs)
+    modes = [(module, module.training) for model in found.models for module in model.modules()]
+    return _Graph(
+        given.kind(), modes, _states(), compiled, constants, found.numbers, _without_tensors(result), sources, buffers
+    )
+
+
+def _without_tensors(flat: _Flat) -> _Flat:
+    return _Flat([], flat.places, flat.parts, flat.structure, [])
+
+
+def _require_finished(tensors: Sequence[Tensor]) -> None:
+    if any(x.requires_grad for x in tensors):
+        raise ShardError(
+            "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
+        )
+
+
+def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Make the tensors that a graph holds inputs of it, after the others."""
+    holds = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values: dict[str, Tensor] = {}
+    places: dict[str, fx.Node] = {}
+    after = last[-1] if last else None
+    for node in holds:
+        name = str(node.target)
+        if name not in values:
+            values[name] = getattr(graph, name)
+            with graph.graph.inserting_after(after) if after is not None else graph.graph.inserting_before():
+                after = places[name] = graph.graph.placeholder(f"constant_{len(places)}")
+        node.replace_all_uses_with(places[name])
+        graph.graph.erase_node(node)
+    for name in values:
+        delattr(graph, name)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return list(values.values())
+
+
+_LIBRARIES = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
+
+
+def _needs_values(error: BaseException) -> str:
+    """Which line asked for the value of a tensor."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(frame.filename.startswith(at) for at in _LIBRARIES)]
+    where = own[-1] if own else frames[-1]
+    line = linecache.getline(where.filename, where.lineno or 0).strip()
+    return (
+        f"jit: {Path(where.filename).name}:{where.lineno} `{line}` needs the value of a tensor, which there is none of "
+        f"while the step is recorded. Use torch.where instead of if, masks instead of x[mask], return tensors instead "
+        f"of numbers, or do it outside of the step."
+    )

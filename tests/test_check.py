@@ -1,0 +1,270 @@
+"""`sf.check` on programs that are right, and on programs with one deliberate mistake each, which it names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from models import Attention, Decoder, decoder, policy, token_loss, tokens
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn.core.check import check
+from shardfn.core.registered import register
+
+MESH = sf.MeshSpec(fsdp=2, tp=2)
+MLP_RULES = {"up.weight": "ff@tp c@fsdp", "up.bias": "ff@tp", "down.weight": "c@fsdp ff@tp"}
+
+
+class MLP(nn.Module):
+    """Two linears, and what a test puts between and around them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.silu, wide: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8 * wide)
+        self.down = nn.Linear(8, 6)
+        self.between = between
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.between(self.up(self.norm(x)))))
+
+
+class Registered(nn.Linear):
+    """A module of the user's, with a forward of its own on a mesh."""
+
+
+class ForgetfulLinear(nn.Linear):
+    """Another one, whose forward forgets a sum."""
+
+
+@register(Registered)
+def _registered(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return _row_parallel(module, params, layout, x)
+
+
+@register(ForgetfulLinear)
+def _forgetful(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return F.linear(x, params["weight"], params["bias"])
+
+
+def _row_parallel(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return sf.collectives.psum(F.linear(x, params["weight"]), layout.mesh, "tp") + params["bias"]
+
+
+def _bias_before_the_sum(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return sf.collectives.psum(F.linear(x, params["weight"], params["bias"]), layout.mesh, "tp")
+
+
+def _no_sum(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return F.linear(x, params["weight"], params["bias"])
+
+
+def _no_pvary(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return F.linear(x, params["weight"], params["bias"])
+
+
+def _column_parallel(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return F.linear(sf.collectives.pvary(x, layout.mesh, "tp"), params["weight"], params["bias"])
+
+
+def _summed_twice(module: nn.Module, params: Mapping[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+    return sf.collectives.psum(_row_parallel(module, params, layout, x), layout.mesh, "tp")
+
+
+def _with_last(module: nn.Linear) -> MLP:
+    model = MLP()
+    model.down = module
+    return model
+
+
+class _ManyHeads(Attention):
+    """Counts its heads as the configuration says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", h=4) for w in (self.wq, self.wk, self.wv))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(rearrange(mixed, "b h s d -> b s (h d)"))
+
+
+def _with_attention(kind: type[Attention]) -> Decoder:
+    model = decoder(layers=1)
+    model.layers[0].attn = kind(10, 4, 4, 3).double()
+    return model
+
+
+def _mean(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda p, x: sf.apply(model, p, x).square().mean()
+
+
+def _tokens(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda p, x, y: token_loss(sf.apply(model, p, x), y)
+
+
+def _halves(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+Case = tuple[nn.Module, sf.Policy, Any, Any, str]  # model, policy, loss of the model, batch, what the report says
+
+
+def _mlp(
+    says: str = "", loss: Any = _mean, between: Any = F.silu, rules: Any = (), wide: int = 1, **fields: Any
+) -> Case:
+    torch.manual_seed(2)
+    return MLP(between, wide), sf.Policy(rules={**MLP_RULES, **dict(rules)}, **fields), loss, X, says
+
+
+def _decoder(says: str = "", rules: Any = (), loss: Any = _tokens, model: Any = None, **fields: Any) -> Case:
+    chosen = sf.Policy(**fields) | policy() if not rules else policy() | sf.Policy(rules=dict(rules), **fields)
+    return model or decoder(kv=2), chosen, loss, tokens(), says
+
+
+def _divided(by: Callable[[sf.Params], Any]) -> Callable[..., Any]:
+    return lambda model: lambda p, x: _mean(model)(p, x) / by(p)
+
+
+def _added(model: nn.Module) -> Any:
+    return lambda p, x: sf.apply(model, p, x).square().sum()
+
+
+def _over_all_samples(model: nn.Module) -> Any:
+    return lambda p, x: sf.apply(model, p, x).square().mean(-1).sum() / len(X)
+
+
+def _of_tp_ranks(model: nn.Module) -> Any:
+    everyone = sf.Policy(batch=["fsdp", "tp"])
+    return lambda p, x: _mean(model)(p, sf.data.local_batch(x, p.mesh, everyone))
+
+
+def _times_the_mean_output(model: nn.Module) -> Any:
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        out = sf.apply(model, p, x)
+        return out.square().mean() * out.mean()
+
+    return loss
+
+
+def _summed_over_tp(model: nn.Module) -> Any:
+    return lambda p, x: sf.collectives.psum(_mean(model)(p, x), p.mesh, "tp")
+
+
+_BOTH_HALVES = {"up.weight": "both@tp c@fsdp", "up.bias": "both@tp"}
+_EACH_HALF = {"up.weight": "(2 ff@tp) c@fsdp", "up.bias": "(2 ff@tp)"}
+_NOTHING_SPLIT = {"up.weight": "ff@fsdp c", "up.bias": "ff", "down.weight": "c ff@fsdp"}
+
+
+def _frozen() -> Case:
+    case = _mlp()
+    case[0].get_parameter("up.weight").requires_grad_(False)
+    return case
+
+
+BROKEN: dict[str, Callable[[], Case]] = {
+    "hard-coded heads": lambda: _decoder("'layers.0.attn'", model=_with_attention(_ManyHeads)),
+    "no row-parallel sum": lambda: _mlp("'down'", compute={"down": _no_sum}),
+    "no sum in a registered module": lambda: (_with_last(ForgetfulLinear(8, 6)), *_mlp("'down'")[1:]),
+    "bias before the sum": lambda: _mlp("'down'", compute={"down": _bias_before_the_sum}),
+    "a sum too many": lambda: _mlp("'down'", compute={"down": _summed_twice}),
+    "no pvary": lambda: _mlp("'norm'", compute={"up": _no_pvary, "down": _row_parallel}),
+    "up split, gate whole": lambda: _decoder("'layers.0", rules={"layers.*.gate.weight": "ff c@fsdp"}),
+    "heads split inside": lambda: _decoder("layers.0.attn", rules={"layers.*.attn.wq.weight": "(heads d@tp) c@fsdp"}),
+    "values whole, keys split": lambda: _decoder("layers.0.attn", rules={"layers.*.attn.wv.weight": "(kv d) c@fsdp"}),
+    "a size that is another": lambda: _mlp("up.weight", sizes={"ff": 9}),
+    "halves of split halves": lambda: _mlp("'down'", between=_halves, wide=2, rules=_BOTH_HALVES),
+    "softmax over a split dim": lambda: _mlp("'down'", between=lambda x: x.softmax(-1)),
+    "mean over a split dim": lambda: _mlp("'down'", between=lambda x: x - x.mean(-1, keepdim=True)),
+    "statistics of the batch": lambda: _mlp("", between=lambda x: x - x.mean(0)),
+    "divided by the data ranks": lambda: _mlp("divided twice", loss=_divided(lambda p: p.mesh.size(0))),
+    "divided by all ranks": lambda: _mlp("the loss function", loss=_divided(lambda _: dist.get_world_size())),
+    "a mean over all samples": lambda: _mlp("divided twice", loss=_over_all_samples),
+    "a sum over samples": lambda: _mlp("a sum over samples", loss=_added),
+    "summed over tp": lambda: _mlp("summed over ranks", loss=_summed_over_tp),
+    "a product of means": lambda: _mlp("the loss function", loss=_times_the_mean_output),
+    "another batch on each tp rank": lambda: _mlp("inputs differ between ranks along 'tp'", loss=_of_tp_ranks),
+    "a rule for nothing": lambda: _mlp("wpu.weight", rules={"wpu.weight": "ff@tp c"}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_found_and_named(name: str) -> None:
+    model, chosen, loss, batch, says = BROKEN[name]()
+    report = check(model, MESH, chosen, loss(model), batch)
+    assert not report.ok
+    assert not report
+    assert says in str(report), report
+
+
+class _Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 4, 3, padding=1)
+        self.rnn = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.conv(x[:, :, None].expand(-1, -1, 3)).transpose(1, 2))[0]
+
+
+def _weighted(model: nn.Module) -> Any:
+    def loss(p: sf.Params, x: Tensor) -> Any:
+        counts = (x[:, 0] > 0).double()
+        return sf.data.Mean((sf.apply(model, p, x).square().mean(-1) * counts).sum(), counts.sum())
+
+    return loss
+
+
+def _with_penalty(model: nn.Module) -> Any:
+    return lambda p, x: _mean(model)(p, x) + 0.1 * sf.tree.dot(p, p)
+
+
+def _by_vocabulary(model: nn.Module) -> Any:
+    return lambda p, x, y: sf.cross_entropy(sf.apply(model, p, x), y)
+
+
+CORRECT: dict[str, Callable[[], Case]] = {
+    "decoder": _decoder,
+    "kept weights": lambda: _decoder(regather=False),
+    "one unit": lambda: _decoder(units=[]),
+    "key heads that do not divide": lambda: _decoder(model=decoder(kv=1)),
+    "four key heads": lambda: _decoder(model=decoder(kv=4)),
+    "sf.cross_entropy": lambda: _decoder(loss=_by_vocabulary),
+    "fully sharded": lambda: (decoder(), sf.policies.fsdp(), _tokens, tokens(), ""),
+    "replicated": lambda: (decoder(), sf.policies.ddp(), _tokens, tokens(), ""),
+    "kept until backward": lambda: (decoder(), sf.policies.zero2(), _tokens, tokens(), ""),
+    "mixed precision": lambda: _decoder(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "mlp": _mlp,
+    "dropout": _mlp,
+    "nothing split over tp": lambda: _mlp(rules=_NOTHING_SPLIT),
+    "a frozen weight": _frozen,
+    "whole halves": lambda: _mlp(between=_halves, wide=2, rules=_EACH_HALF),
+    "an own forward": lambda: _mlp(compute={"down": _row_parallel, "up": _column_parallel}),
+    "a registered module": lambda: (_with_last(Registered(8, 6)), *_mlp()[1:]),
+    "an exact mean": lambda: _mlp(loss=_weighted),
+    "a penalty on the weights": lambda: _mlp(loss=_with_penalty),
+    "convolution and recurrence": lambda: (_Conv(), sf.Policy(), _mean, X, ""),
+}
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_what_is_right_passes(name: str) -> None:
+    model, chosen, loss, batch, _ = CORRECT[name]()
+    report = check(model, MESH, chosen, loss(model), batch)
+    assert report.ok, report
+    assert report.loss == pytest.approx(report.expected_loss)
+    assert str(report).startswith("check: equal to one rank")
+
+
+def test_what_cannot_be_checked() -> None:
+    with torch.device("meta"):
+        model = MLP()
+    with pytest.raises(sf.ShardError, match="no values"):
+        check(model, MESH, sf.Policy(), _mean(model), X)
+    broken = MLP(lambda x: x @ x.new_zeros(3, 3))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # it does not run on one rank either
+        check(broken, MESH, sf.Policy(), _mean(broken), X)

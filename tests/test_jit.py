@@ -1,0 +1,189 @@
+"""Whole steps as one graph: equal to eager ones, gathered and gathered again, recorded once, refused with a reason."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from models import decoder, policy, tokens
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn._torch import backend_for_graphs
+from shardfn.core.jit import jit
+from shardfn.testing import assert_trees_close, on_meshes
+
+MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
+
+
+class Counted:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return backend_for_graphs("aot_eager")(graph, inputs)
+
+    def count(self, operation: str) -> int:
+        """How often an operation occurs in all graphs."""
+        return sum(operation in str(node.target) for graph in self.graphs for node in graph.graph.nodes)
+
+
+class Training:
+    """A decoder, an optimizer with a schedule, clipping, an average, and microbatches."""
+
+    def __init__(
+        self, mesh: DeviceMesh, dropout: float = 0.0, microbatches: int = 1, layers: int = 2, **fields: Any
+    ) -> None:
+        self.model = decoder(kv=1 if mesh.size(1) > 2 else 2, dtype=torch.float32, layers=layers)
+        self.dropout, self.microbatches = nn.Dropout(dropout), microbatches
+        rate = sf.optim.warmup_cosine(1e-2, 2, 8)
+        # A large eps: the gradient of a key's bias is zero, and without it the step would have the size of rounding.
+        self.optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(0.5), sf.optim.adamw(rate, eps=1e-3))
+        params = sf.shard(self.model, mesh, policy(**fields))
+        self.state = params, self.optimizer.init(params), sf.tree.map(torch.clone, params)
+        self.mesh = mesh
+
+    def loss(self, params: sf.Params, x: Tensor, y: Tensor) -> Tensor:
+        return sf.cross_entropy(self.dropout(sf.apply(self.model, params, x)), y)
+
+    def step(self, params: Any, state: Any, average: Any, x: Tensor, y: Tensor) -> Any:
+        """One update of all."""
+        parts = zip(x.chunk(self.microbatches), y.chunk(self.microbatches), strict=True)
+        several = self.microbatches > 1
+        found = [sf.value_and_grad(self.loss, reduce=None if several else "mean")(params, *part) for part in parts]
+        loss = torch.stack([loss for loss, _ in found]).mean()
+        grads = sf.tree.map(lambda *gs: reduce(add, gs) / len(gs), *(grads for _, grads in found))
+        grads = sf.reduce_grads(grads)
+        params, state = self.optimizer.step(params, grads, state)
+        return params, state, sf.tree.lerp(average, params, 0.1), loss
+
+    def train(
+        self, step: Callable[..., Any], steps: int = 4
+    ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+        """Losses, and what becomes of the weights and of their average."""
+        torch.manual_seed(5)
+        losses = []
+        state = self.state
+        for i in range(steps):
+            *state, loss = step(*state, *sf.data.local_batch(tokens(i), self.mesh))
+            losses.append(float(loss))
+        return losses, sf.gather(state[0]), sf.gather(state[2])
+
+
+def _same(mesh: DeviceMesh, backend: Any, tol: float, **fields: Any) -> None:
+    eager, compiled = Training(mesh, **fields), Training(mesh, **fields)
+    wanted, found = eager.train(eager.step), compiled.train(jit(compiled.step, backend=backend))
+    for mine, other in zip(found, wanted, strict=True):
+        assert_trees_close(mine, other, rtol=tol, atol=tol)
+
+
+@on_meshes(*MESHES, timeout=120)
+def test_a_step_equals_the_eager_one(mesh: DeviceMesh) -> None:
+    several: list[dict[str, Any]] = [{"regather": False, "dropout": 0.5}, {"microbatches": 3}]
+    for fields in ({}, *(several if mesh.shape == (2, 2) else ())):
+        backend = Counted()
+        _same(mesh, backend, 1e-6, **fields)
+        assert len(backend.graphs) == 1
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, timeout=200)
+def test_inductor(mesh: DeviceMesh) -> None:
+    _same(mesh, "inductor", 1e-6, layers=1)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_units_are_gathered_again_and_only_then(mesh: DeviceMesh) -> None:
+    gathers = {}
+    for regather in (True, False):
+        training, backend = Training(mesh, regather=regather), Counted()
+        training.train(jit(training.step, backend=backend), steps=1)
+        gathers[regather] = backend.count("all_gather_into_tensor")
+    units = len(training.model.layers)
+    assert gathers[True] == gathers[False] + units
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_makes_another_graph(mesh: DeviceMesh) -> None:
+    backend = Counted()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    params = sf.shard(model, mesh, sf.Policy())
+    fast = jit(lambda p, x, scale=1.0: sf.apply(model, p, x * scale), backend=backend)
+    x = torch.ones(3, 4)
+    for expected, call in (
+        (1, lambda: fast(params, x)),
+        (1, lambda: fast(sf.tree.map(torch.clone, params), 2 * x)),
+        (2, lambda: fast(params, torch.ones(5, 4))),
+        (3, lambda: fast(params, x, 2.0)),
+        (3, lambda: fast(params, x, 2.0)),
+    ):
+        call()
+        assert len(backend.graphs) == expected
+    model.eval()
+    assert torch.equal(fast(params, x), sf.apply(model, params, x))
+    assert len(backend.graphs) == 4
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_tensors_from_elsewhere_are_looked_up_and_buffers_written(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    params = sf.shard(model, mesh, sf.Policy())
+    factor, x = torch.tensor(1.0), torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    fast = jit(lambda p: sf.apply(model, p, x) * factor, backend="aot_eager")
+    first = fast(params)
+    mean = params.buffers["1.running_mean"].clone()
+    assert params.buffers["1.num_batches_tracked"] == 1
+    assert mean.abs().sum() > 0
+    factor.fill_(3.0)
+    torch.testing.assert_close(fast(params), 3 * first)
+    assert params.buffers["1.num_batches_tracked"] == 2
+    assert not torch.equal(params.buffers["1.running_mean"], mean)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_cannot_be_recorded_says_so(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 4)
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(3, 4)
+
+    def branch(p: sf.Params) -> Tensor:
+        out = sf.apply(model, p, x).sum()
+        return out if out > 0 else -out
+
+    def number(p: sf.Params) -> Tensor:
+        return x * sf.apply(model, p, x).sum().item()
+
+    def masked(p: sf.Params) -> Tensor:
+        out = sf.apply(model, p, x)
+        return out[out > 0]
+
+    def called(p: sf.Params) -> Tensor:
+        return torch.from_numpy(sf.apply(model, p, x).numpy())
+
+    for step, line in ((branch, "if out > 0"), (number, ".item()"), (masked, "out[out > 0]"), (called, ".numpy()")):
+        with pytest.raises(sf.ShardError, match="needs the value of a tensor") as caught:
+            jit(step, backend="aot_eager")(params)
+        assert line in str(caught.value)
+        assert "test_jit.py" in str(caught.value)
+
+    def unfinished(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x.clone().requires_grad_()).sum()
+
+    with pytest.raises(sf.ShardError, match="requires a gradient"):
+        jit(unfinished, backend="aot_eager")(params)
+    with pytest.raises(sf.ShardError, match="inside a transform"):
+        torch.func.grad(lambda y: jit(lambda y: y.sum(), backend="aot_eager")(y))(x)
+
+    optimizer = sf.optim.adamw(lambda step: 0.1)
+    grads = sf.tree.zeros_like(params)
+
+    def twice(p: sf.Params, state: Any) -> Any:
+        return optimizer.step(*optimizer.step(p, grads, state)[:1], grads, optimizer.step(p, grads, state)[1])
+
+    with pytest.raises(sf.ShardError, match="function of Python"):
+        jit(twice, backend="aot_eager")(params, optimizer.init(params))
+    torch.testing.assert_close(sf.apply(model, params, x), model(x))  # and all goes on
