@@ -581,7 +581,7 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
         out = (_FULL if in_transform() else _EAGER)[pair].apply(x, mesh, axis, *dims)
-        if x.is_meta and (watcher := _WATCHER.get()) is not None:
+        if (watcher := _WATCHER.get()) is not None:
             watcher(pair.varies, x, out, axis)
         return out
     if not traces_first_order():
@@ -600,7 +600,7 @@ _WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Within it `watcher` hears of collectives on meta tensors: in a run without data, which follows what varies."""
+    """Within it `watcher` hears of collectives, to follow what varies."""
     token = _WATCHER.set(watcher)
     try:
         yield

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardfn._torch import prepare_forward_mode, pytree, refuse_forward_mode
 from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered, left
 from shardfn.core.transforms import grad
 from shardfn.core.tree import Params
@@ -48,7 +49,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     _require_alike("jvp", primals, tangents)
     prepare_forward_mode()
     inner = entered("jvp", (primals, tangents))
-    return left(torch.func.jvp(func, *inner, has_aux=has_aux))
+    return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -79,7 +80,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Communication: the gathers of `func`; in `pull` its reductions.
     """
     inner = entered("vjp", primals)
-    value, pull, *aux = torch.func.vjp(func, *inner, has_aux=has_aux)
+    value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
         return left(pull(entered("vjp", cotangents)))

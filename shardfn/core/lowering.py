@@ -33,14 +33,14 @@ def lower(params: Params, vmaps: int) -> Params:
     if params.plan.vmaps is not None:
         return Params(params, inside(params.plan, vmaps), params.mesh, params.buffers)
     specs = specs_of_leaves(params.plan, params)
-    parts = _Lower.apply(specs, *params.values())
+    parts = Lower.apply(specs, *params.values())
     return Params(zip(params, parts, strict=True), inside(params.plan, vmaps), params.mesh, params.buffers)
 
 
 def lift(params: Params) -> Params:
     """The same tree with DTensors as leaves, differentiable."""
     plan = outside(params.plan)
-    lifted = _Lift.apply(specs_of_leaves(plan, params), *params.values())
+    lifted = Lift.apply(specs_of_leaves(plan, params), *params.values())
     return Params(zip(params, lifted, strict=True), plan, params.mesh, params.buffers)
 
 
@@ -75,7 +75,7 @@ def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
     return [leaf_spec(plan, places, name, leaf.dtype) for name, leaf in params.items()]
 
 
-class _Lower(torch.autograd.Function):
+class Lower(torch.autograd.Function):
     """
     forward   leaf [shard], a DTensor -> the same, plain
     backward  the same the other way
@@ -92,10 +92,10 @@ class _Lower(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_each(_Lift, ctx.specs, grads)
+        return None, *_each(Lift, ctx.specs, grads)
 
 
-class _Lift(torch.autograd.Function):
+class Lift(torch.autograd.Function):
     """
     forward   leaf [shard], plain -> the same as a DTensor
     backward  the same the other way
@@ -113,7 +113,7 @@ class _Lift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         placed = [x if x is None else in_layout(x, spec) for x, spec in zip(grads, ctx.specs, strict=True)]
-        return None, *_each(_Lower, ctx.specs, placed)
+        return None, *_each(Lower, ctx.specs, placed)
 
 
 def _each(

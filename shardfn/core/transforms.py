@@ -16,6 +16,7 @@ from shardfn.core.collectives import pmean, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
+from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
@@ -263,12 +264,13 @@ def _in_transform(
     if not any(chosen):
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
     passed: list[Any] = []  # what is no tensor, around the transform
+    checked = ours_only("grad", loss_fn)
 
     def objective(*wanted: dict[int, Tensor]) -> tuple[Tensor, Any]:
         given = list(inputs)
         for position, leaves in zip(positions, wanted, strict=True):
             given[position] = _replaced(inputs[position], leaves)
-        result = loss_fn(*given, **kwargs)
+        result = checked(*given, **kwargs)
         loss, aux = result if has_aux else (result, None)
         loss, count = _objective(loss, owner)
         flat, structure = pytree.tree_flatten((aux, count))

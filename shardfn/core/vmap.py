@@ -25,6 +25,7 @@ from shardfn.core.agreement import require_same
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, new_buffers
 from shardfn.core.collectives import weighed
 from shardfn.core.errors import ShardError
+from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import left, lower, over_params
 from shardfn.core.mapped import inside, member, stacked, without
 from shardfn.core.mesh import grid
@@ -74,6 +75,8 @@ def vmap(
     before; one of a number when trees come out.
     """
 
+    checked = ours_only("vmap", func)
+
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args, is_leaf=_is_tree)
         dims = _flat_dims(in_dims, len(args), structure)
@@ -85,7 +88,7 @@ def vmap(
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
 
         def run(*flat: Any) -> Any:
-            return func(*pytree.tree_unflatten(list(flat), structure), **kwargs)
+            return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         out = torch.func.vmap(run, tuple(dims), out_dims, randomness, chunk_size=chunk_size)(*ready)
         _require_in_front(out, out_dims)

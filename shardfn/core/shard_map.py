@@ -1,0 +1,260 @@
+"""`shard_map`: a function of local tensors as a function of DTensors. Layer 4.
+
+Every operation of the function is followed: over which axes do its operands differ between ranks? A value that is the
+same on all ranks of an axis and meets one that is not gets a `pvary`, as in JAX, so that its gradient is whole. An
+output that differs over an axis which its spec does not name is an error.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfn._torch import DTensorSpec, dtensor_spec, pytree, spec_of
+from shardfn.core.collectives import pvary, watched
+from shardfn.core.errors import ShardError, did_you_mean, raise_problems
+from shardfn.core.lowering import Lift, Lower
+from shardfn.core.mesh import axes_of
+from shardfn.core.spec import Spec, parse
+
+
+def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: a function of this rank's parts becomes one of `DTensor`s, like JAX's `shard_map`.
+
+    `spec` is `"inputs -> outputs"` in the notation of rules, one for each tensor, with commas between them. Inside are
+    plain local tensors and the collectives of `sf.collectives`. Gradients have the layouts of their tensors.
+
+        >>> import torch, shardfn as sf
+        >>> from torch.distributed.tensor import DTensor, Replicate, Shard
+        >>> mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+        >>> @sf.shard_map("b@fsdp ff@tp, c ff@tp -> b@fsdp c", mesh)
+        ... def row_parallel(x, weight):
+        ...     return sf.collectives.psum(x @ weight.T, mesh, "tp")
+        >>> weight = DTensor.from_local(torch.ones(2, 3), mesh, [Replicate(), Shard(1)])
+        >>> sf.typeof(row_parallel(torch.ones(4, 3), weight))
+        'f32[4@fsdp 2]'
+
+    Args:
+        spec: names are sizes: the same name is the same size everywhere. A dim is split over the axes behind its name,
+            outermost first, in equal parts.
+        mesh: whose axes they are.
+
+    Returns:
+        the decorator. The function takes `DTensor`s in the layouts of `spec`, on this mesh or on that of a tree's
+        leaves, or plain tensors, which are this rank's parts; it returns `DTensor`s on `mesh`, one or a tuple.
+
+    Raises:
+        ShardError: a spec that cannot be read, unknown axes, inputs in another layout or number, sizes that differ or
+            do not divide, an output that is another one than its spec says.
+        TypeError: `mesh` is no DeviceMesh.
+
+    Communication: what the function does; in backward one all-reduce for each `pvary`.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard_map: expected a DeviceMesh, got {type(mesh).__name__}")
+    ins, outs = _sides(spec, axes_of(mesh))
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        region = _Region(fn, mesh, ins, outs)
+
+        @wraps(fn)
+        def call(*args: Any) -> Any:
+            return region(*args)
+
+        return call
+
+    return decorate
+
+
+def _sides(spec: str, axes: Mapping[str, int]) -> tuple[list[Spec], list[Spec]]:
+    halves = spec.split("->")
+    if len(halves) != 2:
+        raise ShardError(f"shard_map: {spec!r} needs one '->' between inputs and outputs")
+    ins, outs = ([parse(part.strip()) for part in half.split(",")] for half in halves)
+    problems: list[str] = []
+    for side in (*ins, *outs):
+        used = [axis for factor in side.factors for axis in factor.axes]
+        unknown = [axis for axis in (*used, *side.partial) if axis not in axes]
+        listed = ", ".join(axes)
+        problems += [f"'{side}': the mesh has {listed}, no '{a}'{did_you_mean(a, axes)}" for a in unknown]
+        if side.partial:
+            problems.append(f"'{side}': a pending sum (+{side.partial[0]}) does not leave; psum it inside")
+        if any(dim.ellipsis or len(dim.factors) > 1 for dim in side.dims):
+            problems.append(f"'{side}': one name for each dim; split inside of the function")
+        if len(set(used)) < len(used):
+            problems.append(f"'{side}': an axis splits one dim only")
+        order = list(axes)
+        for dim in side.dims:
+            split = [order.index(axis) for factor in dim.factors for axis in factor.axes if axis in axes]
+            if split != sorted(split):
+                problems.append(f"'{side}': the axes of a dim go in the order of the mesh, {listed}")
+    raise_problems("shard_map", problems)
+    return ins, outs
+
+
+def _split(spec: Spec) -> list[tuple[str, tuple[str, ...]]]:
+    """(name, axes) of every dim."""
+    return [(dim.factors[0].name, dim.factors[0].axes) for dim in spec.dims]
+
+
+@dataclass
+class _Region:
+    """A function, and what is known of it."""
+
+    fn: Callable[..., Any]
+    mesh: DeviceMesh
+    ins: list[Spec]
+    outs: list[Spec]
+
+    def __call__(self, *args: Any) -> Any:
+        sizes = self._checked(args)
+        given = [i for i, x in enumerate(args) if isinstance(x, DTensor)]
+        locals_ = list(args)
+        if given:
+            parts = Lower.apply([spec_of(args[i]) for i in given], *(args[i] for i in given))
+            for i, part in zip(given, parts, strict=True):
+                locals_[i] = part
+        several = {axis for axis, size in axes_of(self.mesh).items() if size > 1}
+        typed = _Typed(self.mesh, several)
+        for x, spec in zip(locals_, self.ins, strict=True):
+            typed.note(x, frozenset(axis for _, split in _split(spec) for axis in split) & several)
+        with typed, watched(typed.note_collective):
+            result = self.fn(*locals_)
+        found = list(result) if isinstance(result, tuple | list) else [result]
+        self._require_outputs(found, typed)
+        pairs = zip(found, self.outs, strict=True)
+        found = [typed.varied(x, {a for _, split in _split(spec) for a in split} & several) for x, spec in pairs]
+        lifted = Lift.apply(self._out_specs(found, sizes), *found)
+        return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
+
+    def _checked(self, args: Sequence[Any]) -> dict[str, int]:
+        """The size of every name."""
+        if len(args) != len(self.ins):
+            raise ShardError(f"shard_map: {len(self.ins)} inputs in the spec, {len(args)} given")
+        axes, problems = axes_of(self.mesh), list[str]()
+        sizes: dict[str, int] = {}
+        for number, (x, spec) in enumerate(zip(args, self.ins, strict=True)):
+            if not isinstance(x, Tensor) or x.dim() != len(spec.dims):
+                what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                problems.append(f"input {number} is '{spec}', got {what}")
+                continue
+            if isinstance(x, DTensor) and (layout := _layout(x)) != [split for _, split in _split(spec)]:
+                shown = " ".join("".join(["_", *(f"@{a}" for a in split)]) for split in layout)
+                problems.append(f"input {number} is '{spec}', got a DTensor that is '{shown}'; redistribute it")
+                continue
+            for (name, split), length in zip(_split(spec), x.shape, strict=True):
+                parts = 1
+                for axis in split:
+                    parts *= axes[axis]
+                size = length if isinstance(x, DTensor) else length * parts
+                if size % parts:
+                    problems.append(
+                        f"input {number}: {name}={size} over {'@'.join(split)}, {size} % {parts} = {size % parts}"
+                    )
+                if name != "_" and sizes.setdefault(name, size) != size:
+                    problems.append(f"input {number}: {name}={size}, and {sizes[name]} before")
+        raise_problems("shard_map", problems)
+        return sizes
+
+    def _require_outputs(self, outputs: Sequence[Any], typed: "_Typed") -> None:
+        problems: list[str] = []
+        if len(outputs) != len(self.outs):
+            problems.append(f"{len(self.outs)} outputs in the spec, the function returns {len(outputs)}")
+        for number, (x, spec) in enumerate(zip(outputs, self.outs, strict=False)):
+            if not isinstance(x, Tensor) or x.dim() != len(spec.dims):
+                what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                problems.append(f"output {number} is '{spec}', the function returns {what}")
+                continue
+            named = {axis for _, own in _split(spec) for axis in own}
+            for axis in sorted(typed.axes_of(x) - named):
+                problems.append(f"output {number} is '{spec}', but differs over '{axis}'; psum or gather it")
+        raise_problems("shard_map", problems)
+
+    def _out_specs(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[DTensorSpec]:
+        axes, made = axes_of(self.mesh), []
+        for number, (x, spec) in enumerate(zip(outputs, self.outs, strict=True)):
+            shape = list(x.shape)
+            placements: list[Any] = [Replicate()] * len(axes)
+            for dim, (name, split) in enumerate(_split(spec)):
+                for axis in split:
+                    shape[dim] *= axes[axis]
+                    placements[list(axes).index(axis)] = Shard(dim)
+                if sizes.get(name, shape[dim]) != shape[dim]:
+                    raise ShardError(f"shard_map: output {number}: {name}={shape[dim]}, and {sizes[name]} before")
+            made.append(dtensor_spec(self.mesh, placements, shape, x.dtype))
+        return made
+
+
+def _layout(x: DTensor) -> list[tuple[str, ...]]:
+    """The axes that split each dim, outermost first; of one rank too."""
+    names = x.device_mesh.mesh_dim_names or ()
+    return [
+        tuple(name for name, p in zip(names, x.placements, strict=True) if p.is_shard(dim)) for dim in range(x.dim())
+    ]
+
+
+class _Typed(TorchFunctionMode):
+    """Follows over which axes the values of a function differ, and varies those that meet values which do.
+
+    As in JAX, the `pvary` stands where the two meet: what is made of the shared value elsewhere stays shared.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: set[str]) -> None:
+        super().__init__()
+        self._mesh, self._axes = mesh, axes
+        self._known = WeakIdKeyDictionary()
+
+    def note(self, x: Tensor, axes: frozenset[str]) -> None:
+        """Say over which axes a tensor differs."""
+        self._known[x] = axes
+
+    def note_collective(self, varies: bool, x: Tensor, out: Tensor, axis: str) -> None:
+        """A collective over `axis` made `out` of x."""
+        if axis in self._axes:
+            self.note(out, self.axes_of(x) | {axis} if varies else self.axes_of(x) - {axis})
+
+    def axes_of(self, x: Tensor) -> frozenset[str]:
+        """Over which axes a tensor differs; constants do not."""
+        if x not in self._known:
+            if x.grad_fn is not None:
+                raise ShardError(
+                    f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function or "
+                    "a closure brings in: pass it as an input, or compute outside of the region"
+                )
+            return frozenset()
+        return self._known[x]
+
+    def varied(self, x: Tensor, axes: Iterable[str]) -> Tensor:
+        """x, where values that differ over `axes` are wanted."""
+        for axis in sorted(set(axes) - self.axes_of(x)):
+            x = pvary(x, self._mesh, axis)
+        return x
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if not tensors or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return self._noted(func(*args, **(kwargs or {})), [*map(self._known.get, tensors)])
+        axes = frozenset[str]().union(*map(self.axes_of, tensors))
+        name = str(getattr(func, "__name__", func))
+        if axes - self.axes_of(tensors[0]) and (name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")):
+            raise ShardError(
+                f"shard_map: {name} writes values that differ over {sorted(axes)} into a tensor that does not; make it "
+                "with sf.collectives.pvary(x, mesh, axis) first"
+            )
+        same = [self.varied(x, axes) if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]
+        args, kwargs = pytree.tree_unflatten(same, structure)
+        return self._noted(func(*args, **kwargs), [axes])
+
+    def _noted(self, out: Any, axes: list[frozenset[str] | None]) -> Any:
+        union = frozenset[str]().union(*(own for own in axes if own))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.note(x, union)
+        return out
