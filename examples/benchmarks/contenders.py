@@ -133,7 +133,7 @@ class Contender(NamedTuple):
 
 
 # name -> (shardfn's optimizer, torch's)
-OPTIMIZERS: dict[str, tuple[sf.optim.Optimizer, Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]]] = {
+OPTIMIZERS: dict[str, tuple[sf.optim.Optimizer, Callable[[Iterable[Any]], torch.optim.Optimizer]]] = {
     "adamw": (sf.optim.adamw(1e-4), partial(torch.optim.AdamW, lr=1e-4, fused=True)),
     "sgd": (sf.optim.sgd(1e-2), partial(torch.optim.SGD, lr=1e-2)),
 }
