@@ -17,9 +17,9 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))  # as when python starts one of them
 
-collectives, contenders, driver, gpu, host_time, measure, memory, results, step_time, traffic = (
+collectives, contenders, driver, gpu, host_time, measure, memory, results, step_time, traffic, transforms = (
     importlib.import_module(name)
-    for name in "collectives contenders run gpu host_time measure memory results step_time traffic".split()
+    for name in "collectives contenders run gpu host_time measure memory results step_time traffic transforms".split()
 )
 Row = results.Row
 
@@ -203,6 +203,12 @@ def test_host_time_is_measured_on_fake_ranks() -> None:
     assert len(row.ours) == len(row.theirs) == 2
     (row,) = host_time.run_adamw(quick=True)
     assert min(*row.ours, *row.theirs) > 0
+
+
+def test_transforms_are_measured() -> None:
+    rows = transforms.run_transforms(transforms.SIZES | measure.QUICK, "2 ranks")
+    assert [row.what for row in rows] == [f"{what}, 2 ranks" for what in transforms.NAMES.values()]
+    assert all(min(*row.ours, *row.theirs) > 0 for row in rows)
 
 
 def test_the_driver_makes_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

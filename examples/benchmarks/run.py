@@ -4,8 +4,8 @@
     python examples/benchmarks/run.py --only step host   # some
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
-Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py` and
-`gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their
+Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py`,
+`transforms.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their
 own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a picture of it go to
 `--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not exceed the bar.
 """
@@ -27,6 +27,7 @@ import soak
 import step_time
 import torch
 import traffic
+import transforms
 from measure import Cases, run_cases
 from results import markdown, save
 
@@ -38,6 +39,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "bytes": traffic.cases,
     "soak": soak.cases,
     "collectives": collectives.cases,
+    "transforms": transforms.cases,
     "gpu": gpu.cases,
 }
 

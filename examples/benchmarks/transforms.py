@@ -10,8 +10,8 @@ decoder, on 2 ranks, against the same program of `torch.func` on whole weights. 
 with the unsharded program measured in turn with ours, on every rank at the same time; the bytes that a rank receives
 in our program, counted; and the best rate in any round at which all ranks can pass 4 MiB on to the next one.
 
-**Compiled steps.** A whole training step (gradient, AdamW) by `sf.jit` against the same step without it, and on one rank
-against `torch.compile` of an unsharded model with torch's fused AdamW.
+**Compiled steps.** A whole training step (gradient, AdamW) by `sf.jit` against the same step without it, and on one
+rank against `torch.compile` of an unsharded model with torch's fused AdamW.
 """
 
 import argparse
@@ -44,18 +44,21 @@ EXCHANGED = 4 * 2**20  # bytes
 def cases(quick: bool) -> Cases:
     """What to run, by name."""
     sizes = SIZES | (QUICK if quick else {})
-    found: dict[str, Callable[[], list[Row]]] = {"transforms, 2 ranks": partial(run_transforms, sizes)}
+    found: dict[str, Callable[[], list[Row]]] = {
+        "transforms, 2 ranks": partial(run_transforms, sizes, "2 ranks"),
+        "transforms, 2 ranks, weights kept": partial(run_transforms, sizes | {"regather": 0}, "2 ranks, weights kept"),
+    }
     for ranks in (1, 2):
         found[f"compiled steps, {ranks} ranks"] = partial(run_compiled, ranks, sizes)
     return found
 
 
-def run_transforms(options: Mapping[str, Any]) -> list[Row]:
+def run_transforms(options: Mapping[str, Any], how: str) -> list[Row]:
     """A row for each program."""
     seconds = launch(__file__, 2, {**options, "measures": "transforms"})
     ms = {name: [1e3 * t for t in values] for name, values in seconds.items()}
     return [
-        Row(what=f"{what}, 2 ranks", peer="its floor", unit="ms", ours=ms[name], theirs=ms[f"{name} floor"], bar=BAR)
+        Row(what=f"{what}, {how}", peer="its floor", unit="ms", ours=ms[name], theirs=ms[f"{name} floor"], bar=BAR)
         for name, what in NAMES.items()
     ]
 
@@ -84,7 +87,7 @@ def measure_transforms(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     """Ours, the unsharded ones on the samples of all ranks, and the floors made of these."""
     job, ranks = job_of(args), mesh.size()
     model = make_model(job)
-    params = sf.shard(model, mesh, sf.Policy())
+    params = sf.shard(model, mesh, sf.Policy(regather=bool(args.regather)))
     whole = {name: param.detach() for name, param in model.named_parameters()}
     mine = make_batch(job, 0, mesh)
     everyone = torch.cat([mine] * ranks)
@@ -198,7 +201,7 @@ def _compiled_unsharded(job: Job) -> Callable[[Tensor], Tensor]:
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options and their defaults."""
-    return parse(__doc__, argv, measures="transforms")
+    return parse(__doc__, argv, measures="transforms", regather=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from shardfn.core.errors import ShardError
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
-_WATCHED: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()  # once each: every operation pays for it
+# What was watched, once, since every operation pays for it: by code, which functions made again and again share.
+_WATCHED: "weakref.WeakSet[CodeType]" = weakref.WeakSet()
 
 
 def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,9 +34,11 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
         ShardError: in that run, another one, by the name under which it was called.
     """
 
+    code = getattr(inspect.unwrap(func), "__code__", None)
+
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _WATCHES.get() or func in _WATCHED:
+        if _WATCHES.get() or code in _WATCHED:
             return func(*args, **kwargs)
         token = _WATCHES.set(True)
         try:
@@ -48,7 +51,8 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
             raise _refused(verb, name) from error
         finally:
             _WATCHES.reset(token)
-        _WATCHED.add(func)
+        if code is not None:
+            _WATCHED.add(code)
         return out
 
     return call
