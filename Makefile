@@ -19,7 +19,7 @@ train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--me
 test: .venv/.with-test ## run the tests: ARGS="-k plan"
 	$(PY) -m pytest $(ARGS)
 
-bench: .venv/.with-progress,plot ## run every benchmark, 15 minutes: ARGS=--quick, ARGS="--only step host"
+bench: .venv/.with-progress,plot ## run every benchmark, 18 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)
 
 docs: .venv/.with-docs ## build the documentation into site/

@@ -1,13 +1,14 @@
 """Every benchmark, and one table of what they find: `make bench`.
 
-    python examples/benchmarks/run.py                    # everything: 10 to 15 minutes on two idle cores
+    python examples/benchmarks/run.py                    # everything: 13 to 18 minutes on two idle cores
     python examples/benchmarks/run.py --only step host   # some
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
 Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py`,
-`transforms.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in processes of their
-own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a picture of it go to
-`--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not exceed the bar.
+`transforms.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in
+processes of their own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a
+picture of it go to `--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not
+exceed the bar.
 """
 
 import argparse

@@ -80,10 +80,8 @@ def vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args, is_leaf=_is_tree)
         dims = _flat_dims(in_dims, len(args), structure)
-        pairs = [
-            (_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim)
-            for leaf, dim in zip(leaves, dims, strict=True)
-        ]
+        both = zip(leaves, dims, strict=True)
+        pairs = [(_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim) for leaf, dim in both]
         axes = _mapped_axes(pairs)
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
 
