@@ -45,6 +45,8 @@ def test_a_collective_of_torch_is_named(mesh: DeviceMesh) -> None:
                 transform()
     for transform in transforms(loss(lambda v: sf.collectives.pmean(v, mesh, "fsdp"))):
         transform()
+    with pytest.raises(sf.ShardError, match="all_reduce"):  # after the run of a function with the same code
+        transforms(loss(dist.all_reduce))[1]()
     # Outside of transforms everything is allowed.
     value, _ = sf.value_and_grad(loss(lambda v: dist.all_reduce(v.detach())))(params, x)
     assert value.dim() == 0

@@ -121,12 +121,13 @@ def test_what_makes_another_graph(mesh: DeviceMesh) -> None:
         (2, lambda: fast(params, torch.ones(5, 4))),
         (3, lambda: fast(params, x, 2.0)),
         (3, lambda: fast(params, x, 2.0)),
+        (4, lambda: fast(params, x, 2)),
     ):
         call()
         assert len(backend.graphs) == expected
     model.eval()
     assert torch.equal(fast(params, x), sf.apply(model, params, x))
-    assert len(backend.graphs) == 4
+    assert len(backend.graphs) == 5
 
 
 @on_meshes({"fsdp": 2, "tp": 1})

@@ -6,13 +6,12 @@ data, under `jvp` a tangent of zero, under `grad` a gradient without the other r
 
 import inspect
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 # What was watched, once, since every operation pays for it: by code, which functions made again and again share.
-_WATCHED: "weakref.WeakSet[CodeType]" = weakref.WeakSet()
+_WATCHED: set[tuple[Any, ...]] = set()
 
 
 def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +33,7 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
         ShardError: in that run, another one, by the name under which it was called.
     """
 
-    code = getattr(inspect.unwrap(func), "__code__", None)
+    code = _codes(func)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,11 +50,19 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
             raise _refused(verb, name) from error
         finally:
             _WATCHES.reset(token)
-        if code is not None:
+        if code[0] is not None:
             _WATCHED.add(code)
         return out
 
     return call
+
+
+def _codes(func: Any, depth: int = 4) -> tuple[Any, ...]:
+    """The code of a function, and of the functions that it closes over."""
+    func = inspect.unwrap(func) if callable(func) else func
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != CellType()]
+    inner = [_codes(value, depth - 1) for value in cells if depth and callable(value)]
+    return getattr(func, "__code__", getattr(func, "__name__", None)), *inner
 
 
 def _refused(verb: str, name: str) -> ShardError:

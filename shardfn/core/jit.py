@@ -115,7 +115,10 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Constant:
+    """What is no tensor; 1, 1.0 and True are three of them."""
+
     value: Any
+    kind: type
 
 
 @dataclass
@@ -176,7 +179,7 @@ def _flatten(tree: Any) -> _Flat:
                 note(buffer)
             flat.parts.append(_Tree(tuple(node), specs, tuple(node.buffers), node.plan, node.mesh))
         else:
-            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _Constant(node))
+            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _Constant(node, type(node)))
     return flat
 
 
@@ -216,7 +219,8 @@ class _Graph:
 
 def _states() -> tuple[Any, ...]:
     """What of torch's state a graph depends on."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *casts
 
 
 def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callable[..., Any]) -> _Graph:
@@ -278,7 +282,8 @@ def _require_finished(tensors: Sequence[Tensor]) -> None:
 
 def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     """Make the tensors that a graph holds inputs of it, after the others."""
-    holds = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    attributes = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    holds = [node for node in attributes if isinstance(getattr(graph, str(node.target), None), Tensor)]
     last = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values: dict[str, Tensor] = {}
     places: dict[str, fx.Node] = {}
