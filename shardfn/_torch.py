@@ -5,7 +5,7 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, eq, is_
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed import _local_tensor
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -272,20 +273,62 @@ class _AsOneRank(TorchDispatchMode):
 
 
 @contextmanager
+def _states_of_ranks() -> Iterator[None]:
+    """Within it `get_rng_state` keeps those of all simulated ranks with what it returns, and `set_rng_state` sets them.
+
+    Torch's mode (2.13) sets them at every operation to what it knows: what a checkpoint sets would have no effect.
+    """
+    get, put = torch.get_rng_state, torch.set_rng_state
+    collect, spread = _local_tensor._collect_accelerator_rng_states, _local_tensor._set_accelerator_rng_states
+
+    def states() -> dict[int, Any]:
+        mode = enabled_local_tensor_mode()
+        return {} if mode is None else mode._per_rank_rng_states
+
+    def get_all() -> Tensor:
+        state = get()
+        vars(state)["of_ranks"] = dict(states())
+        return state
+
+    def put_all(state: Tensor) -> None:
+        put(state)
+        found = states()
+        found.update(vars(state).get("of_ranks") or dict.fromkeys(found, (state, {})))
+
+    def put_one(cpu: Tensor, others: dict[int, Tensor]) -> None:
+        put(cpu)
+        spread(others)
+
+    with ExitStack() as stack:
+        for module, name, new in (
+            (torch, "get_rng_state", get_all),
+            (torch.random, "get_rng_state", get_all),
+            (torch, "set_rng_state", put_all),
+            (torch.random, "set_rng_state", put_all),
+            (_local_tensor, "_get_rng_state", lambda: (get(), collect())),
+            (_local_tensor, "_set_rng_state", put_one),
+        ):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, new)
+        yield
+
+
+@contextmanager
 def simulated_ranks(count: int) -> Iterator[None]:
     """Within it this process is `count` ranks, which have the default process group to themselves."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = dist.distributed_c10d
-    outer, hook = c10d._world.default_pg, sys.excepthook
+    outer, hook, made = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
     tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
     for name, table in tables.items():
-        setattr(c10d, name, dict(table))  # a copy: names of groups stay unique
+        copy = {key: list(value) if isinstance(value, list) else value for key, value in table.items()}
+        setattr(c10d, name, copy)  # names of groups stay unique
     c10d._update_default_pg(None)
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
         sys.excepthook = hook
-        with LocalTensorMode(count), _AsOneRank():
+        with LocalTensorMode(count), _states_of_ranks(), _AsOneRank():
             yield
     finally:
         for group, name in c10d._pg_names.items():
@@ -294,6 +337,7 @@ def simulated_ranks(count: int) -> Iterator[None]:
         for name, table in tables.items():
             setattr(c10d, name, table)
         c10d._update_default_pg(outer)
+        c10d._world.group_count = made  # the next group has the same name on ranks that have not simulated
         sys.excepthook = hook
 
 

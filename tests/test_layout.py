@@ -38,6 +38,7 @@ LAYERS = {
     "shardfn.core.plan": 2,
     "shardfn.core.tree": 2,
     "shardfn.core.offload": 2,
+    "shardfn.core.dropout": 2,
     "shardfn.core.mapped": 2,
     "shardfn.core.collectives": 2,
     "shardfn.core.agreement": 3,

@@ -13,6 +13,7 @@ from models import decoder, policy, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import part_of_rank, pytree
@@ -56,6 +57,8 @@ def test_simulated_ranks_equal_real_ones(mesh: DeviceMesh) -> None:
     dist.all_reduce(total)
     assert total == 4
     assert torch.equal(sf.collectives.psum(torch.ones(1), mesh, "tp"), torch.tensor([2.0]))
+    other = sf.make_mesh("cpu", tp=2, fsdp=2)
+    assert torch.equal(sf.collectives.psum(torch.ones(1), other, "tp"), torch.tensor([2.0]))
 
 
 class _Program(test_derivatives.Program):
@@ -136,3 +139,18 @@ def test_generators_and_plain_tensors_are_the_same_on_all_ranks() -> None:
     for found in (drawn, filled):
         assert torch.equal(part_of_rank(found, 0), expected)
         assert torch.equal(part_of_rank(found, 1), expected)
+
+
+def test_a_checkpoint_draws_the_same_again_on_every_rank() -> None:
+    """Each rank with numbers of its own, which torch's mode would forget."""
+    drop = nn.Dropout(0.5)
+    with simulate(fsdp=2) as mesh:
+        torch.manual_seed(sf.data.rank(mesh)[0])
+        x = torch.ones(64, requires_grad=True)
+        torch.rand(3)
+        y = checkpoint(lambda x: drop(x) * x, x, use_reentrant=False)
+        torch.rand(3)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        for rank in range(2):
+            assert torch.equal(part_of_rank(grad, rank), 2 * part_of_rank(y, rank)), "of x * x, where it stayed"
+        assert not torch.equal(part_of_rank(y, 0), part_of_rank(y, 1))

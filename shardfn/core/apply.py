@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 
 from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
+from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.recording import recording
+from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs
@@ -169,11 +173,14 @@ class _Call:
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
         mode = (self.method, self.model.training)
+        masks = self._masks()
         session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
+        session.masks = masks
         idle = self._idle()
-        copies = idle.pop(adjust, None)
+        key = adjust, masks is not None
+        copies = idle.pop(key, None)
         if copies is None or not copies.bound.up_to_date:
-            copies = _Copies(self.model, self.plan, self.grid, self.record.names, adjust)
+            copies = _Copies(self.model, self.plan, self.grid, self.record.names, *key)
         buffers = self.params.buffers
         copies.begin(session, buffers)
         try:
@@ -181,14 +188,24 @@ class _Call:
                 return getattr(copies.bound.root, self.method)(*args, **kwargs)
         finally:
             session.close()
+            if masks is not None:
+                masks.over = True
             copies.bound.write_back(buffers)
             if session.in_transform:  # whose derivatives run units again, so that the copies are needed later
                 session.keeps, copies.current.session = copies.bound, None
             elif copies.bound.untouched:
                 copies.current.session = None
-                idle[adjust] = copies
+                idle[key] = copies
 
-    def _idle(self) -> "dict[Adjustments, _Copies]":
+    def _masks(self) -> Masks | None:
+        """Those of the `dropout_seed` around, if the model drops anything."""
+        given = stream()
+        if given is None or not any(module.training for module in dropout_modules(self.model).values()):
+            return None
+        data = self.plan.roles.data
+        return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
+
+    def _idle(self) -> "dict[tuple[Adjustments, bool], _Copies]":
         """Copies of this model that may serve again; kept with the plan, since they may refer to the model."""
         kept: dict[int, Any] = self.plan.__dict__.setdefault("_idle_copies", {})
         key = id(self.model)
@@ -236,25 +253,41 @@ class _Current:
     ) -> Any:
         """The forward of a unit that computes again for its derivatives, also when the call is over."""
         leaves = session.leaves_of(unit)
+        random = session.masks.inputs if session.masks is not None else []
 
         def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
             outer, self.session = self.session, session
+            drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
             try:
-                with session.only(unit, dict(zip(leaves, given, strict=True))):
+                with session.only(unit, dict(zip(leaves, given, strict=False))), drops:
                     return inner(*args, **kwargs)
             finally:
                 self.session = outer
 
-        return recomputed(module, run, list(leaves.values()), args, kwargs)
+        return recomputed(module, run, [*leaves.values(), *random], args, kwargs)
+
+    def dropout(self, path: str, places: Callable[[int, int], Places]) -> Forward:
+        """The forward of a dropout module under a `dropout_seed`."""
+
+        def forward(own: Any, x: Tensor) -> Tensor:
+            assert self.session is not None and self.session.masks is not None
+            return self.session.masks.apply(path, own, x, places)
+
+        return forward
 
 
 class _Copies:
     """Copies of a model's modules, and what they reach in the call that they serve."""
 
-    def __init__(self, model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> None:
+        """`seeded`: a `dropout_seed` goes on."""
         self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
-        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around))
+        drops = {
+            path: self.current.dropout(path, partial(_places, path, plan, grid, adjust))
+            for path in (dropout_modules(model) if seeded else ())
+        }
+        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around, drops))
         self.current.bound = weakref.ref(self.bound)
 
     def begin(self, session: Session, buffers: Mapping[str, Tensor]) -> None:
@@ -262,6 +295,31 @@ class _Copies:
         self.current.session = session
         self.axes.forget()
         self.bound.begin(buffers)
+
+
+def _places(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, ndim: int) -> Places:
+    """Which part this rank has of the input of a call of a dropout module.
+
+    Raises:
+        ShardError: the activation is split, and nobody knows where.
+    """
+    compute = [axis for axis in plan.roles.compute if plan.axes[axis] > 1]
+    pattern = first_match(plan.policy.acts, [path])
+    if pattern is not None:
+        dims = axes_of_dims(parse(plan.policy.acts[pattern]), ndim, plan.axes)
+        batch = next((d for d, axes in enumerate(dims) if set(axes) & set(plan.roles.data)), 0)
+        return [_part(grid, [axis for axis in axes if axis in compute]) for axes in dims], batch
+    found = next((axes for name, number, axes in adjust.splits if (name, number) == (path, call)), ("",) * ndim)
+    if found is None:
+        raise ShardError(
+            f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
+            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}})"
+        )
+    return [_part(grid, [axis] if axis else []) for axis in found], 0
+
+
+def _part(grid: Grid, axes: Sequence[str]) -> tuple[Word, int]:
+    return index_over(grid, axes), prod(grid.sizes[axis] for axis in axes)
 
 
 @lru_cache(maxsize=2**8)

@@ -32,6 +32,7 @@ from shardfn._torch import (
     unwrap_local,
     wrap_local,
 )
+from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
 from shardfn.core.plan import Plan
 from shardfn.core.recording import Number, recorded
@@ -218,9 +219,9 @@ class _Graph:
 
 
 def _states() -> tuple[Any, ...]:
-    """What of torch's state a graph depends on."""
+    """What of the state around a graph depends on."""
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), *casts
+    return torch.is_grad_enabled(), stream() is None, *casts
 
 
 def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callable[..., Any]) -> _Graph:

@@ -39,11 +39,13 @@ class Adjustments:
     """What a run without data added to the derivation, see [Note: varying and invariant].
 
     `vary`: parameters and module outputs that need a `pvary`, with the axis; `gather`: column-parallel modules whose
-    output is gathered because it leaves `apply`.
+    output is gathered because it leaves `apply`. `splits`: calls of dropout modules, by path and number, on activations
+    that are split, with the axis of each dim ("" for none); None when no dim explains the size.
     """
 
     vary: frozenset[tuple[str, str]] = frozenset()
     gather: frozenset[str] = frozenset()
+    splits: frozenset[tuple[str, int, tuple[str, ...] | None]] = frozenset()
 
     def axes_of(self, source: str) -> list[str]:
         """The axes over which a source needs a `pvary`."""

@@ -5,7 +5,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: varying and invariant]), and counts the bytes of activations that travel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import outside_modes, outside_transforms, pytree
 from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
-from shardfn.core.engine.binding import Bound, Forward
+from shardfn.core.dropout import dropout_modules
+from shardfn.core.engine.binding import Bound, Forward, Wiring
 from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
@@ -25,7 +26,7 @@ from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
-from shardfn.core.wiring import owned_names, shared_parts, wire
+from shardfn.core.wiring import chained, owned_names, shared_parts, wire
 
 _ROUNDS = 8
 
@@ -100,7 +101,8 @@ class Trial:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
         with outside_transforms(), outside_modes():
-            return self._found(*to_meta((args, kwargs)))
+            adjust = self._found(*to_meta((args, kwargs)))
+            return replace(adjust, splits=self._splits(*to_meta((args, kwargs))))
 
     def _found(self, args: Any, kwargs: Any) -> Adjustments:
         try:
@@ -130,6 +132,32 @@ class Trial:
                 break
         raise ShardError(_mixed_message(found))
 
+    def _splits(self, args: Any, kwargs: Any) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
+        """Over which dims the inputs of dropout modules are split: a run with all heads and features tells."""
+        noted = self._drops
+        if not any(axes for *_, axes in noted):
+            return frozenset()
+        whole = _Drops()
+        layouts, cast = self.plan.layouts, self.plan.policy.compute_dtype
+        around = {path: whole.around(path) for path in dropout_modules(self.model)}
+
+        def weight(name: str) -> Tensor:
+            dtype = cast if cast is not None and layouts[name].dtype.is_floating_point else layouts[name].dtype
+            return torch.empty(layouts[name].shape, dtype=dtype, device="meta", requires_grad=layouts[name].trainable)
+
+        bound = Bound(self.model, Wiring(self.names, weight, lambda *_: None, {}, around))
+        bound.begin(self._buffers)
+        with suppress(Exception), torch.enable_grad():  # a forward for parts only: nothing is known then
+            args, kwargs = to_meta(cast_inputs(self.plan, (args, kwargs)))
+            getattr(bound.root, self.method)(*args, **kwargs)
+        shapes = {(path, call): shape for path, call, shape, _ in whole}
+        sizes = self.plan.axes
+        return frozenset(
+            (path, call, _split_dims(shape, shapes.get((path, call)), axes, sizes))
+            for path, call, shape, axes in noted
+            if axes
+        )
+
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
         return frozenset(
@@ -145,6 +173,9 @@ class Trial:
         variance = Variance(self.plan.roles.compute)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
+        self._drops = _Drops(variance)
+        for path in dropout_modules(self.model):
+            around[path] = chained(around[path], self._drops.around(path))
         weight = _MetaWeights(self.plan, variance)
         bound = Bound(self.model, wire(self.plan, self.names, weight, axes, adjust, around, compiles=False))
         bound.begin(self._buffers)
@@ -169,6 +200,43 @@ class Trial:
             "only this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must "
             "follow x.device, and control flow must not depend on values."
         )
+
+
+class _Drops(list[tuple[str, int, torch.Size, frozenset[str]]]):
+    """(path, number of the call, shape of the input, axes over which it varies) of calls of dropout modules."""
+
+    def __init__(self, variance: Variance | None = None) -> None:
+        super().__init__()
+        self._variance = variance
+
+    def around(self, path: str) -> Callable[[Forward], Forward]:
+        """What notes the calls of a module."""
+
+        def around(inner: Forward) -> Forward:
+            def forward(x: Tensor) -> Tensor:
+                calls = sum(path == other for other, *_ in self)
+                axes = self._variance.tag(x).axes if self._variance is not None else frozenset[str]()
+                self.append((path, calls, x.shape, axes))
+                return inner(x)
+
+            return forward
+
+        return around
+
+
+def _split_dims(
+    part: torch.Size, whole: torch.Size | None, axes: Collection[str], sizes: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """The axis that splits each dim, "" for none; None when sizes do not tell."""
+    if whole is None or len(part) != len(whole):
+        return None
+    found = []
+    for own, full in zip(part, whole, strict=True):
+        fits = [axis for axis in axes if own != full and own * sizes[axis] == full]
+        if own != full and len(fits) != 1:
+            return None
+        found.append(fits[0] if fits else "")
+    return tuple(found) if set(found) - {""} == set(axes) else None
 
 
 class _MetaWeights:

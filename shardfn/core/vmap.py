@@ -24,6 +24,7 @@ from shardfn._torch import in_transform, one_for_each, pytree, vmap_depth
 from shardfn.core.agreement import require_same
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, new_buffers
 from shardfn.core.collectives import weighed
+from shardfn.core.dropout import index_over, lane, stream
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import left, lower, over_params
@@ -84,15 +85,34 @@ def vmap(
         pairs = [(_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim) for leaf, dim in both]
         axes = _mapped_axes(pairs)
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
+        lanes, count = _lanes(pairs, ready, axes) if stream() is not None and randomness != "same" else (0, 1)
 
-        def run(*flat: Any) -> Any:
-            return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
+        def run(own: Any, *flat: Any) -> Any:
+            with lane(own, count):
+                return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
-        out = torch.func.vmap(run, tuple(dims), out_dims, randomness, chunk_size=chunk_size)(*ready)
+        own_dim = 0 if isinstance(lanes, Tensor) else None
+        out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
         _require_in_front(out, out_dims)
         return left(over_params(lambda tree: _leaving(tree, axes), out))
 
     return mapped
+
+
+def _lanes(pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int]:
+    """The numbers of this rank's samples or members among those of all ranks, and how many these are."""
+    sizes = [
+        next(iter(x.values())).shape[0] if _is_tree(x) else x.shape[dim]
+        for x, (_, dim) in zip(ready, pairs, strict=True)
+        if dim is not None
+    ]
+    tree = next((leaf for leaf, _ in pairs if _is_tree(leaf)), None)
+    if not sizes or tree is None:
+        return 0, 1
+    ranks = prod(tree.plan.axes[axis] for axis in axes)
+    return index_over(grid(tree.mesh, tree.plan.roles.storage), axes) * sizes[0] + torch.arange(
+        sizes[0]
+    ), ranks * sizes[0]
 
 
 def _is_tree(x: object) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def wire(
     axes: ComputeAxes,
     adjust: Adjustments,
     around: Mapping[str, Around],
+    dropouts: Mapping[str, Forward] = MappingProxyType({}),
     compiles: bool = True,
 ) -> Wiring:
     """The wiring of a model's copies.
@@ -36,6 +38,7 @@ def wire(
         axes: the collectives over compute axes.
         adjust: what the run without data added.
         around: module path -> what goes around its forward.
+        dropouts: module path -> forward of a dropout module, under a `dropout_seed`.
         compiles: whether forwards are compiled when the policy or `module.compile()` says so.
     """
 
@@ -53,8 +56,8 @@ def wire(
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
-            wrapped[path] = _chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
-    forwards = parallel_forwards(plan, axes, fetch, adjust)
+            wrapped[path] = chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
+    forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     return Wiring(names, fetch, _refusal(plan), forwards, wrapped, _compilers(plan) if compiles else None)
 
 
@@ -160,5 +163,6 @@ def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
     return around
 
 
-def _chained(outer: Around, inner: Around | None) -> Around:
+def chained(outer: Around, inner: Around | None) -> Around:
+    """Both, one around the other."""
     return outer if inner is None else lambda forward: outer(inner(forward))

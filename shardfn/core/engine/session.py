@@ -45,6 +45,7 @@ from shardfn._torch import (
 )
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
 from shardfn.core.collectives import Steps
+from shardfn.core.dropout import Masks
 from shardfn.core.engine.compiled import untraced
 from shardfn.core.engine.gradients import Accumulation, Gradients, Reductions
 from shardfn.core.engine.neighbours import Neighbours
@@ -145,6 +146,7 @@ class Session:
         self.in_transform = in_transform()
         self._only: str | None = None  # the unit that computes again
         self.keeps: Any = None  # what units that compute again need when the call is over
+        self.masks: Masks | None = None  # those of a `dropout_seed`
         self._at: dict[str, Hashable] = {c: (c, mode, self._differentiates) for c in ("weights", "gradients")}
         self._weights: dict[str, Tensor] = {}  # of all live units
         self._live: set[str] = set()

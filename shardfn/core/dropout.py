@@ -1,0 +1,359 @@
+"""Dropout whose masks belong to the samples: a function of a seed, a name and global positions. Layer 2.
+
+    position   [n] of each dim        first * n + 0, 1, ..: `first` counts the parts before this rank's, or this lane's
+    row        [n] of each dim        two rounds of a hash, keyed by seed, name, call and dim
+    mask       [.., n]                the sum of the rows, hashed again, below p * 2**32
+
+No generator is asked for it, so that every mesh has the same masks, and so has a graph that was recorded once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import Grid, axes_of, grid, per_rank
+from shardfn.core.recording import Recording, recording
+from shardfn.core.spec import Spec, parse
+
+Word = int | Tensor  # a tensor has no dims and whole numbers
+_MASK = 2**32 - 1
+
+
+def dropout(
+    x: Tensor,
+    p: float = 0.5,
+    *,
+    seed: Word | Sequence[Word],
+    dims: str | None = None,
+    mesh: DeviceMesh | None = None,
+    training: bool = True,
+) -> Tensor:
+    """Dropout by a mask that depends on the seed and on where the elements are in the whole tensor, and nothing else.
+
+    Ranks that hold the same elements drop the same ones, those that hold others drop others, and one process drops
+    what any mesh does. For hand-written code; modules get it from `dropout_seed`.
+
+        >>> import torch, shardfn as sf
+        >>> x = torch.ones(2, 6)
+        >>> whole = sf.data.dropout(x, 0.5, seed=1)
+        >>> with sf.simulate(fsdp=2) as mesh:
+        ...     part = sf.data.dropout(sf.data.local_batch(x, mesh), 0.5, seed=1, dims="b@fsdp c", mesh=mesh)
+        ...     joined = sf.collectives.all_gather_invariant(part, mesh, "fsdp", 0).reconcile()
+        >>> torch.equal(joined, whole)
+        True
+
+    Args:
+        x: this rank's part, floating.
+        p: how likely an element is to be zero; the others are divided by `1 - p`.
+        seed: a whole number, a tensor of one, or several, such as `(run, step)`. A function under `sf.jit` gets a
+            tensor, or it would be compiled for every number.
+        dims: the layout of the whole tensor, `"b@fsdp s ff@tp"`; None when every rank has all of it. Ranks along an
+            axis hold equal parts.
+        mesh: with `dims`, the mesh of these axes.
+        training: False returns x.
+
+    Returns:
+        a tensor like x.
+
+    Raises:
+        ShardError: `dims` without a mesh or that do not fit x, an axis that splits an inner factor, x under a `vmap`.
+        ValueError: p is not from 0 to 1.
+
+    Communication: none.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p={p} is not from 0 to 1")
+    if not training or p == 0:
+        return x
+    if vmap_depth():
+        raise ShardError("dropout: inside a vmap elements have no places of their own; use dropout_seed and nn.Dropout")
+    words = tuple(seed) if isinstance(seed, tuple | list) else (seed,)
+    return _applied(x, p, dropped(x.shape, _firsts(x, dims, mesh), p, _checked("dropout", words), x.device))
+
+
+def _firsts(x: Tensor, dims: str | None, mesh: DeviceMesh | None) -> list[Word]:
+    """How many parts of each dim come before this rank's."""
+    if dims is None:
+        return [0] * x.dim()
+    if mesh is None:
+        raise ShardError(f"dropout: dims='{dims}' names axes of a mesh; pass mesh= too")
+    places = grid(mesh, list(axes_of(mesh)))
+    return [index_over(places, axes) for axes in axes_of_dims(parse(dims), x.dim(), places.sizes)]
+
+
+def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    """The axes that split each dim, outermost first.
+
+    Raises:
+        ShardError: another number of dims, an axis that the mesh has not, or that splits an inner factor.
+    """
+    spec = spec.expand(ndim)
+    found = []
+    for dim in spec.dims:
+        first, *inner = dim.factors
+        if unknown := [axis for factor in dim.factors for axis in factor.axes if axis not in sizes]:
+            raise ShardError(f"dropout: '{spec}' names the axis '{unknown[0]}', which the mesh has not: {sizes}")
+        if any(sizes[axis] > 1 for factor in inner for axis in factor.axes):
+            raise ShardError(f"dropout: '{dim}' is split over an inner factor, so that its parts lie apart")
+        found.append(first.axes)
+    return found
+
+
+def index_over(places: Grid, axes: Sequence[str]) -> Word:
+    """This rank's place along several axes as one number, outermost first; a tensor in a simulation."""
+
+    def of(coords: Mapping[str, int]) -> int:
+        index = 0
+        for axis in axes:
+            index = index * places.sizes[axis] + coords[axis]
+        return index
+
+    if not simulated() or not axes:
+        return of(places.coords) if axes else 0
+    with outside_transforms():
+        return per_rank(places, lambda coords, _: [torch.tensor(of(coords))], [])[0]
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _mixed(x: Any) -> Any:
+    """A number below 2**32, or a tensor of them, to another one, such that one bit changes half of the bits.
+
+    Source: the constants that https://nullprogram.com/blog/2018/07/31/ found by search ("lowbias32").
+    """
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _folded(words: Sequence[Word], start: int) -> Any:
+    key: Any = start
+    for word in words:
+        key = _mixed(key ^ _mixed((word & _MASK) ^ 0x9E3779B9))
+        key = _mixed(key + _mixed(((word >> 32) & _MASK) ^ 0x85EBCA6B) & _MASK)
+    return key
+
+
+def dropped(shape: Sequence[int], firsts: Sequence[Word], p: float, key: Sequence[Word], device: Any) -> Tensor:
+    """`[*shape]`, bool: which elements a mask takes away; `firsts` as in `Masks`."""
+    wanted = tuple(shape)
+    if p >= 1:
+        return torch.ones(wanted, dtype=torch.bool, device=device)
+    if not shape:
+        shape, firsts = (1,), (0,)
+    rows = []
+    for d, (size, first) in enumerate(zip(shape, firsts, strict=True)):
+        position = torch.arange(size, device=device)
+        here = position if isinstance(first, int) and not first else (position + first * size) & _MASK
+        rows.append(here ^ _folded((*key, d), 0x243F6A88))
+    signed = ((_mixed(torch.cat(rows)) ^ 2**31) - 2**31).to(torch.int32)  # the same bits
+    last = _folded(key, 0x13198A2E)
+    signed_last = (last ^ 2**31) - 2**31
+    total: Any = signed_last.to(torch.int32) if isinstance(signed_last, Tensor) else signed_last
+    for d, row in enumerate(signed.split(list(shape))):
+        total = row.view(-1, *[1] * (len(shape) - 1 - d)) + total
+    # The same mixing in 32 bits, where `>>` repeats the sign. What it would do last changes low bits only.
+    total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    total = total.bitwise_xor_((total >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    return (total < round(p * 2**32) - 2**31).view(wanted)
+
+
+def _applied(x: Tensor, p: float, drop: Tensor, inplace: bool = False) -> Tensor:
+    scale = 1 / (1 - p) if p < 1 else 1.0
+    return x.masked_fill_(drop, 0).mul_(scale) if inplace else x.masked_fill(drop, 0) * scale
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """What one `dropout_seed` has given out."""
+
+    words: tuple[Word, ...]
+    recording: Recording | None
+    calls: dict[str, int] = field(default_factory=dict)  # by module path
+
+    def next_call(self, path: str) -> int:
+        """The number of the call of a module that begins."""
+        self.calls[path] = self.calls.get(path, 0) + 1
+        return self.calls[path] - 1
+
+
+_STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
+_LANES: ContextVar[tuple[tuple[Word, int], ...]] = ContextVar("lanes", default=())  # (this lane, how many) of each vmap
+
+
+@contextmanager
+def dropout_seed(*seed: Word) -> Iterator[None]:
+    """Within it the dropout modules of `apply` drop what depends on the seed and on global positions, on any mesh.
+
+    A mask is a function of the seed, the module's path, how often the module was called before, and where an element is
+    in the whole activation: its sample over all data ranks (dim 0), its feature or head over compute axes. So ranks of
+    a compute axis drop alike where they hold the same, and differently where they hold parts; data ranks drop
+    differently; and 1, 2 or 64 ranks train alike. Which dim of an activation a compute axis splits is found in a run
+    without data, or said by `Policy(acts={"blocks.*.drop": "b h@tp s t"})`.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5))
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> def dropped(step):
+        ...     with sf.data.dropout_seed(step):
+        ...         return sf.apply(model, params, torch.ones(2, 4)) == 0
+        >>> torch.equal(dropped(0), dropped(0)), torch.equal(dropped(0), dropped(1))
+        (True, False)
+
+    Args:
+        seed: whole numbers or tensors of one, together the seed, such as `run, step`. Inside `sf.jit` pass the step as
+            a tensor, or every step is compiled anew. Open it in every step: only calls within one are told apart.
+
+    Raises:
+        TypeError: a seed that is no whole number, or none.
+
+    It concerns `nn.Dropout`, its forms for channels and `nn.AlphaDropout`, not functions (`F.dropout`, `dropout_p` of
+    attention), which draw from torch's generator. Data ranks hold equal numbers of samples. A recomputation by
+    `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
+    `apply` on the batch does; its `randomness="same"` gives all the same mask.
+    """
+    token = _STREAM.set(Stream(_checked("dropout_seed", seed), recording()))
+    try:
+        yield
+    finally:
+        _STREAM.reset(token)
+
+
+def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
+    for word in words:
+        whole = isinstance(word, Tensor) and not word.is_floating_point() and not word.is_complex() and not word.dim()
+        if not whole and (not isinstance(word, int) or isinstance(word, bool)):
+            raise TypeError(f"{verb}: a seed is a whole number or a tensor of one without dims, not {word!r}")
+    if not words:
+        raise TypeError(f"{verb}: pass a seed, such as the number of the step")
+    return tuple(word.long() if isinstance(word, Tensor) else word for word in words)
+
+
+def stream() -> Stream | None:
+    """That of the innermost `dropout_seed`."""
+    return _STREAM.get()
+
+
+@contextmanager
+def lane(index: Word, count: int) -> Iterator[None]:
+    """Within it runs one of `count` samples, or members, that a `vmap` maps over."""
+    token = _LANES.set((*_LANES.get(), (index, count)))
+    try:
+        yield
+    finally:
+        _LANES.reset(token)
+
+
+# Which part of an activation this rank has: (index, count) of each dim over compute axes, and the dim of the batch.
+Places = tuple[Sequence[tuple[Word, int]], int]
+
+_ALPHA = -1.7580993408473766  # what SELU saturates at
+_KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _dims_of_mask(module: nn.Module, ndim: int) -> int:
+    """How many dims a mask has: those of a channel, [batch, channel], are all dropped together."""
+    if isinstance(module, nn.Dropout1d | nn.Dropout3d):  # these also take [channel, ..]
+        return ndim - (1 if isinstance(module, nn.Dropout1d) else 3)
+    return min(ndim, 2) if isinstance(module, nn.Dropout2d | nn.FeatureAlphaDropout) else ndim
+
+
+def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those whose forward is torch's own, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, _KINDS)
+        and "forward" not in vars(module)
+        and any(type(module).forward is kind.forward for kind in _KINDS)
+    }
+
+
+class Masks:
+    """The masks of one `apply`.
+
+    The numbers that they are made of (seed, lane) are `inputs`, since units that compute again inside transforms must
+    be given all that they read. A call is told from one that is computed again by a draw from torch's generator, whose
+    state is what a recomputation brings back.
+    """
+
+    def __init__(self, stream: Stream, batch_index: Word, batch_count: int) -> None:
+        """This rank is number `batch_index` of the `batch_count` data ranks."""
+        lanes = _LANES.get()
+        if vmap_depth() != len(lanes):
+            raise ShardError("dropout_seed: inside torch.func.vmap samples cannot be told apart; use sf.vmap")
+        if stream.recording is not recording():
+            raise ShardError(
+                "dropout_seed: it is open around a step that sf.jit records, which would have the same masks at every "
+                "call; open it inside of the step, with a seed that is a tensor"
+            )
+        self._stream, self.over = stream, False
+        self._values: list[Word] = [*stream.words, *(index for index, _ in lanes), batch_index]
+        self._counts = [*(count for _, count in lanes), batch_count]
+        self._seen: dict[tuple[str, int], int] = {}
+        self._before = dict(stream.calls)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that masks are made of."""
+        return [x for x in self._values if isinstance(x, Tensor)]
+
+    @contextmanager
+    def given(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Within it they are made of these."""
+        outer, rest = self._values, iter(inputs)
+        self._values = [next(rest) if isinstance(x, Tensor) else x for x in outer]
+        try:
+            yield
+        finally:
+            self._values = outer
+
+    def apply(self, path: str, module: Any, x: Tensor, places: "Callable[[int, int], Places]") -> Tensor:
+        """What the module at `path` makes of x; `places(call, ndim)` says which part of it this rank has."""
+        p = module.p
+        if not module.training or p == 0:
+            return type(module).forward(module, x)
+        call = self._call(path)
+        key = (*self._values[: len(self._stream.words)], crc32(path.encode()), call)
+        parts, batch = places(call - self._before.get(path, 0), x.dim())
+        firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
+        keeps = _dims_of_mask(module, x.dim())
+        drop = dropped(x.shape[:keeps], firsts[:keeps], p, key, x.device)
+        drop = drop.view(*drop.shape, *[1] * (x.dim() - keeps))
+        if not isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
+            return _applied(x, p, drop, module.inplace)
+        scale = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5
+        return x.masked_fill(drop, _ALPHA) * scale - scale * p * _ALPHA
+
+    def _call(self, path: str) -> int:
+        with outside_transforms(), nullcontext() if simulated() else outside_modes():
+            drawn = int(part_of_rank(torch.randint(2**62, ()), 0))
+        if (path, drawn) not in self._seen:
+            if self.over:
+                raise ShardError(
+                    f"dropout_seed: {path!r} computes again with another state of torch's generator; "
+                    f"torch.utils.checkpoint needs preserve_rng_state=True"
+                )
+            self._seen[path, drawn] = self._stream.next_call(path)
+        return self._seen[path, drawn]
+
+    def _batch(self) -> Word:
+        """How many parts of the batch come before this rank's, or this lane's."""
+        index: Any = 0
+        for own, count in zip(self._values[len(self._stream.words) :], self._counts, strict=True):
+            index = index * count + own
+        return index
