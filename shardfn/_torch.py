@@ -5,7 +5,7 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, eq, is_
@@ -17,17 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import (
     TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
     get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _local_tensor
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
@@ -372,6 +378,58 @@ def pull_back(pull: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """
     forward_mode = any(level.key() == TransformType.Jvp for level in get_interpreter_stack() or ())
     return pull(cotangents, create_graph=forward_mode or torch.is_grad_enabled())
+
+
+class Level:
+    """The innermost transform of `torch.func`, for an operation that says itself what it is there and below."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter, self._number = interpreter, interpreter.level()
+        self.forward_mode = interpreter.key() == TransformType.Jvp
+        self.reverse_mode = interpreter.key() == TransformType.Grad
+
+    def below(self) -> AbstractContextManager[Any]:
+        """Within it, the transform around this one is the innermost."""
+        return self._interpreter.lower()
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Value and tangent of a tensor, as they are below; None where it has no tangent."""
+        primal, tangent = forward_ad.unpack_dual(x)
+        return self._inside(primal), None if tangent is None else materialized(self._inside(tangent))
+
+    def with_tangent(self, x: Tensor, tangent: Tensor) -> Tensor:
+        """The other way."""
+        return forward_ad.make_dual(x, tangent)
+
+    def tracked(
+        self, function: type[torch.autograd.Function], below: Callable[..., Any], fn: Any, inputs: Sequence[Tensor]
+    ) -> Any:
+        """`below(fn, *inputs)` without this transform, of which `function` says how it is differentiated."""
+
+        def forward(fn: Any, *operands: Tensor) -> Any:
+            lowered = [self._inside(x) for x in operands]
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), self._interpreter.lower():
+                outputs = below(fn, *lowered)
+            return tuple(_wrap_for_grad(x, self._number) for x in outputs)
+
+        methods = {name: staticmethod(getattr(function, name)) for name in ("setup_context", "backward")}
+        methods["forward"] = staticmethod(forward)
+        once: Any = type(function.__name__, (_SingleLevelFunction,), methods)
+        with enable_single_level_autograd_function():
+            return once.apply(fn, *inputs)
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return _unwrap_for_grad(x, self._number)
+
+
+def innermost() -> Level | None:
+    """The innermost transform, if there is one."""
+    return Level(retrieve_current_functorch_interpreter()) if in_transform() else None
+
+
+def kinds_of_transforms() -> tuple[str, ...]:
+    """Of the active ones, outermost first."""
+    return tuple(level.key().name for level in get_interpreter_stack() or ())
 
 
 def vmap_depth() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, pytree
+from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, kinds_of_transforms, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
@@ -191,7 +191,7 @@ class _Call:
             if masks is not None:
                 masks.over = True
             copies.bound.write_back(buffers)
-            if session.in_transform:  # whose derivatives run units again, so that the copies are needed later
+            if session.in_transform and session.runtime.recomputable:  # in derivatives, by these copies
                 session.keeps, copies.current.session = copies.bound, None
             elif copies.bound.untouched:
                 copies.current.session = None
@@ -264,7 +264,10 @@ class _Current:
             finally:
                 self.session = outer
 
-        return recomputed(module, run, [*leaves.values(), *random], args, kwargs)
+        way = unit, module.training, kinds_of_transforms()
+        out = recomputed(module, run, [*leaves.values(), *random], args, kwargs, way not in session.runtime.watched)
+        session.runtime.watched.add(way)
+        return out
 
     def dropout(self, path: str, places: Callable[[int, int], Places]) -> Forward:
         """The forward of a dropout module under a `dropout_seed`."""

@@ -185,6 +185,11 @@ class BucketOnGrid:
         """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
         return bool(self.crossings)
 
+    @cached_property
+    def idle(self) -> bool:
+        """Whether no axis has a part in either direction: leaves are used, and gradients passed on, as they are."""
+        return not (self.crossings or self._sum_axes or self._padded or self.host is not None)
+
     def unmoved(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """What gathering gives when it moves nothing: the shards, in the bucket's dtype and on the device."""
         return [shard.to(self.grid.device, self.bucket.dtype) for shard in shards]

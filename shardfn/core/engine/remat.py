@@ -2,12 +2,12 @@
 
     forward    save the inputs and the shards, gather, compute, free
     backward   gather, compute again under `vjp`, free
-    jvp        the same under `jvp`;    vmap    the same of a function that is mapped
+    jvp        gather, compute under `jvp`, free;    vmap    the same of a function that is mapped
 
-The last three are such functions again: `torch.func` differentiates every backward, and would keep what they computed.
+All of them are such functions again: `torch.func` differentiates every backward, and would keep what they computed.
 So the whole weights of a unit live as long as one of these runs. What takes part must be an argument, and what comes
 out a result: a tensor that a unit reaches or leaves behind in another way would have no derivative, or be computed anew
-from what it was changed to. The first run of each call is watched for that.
+from what it was changed to. What a unit keeps is looked at in every call, and every operation of its first ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import buffers_of, from_outside, materialized, pull_back, pytree
+from shardfn._torch import Level, buffers_of, from_outside, innermost, materialized, pull_back, pytree
 from shardfn.core.engine.compiled import as_they_are
 from shardfn.core.errors import ShardError
 
@@ -27,8 +27,12 @@ Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Any, Any], Any]
 
 
-def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+def recomputed(
+    module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any, watches: bool = True
+) -> Any:
     """`run(leaves, args, kwargs)`, which saves only these for its derivatives, and draws the same numbers again.
+
+    `watches`: look at every operation, which takes time; what else is wrong is found in any case.
 
     Raises:
         ShardError: more takes part than these and the results; found in what `module` keeps, among other places.
@@ -44,7 +48,7 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
         given, rest = inputs[: len(leaves)], iter(inputs[len(leaves) :])
         first = not state
         a, k = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
-        with as_they_are(), _same_circumstances(state), _Watch() if first else nullcontext():
+        with as_they_are(), _same_circumstances(state), _Watch() if first and watches else nullcontext():
             before = kept_tensors(module)
             out = run(given, a, k)
         found, shape = pytree.tree_flatten(out)
@@ -60,7 +64,7 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
         # An input that is passed on as it is must be a tensor of its own.
         return tuple(x.view_as(x) if any(x is y for y in inputs) else x for x in found if isinstance(x, Tensor))
 
-    outputs = iter(Remat.apply(fn, *leaves, *tensors))
+    outputs = iter(remat(fn, *leaves, *tensors))
     plain, shape = made
     return pytree.tree_unflatten([next(outputs) if other is None else other[0] for other in plain], shape)
 
@@ -121,8 +125,49 @@ def _same_circumstances(state: list[Any]) -> Iterator[None]:
         yield
 
 
+def remat(fn: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
+    """`fn(*inputs)`, a tuple of tensors, without anything else saved for its derivatives.
+
+    In forward mode values and tangents are computed together, once. An autograd function would be asked for values
+    first, and then for tangents, for which it would have to compute the values again.
+    """
+    level = innermost()
+    if level is not None and level.reverse_mode:
+        return level.tracked(Remat, remat, fn, inputs)
+    return _with_tangents(level, fn, inputs) if level is not None and level.forward_mode else Remat.apply(fn, *inputs)
+
+
+def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> Outputs:
+    pairs = [level.parts(x) for x in inputs]
+    moves = [tangent is not None for _, tangent in pairs]
+    floats: list[bool] = []  # of the outputs
+
+    def pushed_forward(*args: Tensor) -> Outputs:
+        values, tangents = args[: len(inputs)], args[len(inputs) :]
+
+        def run(*moving: Tensor) -> tuple[Outputs, Outputs]:
+            rest = iter(moving)
+            out = fn(*(next(rest) if moved else x for x, moved in zip(values, moves, strict=True)))
+            floats[:] = map(_differentiable, out)
+            return tuple(x for x in out if _differentiable(x)), tuple(x for x in out if not _differentiable(x))
+
+        moving = tuple(x for x, moved in zip(values, moves, strict=True) if moved)
+        found, directions, *others = torch.func.jvp(run, moving, tangents, has_aux=True)
+        return *found, *directions, *others[0]
+
+    values = [value for value, _ in pairs]
+    with level.below():
+        if not any(moves):
+            return remat(fn, *values)
+        made = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
+    count = sum(floats)
+    duals = map(level.with_tangent, made[:count], made[count : 2 * count])
+    others = iter(made[2 * count :])
+    return tuple(next(duals) if is_float else next(others) for is_float in floats)
+
+
 class Remat(torch.autograd.Function):
-    """`fn(*inputs)`, a tuple of tensors, without anything else saved for its derivatives."""
+    """`remat` without a transform, and what is the same in all of them."""
 
     @staticmethod
     def forward(fn: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
@@ -133,7 +178,6 @@ class Remat(torch.autograd.Function):
         ctx.fn, *tensors = inputs
         ctx.floats = [_differentiable(x) for x in output]
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not _differentiable(x)))
 
     @staticmethod
@@ -146,26 +190,13 @@ class Remat(torch.autograd.Function):
             return pull_back(pull, args[len(inputs) :])
 
         given = [cotangent for cotangent, floats in zip(cotangents, ctx.floats, strict=True) if floats]
-        found = iter(Remat.apply(pulled_back, *inputs, *map(materialized, given)))
+        found = iter(remat(pulled_back, *inputs, *map(materialized, given)))
         return None, *(next(found) if _differentiable(x) else None for x in inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        fn, inputs = ctx.fn, ctx.saved_tensors
-
-        def pushed_forward(*args: Tensor) -> Outputs:
-            run, wanted = _on_floats(fn, args[: len(inputs)])
-            return torch.func.jvp(run, tuple(wanted), args[len(inputs) :])[1]
-
-        given = [(x, tangent) for x, tangent in zip(inputs, tangents[1:], strict=True) if _differentiable(x)]
-        directions = (torch.zeros_like(x) if t is None else materialized(t) for x, t in given)
-        found = iter(Remat.apply(pushed_forward, *inputs, *directions))
-        return tuple(next(found) if floats else None for floats in ctx.floats)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         fn, *inputs = args
-        out = Remat.apply(torch.func.vmap(fn, tuple(in_dims[1:]), 0, info.randomness), *inputs)
+        out = remat(torch.func.vmap(fn, tuple(in_dims[1:]), 0, info.randomness), *inputs)
         return out, (0,) * len(out)
 
 

@@ -72,6 +72,7 @@ class _Runtime:
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
         self.frees = bool(plan.policy.regather) and any(self.units) and not simulated()
+        self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
         self.recomputable = {name for name in self.units if name and self.frees and self._stands_alone(name)}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
         self.plain = {
@@ -240,7 +241,11 @@ class Session:
     def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:
         leaves = self._leaves_of(bucket)
         if self.in_transform:
-            wholes = GatherBucket.apply(self.spot(event), *leaves)
+            spot = self.spot(event)
+            same = all(leaf.dtype == bucket.dtype for leaf in leaves)
+            if spot.idle and same and self.plan.vmaps is not None and self.plan.reduction is not None:
+                return dict(zip(bucket.leaves, leaves, strict=True))
+            wholes = GatherBucket.apply(spot, *leaves)
             return dict(zip(bucket.leaves, wholes, strict=True))
         gathered = _Gathered(self, event, leaves, self._start(event, leaves))
         wholes = _Gather.apply(gathered, *leaves)
