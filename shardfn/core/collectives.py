@@ -454,18 +454,22 @@ class _IntoLosses(_Pair):
         return _bind(_Pmean, grads[0], *ctx.where), None, None
 
 
-class _Weighed(torch.autograd.Function):
-    """The identity, whose cotangent is multiplied by a number; see [Note: cotangents of trees] in buckets.py."""
+class _OfFactor(torch.autograd.Function):
+    """A function of a tensor and a number."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.factor = inputs[1]
+
+
+class _Weighed(_OfFactor):
+    """The identity, whose cotangent is multiplied by a number; see [Note: cotangents of trees] in buckets.py."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -476,18 +480,12 @@ class _Weighed(torch.autograd.Function):
         return tangents[0].view_as(tangents[0])
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(_OfFactor):
     """Multiplied by a number, with the cotangent as it is: the transpose of `_Weighed`."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
         return x * factor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.factor = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -319,7 +319,15 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     return [out[name] for name in names]
 
 
-class _GatherCompute(torch.autograd.Function):
+class _OverCompute(torch.autograd.Function):
+    """A function of a bucket, compute axes and tensors."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.where = inputs[:2]
+
+
+class _GatherCompute(_OverCompute):
     """Make leaves whole over the compute axes, for a computation that all their ranks do alike.
 
     forward   [whole over data, split over compute]  -> all_gather(compute) -> [whole]
@@ -330,10 +338,6 @@ class _GatherCompute(torch.autograd.Function):
     def forward(spot: BucketOnGrid, axes: Sequence[str], *parts: Tensor) -> tuple[Tensor, ...]:
         wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
         return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.where = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -348,7 +352,7 @@ class _GatherCompute(torch.autograd.Function):
         return _mapped(_GatherCompute, info, in_dims, args)
 
 
-class _TakePart(torch.autograd.Function):
+class _TakePart(_OverCompute):
     """The transpose of `_GatherCompute`.
 
     forward   [whole]  -> this rank's part -> [split over compute]
@@ -363,10 +367,6 @@ class _TakePart(torch.autograd.Function):
             return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         return tuple(per_rank(spot.grid, cut, wholes))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.where = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
