@@ -1,6 +1,6 @@
 """Transforms and compiled steps against the same on unsharded weights.
 
-    python examples/benchmarks/transforms.py             # every case, about two minutes
+    python examples/benchmarks/transforms.py             # every case, about four minutes
 
 **Transforms.** Per-sample gradients, a Hessian-vector product and a step of MAML with respect to all weights of a small
 decoder, on 2 ranks, against the same program of `torch.func` on whole weights. Its floor is
@@ -10,18 +10,25 @@ decoder, on 2 ranks, against the same program of `torch.func` on whole weights. 
 with the unsharded program measured in turn with ours, on every rank at the same time; the bytes that a rank receives
 in our program, counted; and the best rate in any round at which all ranks can pass 4 MiB on to the next one.
 
+**Memory.** The highest resident memory of two runs of each program in a fresh process, weights included, on the rank
+that takes most, less what was resident before; beside the same on whole weights, with the samples of one rank.
+
 **Compiled steps.** A whole training step (gradient, AdamW) by `sf.jit` against the same step without it, and on one
 rank against `torch.compile` of an unsharded model with torch's fused AdamW.
 """
 
 import argparse
+import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from contenders import CONTENDERS, OPTIMIZERS, Job, make_batch, make_model
 from measure import QUICK, Cases, cases_or_worker, in_turn, job_of, launch, parse
+from memory import status_bytes
 from results import Row
 from step_time import make_exchange, require_equal_losses
 from torch import Tensor, nn
@@ -36,6 +43,7 @@ from shardfn.testing import count_collectives
 
 Tree = dict[str, Tensor]
 SIZES: dict[str, Any] = {"width": 256, "layers": 4, "vocab": 1024, "batch": 4, "rounds": 8, "warmup": 2}
+MEMORY_SIZES = {"width": 512, "layers": 8, "batch": 2}  # 27M parameters
 BAR = 1.5
 NAMES = {"samples": "per-sample gradients", "hvp": "Hessian-vector product", "maml": "a step of MAML"}
 EXCHANGED = 4 * 2**20  # bytes
@@ -48,6 +56,11 @@ def cases(quick: bool) -> Cases:
         "transforms, 2 ranks": partial(run_transforms, sizes, "2 ranks"),
         "transforms, 2 ranks, weights kept": partial(run_transforms, sizes | {"regather": 0}, "2 ranks, weights kept"),
     }
+    large = sizes if quick else sizes | MEMORY_SIZES
+    for how, regather in (("", 1), (", weights kept", 0)):
+        found[f"memory of transforms, 2 ranks{how}"] = partial(
+            run_memory, large | {"regather": regather}, f"2 ranks{how}"
+        )
     for ranks in (1, 2):
         found[f"compiled steps, {ranks} ranks"] = partial(run_compiled, ranks, sizes)
     return found
@@ -61,6 +74,19 @@ def run_transforms(options: Mapping[str, Any], how: str) -> list[Row]:
         Row(what=f"{what}, {how}", peer="its floor", unit="ms", ours=ms[name], theirs=ms[f"{name} floor"], bar=BAR)
         for name, what in NAMES.items()
     ]
+
+
+def run_memory(options: Mapping[str, Any], how: str) -> list[Row]:
+    """A row for each program."""
+    rows = []
+    for name, what in NAMES.items():
+        true = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # no fragmentation, see memory.py
+        peaks = [
+            launch(__file__, 2, {**options, "measures": "memory", "program": program}, true)["peak"] / 1e6
+            for program in (name, f"{name} unsharded")
+        ]
+        rows.append(Row(what=f"memory of {what}, {how}", peer="unsharded", unit="MB", ours=peaks[:1], theirs=peaks[1:]))
+    return rows
 
 
 def run_compiled(ranks: int, options: Mapping[str, Any]) -> list[Row]:
@@ -78,27 +104,16 @@ def run_compiled(ranks: int, options: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def measure(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, list[float]]:
-    """Seconds of every program in every round."""
-    return {"transforms": measure_transforms, "compiled": measure_compiled}[args.measures](args, mesh)
+def measure(args: argparse.Namespace, mesh: DeviceMesh) -> Any:
+    """Seconds of every program in every round, or the peak of one."""
+    kinds = {"transforms": measure_transforms, "memory": measure_memory, "compiled": measure_compiled}
+    return kinds[args.measures](args, mesh)
 
 
 def measure_transforms(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, list[float]]:
     """Ours, the unsharded ones on the samples of all ranks, and the floors made of these."""
     job, ranks = job_of(args), mesh.size()
-    model = make_model(job)
-    params = sf.shard(model, mesh, sf.Policy(regather=bool(args.regather)))
-    whole = {name: param.detach() for name, param in model.named_parameters()}
-    mine = make_batch(job, 0, mesh)
-    everyone = torch.cat([mine] * ranks)
-
-    def ours(p: sf.Params, x: Tensor) -> Tensor:
-        return _loss(partial(sf.apply, model, p), x)
-
-    def theirs(p: Tree, x: Tensor) -> Tensor:
-        return _loss(lambda ids: functional_call(model, p, (ids,)), x)
-
-    programs = {**_sharded(ours, params, mine), **_unsharded(theirs, whole, everyone)}
+    programs = {**_sharded(job, mesh, bool(args.regather)), **_unsharded(job, mesh, ranks)}
     moved = {}
     with sdpa_kernel(SDPBackend.MATH):  # the only one with forward mode on CPUs
         for name in NAMES:
@@ -119,8 +134,14 @@ def _loss(logits_of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), x.flatten())
 
 
-def _sharded(loss: Callable[..., Tensor], params: sf.Params, x: Tensor) -> dict[str, Callable[[int], object]]:
+def _sharded(job: Job, mesh: DeviceMesh, regather: bool) -> dict[str, Callable[[int], object]]:
+    model, x = make_model(job), make_batch(job, 0, mesh)
+    params = sf.shard(model, mesh, sf.Policy(regather=regather))
+    model.to("meta")  # the tree has the weights now
     inner = sf.optim.sgd(0.1)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return _loss(partial(sf.apply, model, p), x)
 
     def adapted(p: sf.Params, x: Tensor) -> Tensor:
         updates, _ = inner.update(sf.grad(loss)(p, x), inner.init(p), p)
@@ -133,7 +154,14 @@ def _sharded(loss: Callable[..., Tensor], params: sf.Params, x: Tensor) -> dict[
     }
 
 
-def _unsharded(loss: Callable[..., Tensor], params: Tree, x: Tensor) -> dict[str, Callable[[int], object]]:
+def _unsharded(job: Job, mesh: DeviceMesh, ranks: int) -> dict[str, Callable[[int], object]]:
+    """On the samples of so many ranks."""
+    model, x = make_model(job), torch.cat([make_batch(job, 0, mesh)] * ranks)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(p: Tree, x: Tensor) -> Tensor:
+        return _loss(lambda ids: functional_call(model, p, (ids,)), x)
+
     gradient = torch.func.grad(loss)
 
     def adapted(p: Tree, x: Tensor) -> Tensor:
@@ -145,6 +173,26 @@ def _unsharded(loss: Callable[..., Tensor], params: Tree, x: Tensor) -> dict[str
         "hvp unsharded": lambda _: torch.func.jvp(lambda p: gradient(p, x), (params,), (params,)),
         "maml unsharded": lambda _: torch.func.grad(adapted)(params, x),
     }
+
+
+def measure_memory(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, float]:
+    """Bytes at the peak of one program, on the rank that takes most."""
+    job = job_of(args)
+
+    def run(job: Job) -> None:
+        unsharded = args.program.endswith("unsharded")
+        programs = _unsharded(job, mesh, 1) if unsharded else _sharded(job, mesh, bool(args.regather))
+        for number in range(2):
+            programs[args.program](number)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        run(replace(job, width=64, layers=2, vocab=64, head=32))
+        gc.collect()
+        before = status_bytes("VmRSS")
+        run(job)
+    peak = torch.tensor(float(status_bytes("VmHWM") - before))
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return {"peak": float(peak)}
 
 
 def measure_compiled(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, list[float]]:
@@ -201,7 +249,7 @@ def _compiled_unsharded(job: Job) -> Callable[[Tensor], Tensor]:
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options and their defaults."""
-    return parse(__doc__, argv, measures="transforms", regather=1)
+    return parse(__doc__, argv, measures="transforms", regather=1, program="samples")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
