@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import pytree
-from shardfn.core.dropout import dropped
+from shardfn.core import dropout as masks_of
 from shardfn.testing import assert_parity, on_meshes
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
@@ -108,6 +108,13 @@ def _twice(model: nn.Module, p: sf.Params, x: Tensor) -> Any:
     return loss, sf.gather(grads)
 
 
+def _members(model: nn.Module, p: sf.Params, x: Tensor) -> Any:
+    """Gradients of two members, stacked by hand, so that each lies on all ranks."""
+    stacked = sf.tree.map(lambda a: torch.stack([a, 2 * a]), p)
+    found = sf.gather(sf.vmap(sf.grad(_loss(model)), in_dims=(0, None))(stacked, x))
+    return {name: g.mean(0) for name, g in found.items()}
+
+
 def _at_one(value: Any) -> Any:
     return pytree.tree_map(lambda x: x.reconcile() if hasattr(x, "reconcile") else x, value)
 
@@ -133,7 +140,7 @@ def _require_like_one_rank(mesh: DeviceMesh, program: Callable[..., Any], checkp
 
 @on_meshes(*MESHES, timeout=120)
 def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
-    for program in (_value_and_grad, _twice, _torch_grad, _per_sample, _hvp, _slope):
+    for program in (_value_and_grad, _twice, _torch_grad, _per_sample, _hvp, _slope, _members):
         _require_like_one_rank(mesh, program)
     _require_like_one_rank(mesh, _per_sample, regather=False)
 
@@ -181,20 +188,27 @@ def test_masks_differ_between_samples_calls_modules_and_seeds(mesh: DeviceMesh) 
     assert abs(float(over_fsdp.mean()) - 0.5) < 0.01
 
 
+def _mask(shape: tuple[int, ...], p: float, *seed: int, firsts: Any = None, use: tuple[int, ...] = ()) -> Tensor:
+    keys = masks_of._keys(seed)
+    return masks_of.dropped(shape, firsts or [0] * len(shape), p, keys, use, "cpu").double()
+
+
 def test_rates_and_independence() -> None:
-    """Each mean within 5 standard errors; rows, columns and keys uncorrelated."""
+    """Each mean within 5 standard errors; rows, columns, seeds and uses uncorrelated."""
     for p in (0.1, 0.5, 0.999):
-        mask = dropped((256, 1024), [0, 0], p, (1,), "cpu").double()
+        mask = _mask((256, 1024), p, 1)
         assert abs(mask.mean() - p) < 5 * (p * (1 - p) / mask.numel()) ** 0.5
-    mask = dropped((256, 1024), [0, 0], 0.3, (2,), "cpu").double()
-    for table in (mask, mask.T, torch.stack([dropped((4096,), [0], 0.3, (s,), "cpu").double() for s in range(200)])):
+    mask = _mask((256, 1024), 0.3, 2)
+    seeds = torch.stack([_mask((4096,), 0.3, seed) for seed in range(200)])
+    uses = torch.stack([_mask((64, 64), 0.3, 1, use=(i // 20, i % 20)).flatten() for i in range(200)])
+    for table in (mask, mask.T, seeds, uses):
         apart = torch.corrcoef(table)[~torch.eye(len(table), dtype=torch.bool)]
         assert apart.abs().max() < 5.5 * table.shape[1] ** -0.5
         assert abs(float(apart.std()) * table.shape[1] ** 0.5 - 1) < 0.05
-    parts = [dropped((2, 3), [i, j], 0.5, (3,), "cpu") for i in range(2) for j in range(2)]
+    parts = [_mask((2, 3), 0.5, 3, firsts=[i, j]) for i in range(2) for j in range(2)]
     whole = torch.cat([torch.cat(parts[:2], 1), torch.cat(parts[2:], 1)])
-    assert torch.equal(whole, dropped((4, 6), [0, 0], 0.5, (3,), "cpu"))
-    assert dropped((), [], 0.5, (1,), "cpu").shape == () and dropped((0, 3), [0, 0], 0.5, (1,), "cpu").shape == (0, 3)
+    assert torch.equal(whole, _mask((4, 6), 0.5, 3))
+    assert _mask((), 0.5, 1).shape == () and _mask((0, 3), 0.5, 1).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +281,17 @@ def test_a_compiled_step_takes_the_seed_as_a_tensor(mesh: DeviceMesh) -> None:
 
 
 class _Reshaped(nn.Module):
-    """Drops tokens and features side by side, of which no dim says how it is split."""
+    """Drops tokens and features side by side, or samples and features, of which no dim says how it is split."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins: bool = False) -> None:
         super().__init__()
         self.up, self.drop, self.down = nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 8)
+        self.joins = joins
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
+        if self.joins:  # samples and tokens with features of this rank between them
+            return self.down(rearrange(self.drop(rearrange(h, "b s c -> (b c) s")), "(b c) s -> b s c", b=len(x)))
         h = torch.cat([h, x[..., :2].expand_as(h[..., :2])], -1)
         return self.down(self.drop(h)[..., :-2])
 
@@ -290,6 +307,9 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
         pytest.raises(sf.ShardError, match=r"'0.drop' is split over tp.*Policy\(acts"),
     ):
         sf.apply(model, params, x)
+    joined = nn.Sequential(_Reshaped(joins=True)).double()
+    with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="before samples and heads are joined"):
+        sf.apply(joined, sf.shard(joined, mesh, sf.Policy(rules=rules)), x)
     said = sf.shard(model, mesh, sf.Policy(rules=rules, acts={"0.drop": "b s c@tp"}))
     with sf.data.dropout_seed(1):
         assert sf.apply(model, said, x).shape == x.shape

@@ -316,7 +316,7 @@ def _places(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, n
     if found is None:
         raise ShardError(
             f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
-            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}})"
+            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
         )
     return [_part(grid, [axis] if axis else []) for axis in found], 0
 

@@ -1,8 +1,8 @@
 """Dropout whose masks belong to the samples: a function of a seed, a name and global positions. Layer 2.
 
     position   [n] of each dim        first * n + 0, 1, ..: `first` counts the parts before this rank's, or this lane's
-    row        [n] of each dim        two rounds of a hash, keyed by seed, name, call and dim
-    mask       [.., n]                the sum of the rows, hashed again, below p * 2**32
+    row        [n] of each dim        a hash of the positions, keyed by the module's path, the call and the dim
+    mask       [.., n]                the sum of the rows, hashed again, keyed by the seed, below p * 2**32
 
 No generator is asked for it, so that every mesh has the same masks, and so has a graph that was recorded once.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -77,7 +78,8 @@ def dropout(
     if vmap_depth():
         raise ShardError("dropout: inside a vmap elements have no places of their own; use dropout_seed and nn.Dropout")
     words = tuple(seed) if isinstance(seed, tuple | list) else (seed,)
-    return _applied(x, p, dropped(x.shape, _firsts(x, dims, mesh), p, _checked("dropout", words), x.device))
+    seeds = _keys(_checked("dropout", words))
+    return _applied(x, p, dropped(x.shape, _firsts(x, dims, mesh), p, seeds, (), x.device))
 
 
 def _firsts(x: Tensor, dims: str | None, mesh: DeviceMesh | None) -> list[Word]:
@@ -103,7 +105,9 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
         if unknown := [axis for factor in dim.factors for axis in factor.axes if axis not in sizes]:
             raise ShardError(f"dropout: '{spec}' names the axis '{unknown[0]}', which the mesh has not: {sizes}")
         if any(sizes[axis] > 1 for factor in inner for axis in factor.axes):
-            raise ShardError(f"dropout: '{dim}' is split over an inner factor, so that its parts lie apart")
+            raise ShardError(
+                f"dropout: '{dim}' is split over an inner factor, so its parts lie apart; drop before dims are joined"
+            )
         found.append(first.axes)
     return found
 
@@ -144,28 +148,53 @@ def _folded(words: Sequence[Word], start: int) -> Any:
     return key
 
 
-def dropped(shape: Sequence[int], firsts: Sequence[Word], p: float, key: Sequence[Word], device: Any) -> Tensor:
-    """`[*shape]`, bool: which elements a mask takes away; `firsts` as in `Masks`."""
+def _keys(words: Sequence[Word]) -> tuple[Word, Word]:
+    """Two numbers below 2**32 that stand for a seed."""
+    return _folded(words, 0x243F6A88), _folded(words, 0x13198A2E)
+
+
+def dropped(
+    shape: Sequence[int], firsts: Sequence[Word], p: float, seed: tuple[Word, Word], use: tuple[int, ...], device: Any
+) -> Tensor:
+    """`[*shape]`, bool: which elements a mask takes away.
+
+    `firsts` counts the parts of each dim that come before this rank's, `seed` is of `_keys`, and `use` tells masks
+    under one seed apart.
+    """
     wanted = tuple(shape)
     if p >= 1:
         return torch.ones(wanted, dtype=torch.bool, device=device)
-    if not shape:
-        shape, firsts = (1,), (0,)
-    rows = []
-    for d, (size, first) in enumerate(zip(shape, firsts, strict=True)):
-        position = torch.arange(size, device=device)
-        here = position if isinstance(first, int) and not first else (position + first * size) & _MASK
-        rows.append(here ^ _folded((*key, d), 0x243F6A88))
-    signed = ((_mixed(torch.cat(rows)) ^ 2**31) - 2**31).to(torch.int32)  # the same bits
-    last = _folded(key, 0x13198A2E)
-    signed_last = (last ^ 2**31) - 2**31
-    total: Any = signed_last.to(torch.int32) if isinstance(signed_last, Tensor) else signed_last
-    for d, row in enumerate(signed.split(list(shape))):
-        total = row.view(-1, *[1] * (len(shape) - 1 - d)) + total
+    sizes, starts = wanted or (1,), tuple(firsts) or (0,)
+    if all(isinstance(first, int) for first in starts):
+        with outside_transforms(), outside_modes():
+            rows = _kept_rows(sizes, starts, use, device)
+    else:
+        rows = _rows(sizes, starts, use, device)
+    total: Any = _signed(seed[0])
+    for d, row in enumerate(rows):
+        total = row.view(-1, *[1] * (len(sizes) - 1 - d)) + total
     # The same mixing in 32 bits, where `>>` repeats the sign. What it would do last changes low bits only.
-    total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D) + _signed(seed[1])
     total = total.bitwise_xor_((total >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     return (total < round(p * 2**32) - 2**31).view(wanted)
+
+
+def _rows(sizes: Sequence[int], firsts: Sequence[Word], use: Sequence[int], device: Any) -> list[Tensor]:
+    """A hash of every index of each dim."""
+    parts = []
+    for d, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
+        position = torch.arange(size, device=device) + first * size
+        parts.append((position & _MASK) ^ _folded((*use, d), 0xA4093822))
+    return list(_signed(_mixed(torch.cat(parts))).split(list(sizes)))
+
+
+_kept_rows = lru_cache(maxsize=2**10)(_rows)  # the same in every step
+
+
+def _signed(x: Any) -> Any:
+    """The same 32 bits with a sign."""
+    signed = (x ^ 2**31) - 2**31
+    return signed.to(torch.int32) if isinstance(signed, Tensor) else signed
 
 
 def _applied(x: Tensor, p: float, drop: Tensor, inplace: bool = False) -> Tensor:
@@ -180,7 +209,7 @@ def _applied(x: Tensor, p: float, drop: Tensor, inplace: bool = False) -> Tensor
 class Stream:
     """What one `dropout_seed` has given out."""
 
-    words: tuple[Word, ...]
+    seed: tuple[Word, Word]
     recording: Recording | None
     calls: dict[str, int] = field(default_factory=dict)  # by module path
 
@@ -226,7 +255,7 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
-    token = _STREAM.set(Stream(_checked("dropout_seed", seed), recording()))
+    token = _STREAM.set(Stream(_keys(_checked("dropout_seed", seed)), recording()))
     try:
         yield
     finally:
@@ -302,7 +331,7 @@ class Masks:
                 "call; open it inside of the step, with a seed that is a tensor"
             )
         self._stream, self.over = stream, False
-        self._values: list[Word] = [*stream.words, *(index for index, _ in lanes), batch_index]
+        self._values: list[Word] = [*stream.seed, *(index for index, _ in lanes), batch_index]
         self._counts = [*(count for _, count in lanes), batch_count]
         self._seen: dict[tuple[str, int], int] = {}
         self._before = dict(stream.calls)
@@ -328,11 +357,11 @@ class Masks:
         if not module.training or p == 0:
             return type(module).forward(module, x)
         call = self._call(path)
-        key = (*self._values[: len(self._stream.words)], crc32(path.encode()), call)
+        one, two, *_ = self._values
         parts, batch = places(call - self._before.get(path, 0), x.dim())
         firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
         keeps = _dims_of_mask(module, x.dim())
-        drop = dropped(x.shape[:keeps], firsts[:keeps], p, key, x.device)
+        drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)
         drop = drop.view(*drop.shape, *[1] * (x.dim() - keeps))
         if not isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
             return _applied(x, p, drop, module.inplace)
@@ -354,6 +383,6 @@ class Masks:
     def _batch(self) -> Word:
         """How many parts of the batch come before this rank's, or this lane's."""
         index: Any = 0
-        for own, count in zip(self._values[len(self._stream.words) :], self._counts, strict=True):
+        for own, count in zip(self._values[2:], self._counts, strict=True):
             index = index * count + own
         return index

@@ -227,8 +227,11 @@ class _Drops(list[tuple[str, int, torch.Size, frozenset[str]]]):
 def _split_dims(
     part: torch.Size, whole: torch.Size | None, axes: Collection[str], sizes: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """The axis that splits each dim, "" for none; None when sizes do not tell."""
-    if whole is None or len(part) != len(whole):
+    """The axis that splits each dim, "" for none; None when sizes do not tell.
+
+    A first dim that is split holds samples and heads side by side, which need not follow each other.
+    """
+    if whole is None or len(part) != len(whole) or part[:1] != whole[:1]:
         return None
     found = []
     for own, full in zip(part, whole, strict=True):
