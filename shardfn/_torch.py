@@ -183,8 +183,43 @@ def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return make_fx(fn, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
+    def run(*given: Tensor) -> Any:
+        with _DrawnOnce():
+            return fn(*given)
+
+    state = torch.get_rng_state()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
+    finally:
+        torch.set_rng_state(state)
+
+
+class _DrawnOnce(TorchDispatchMode):
+    """Random numbers of a graph: what a recomputation draws again is what was drawn, not new numbers.
+
+    A recomputation sets the state of torch's generator to what it was. Recording leaves it alone, so that here every
+    operation that draws takes one real number, and the state before it tells which one it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: dict[tuple[Any, bytes], Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            key = func, torch.get_rng_state().numpy().tobytes()
+            torch.rand(())
+        changes = func._schema.is_mutable
+        if key in self._drawn:
+            again = pytree.tree_map_only(Tensor, torch.clone, self._drawn[key])
+            return args[0].copy_(again) if changes else again
+        out = func(*args, **kwargs)
+        self._drawn[key] = pytree.tree_map_only(Tensor, torch.clone, out)  # unused ones leave the graph
+        return out
 
 
 @contextmanager
@@ -362,6 +397,12 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
     with mode.disable():
         found = {rank: fn(rank, [part_of_rank(x, rank) for x in values]) for rank in sorted(mode.ranks)}
         return [LocalTensor(dict(zip(found, same, strict=True))) for same in zip(*found.values(), strict=True)]
+
+
+def of_each_rank(x: Tensor) -> Tensor:
+    """A tensor from outside of the simulation as one of all ranks, differentiable."""
+    held = x if not is_functorch_wrapped_tensor(x) else values_of(x)[0]
+    return x if isinstance(held, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
 
 
 def part_of_rank(x: Any, rank: int) -> Any:

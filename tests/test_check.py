@@ -227,6 +227,23 @@ def _by_vocabulary(model: nn.Module) -> Any:
     return lambda p, x, y: sf.cross_entropy(sf.apply(model, p, x), y)
 
 
+class _Cached(nn.Module):
+    """Fills a cache at its first call, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cache, self.caches = nn.Linear(X.shape[-1], 4).to(X.dtype), None, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = self.caches["x"] = torch.arange(4.0, dtype=X.dtype)
+        return self.linear(x) * self.cache * self.caches["x"]
+
+
+def _attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(X.shape[-1], 1, 16, dropout=0.2, batch_first=True).to(X.dtype)
+
+
 CORRECT: dict[str, Callable[[], Case]] = {
     "decoder": _decoder,
     "kept weights": lambda: _decoder(regather=False),
@@ -247,6 +264,8 @@ CORRECT: dict[str, Callable[[], Case]] = {
     "a registered module": lambda: (_with_last(Registered(8, 6)), *_mlp()[1:]),
     "an exact mean": lambda: _mlp(loss=_weighted),
     "a penalty on the weights": lambda: _mlp(loss=_with_penalty),
+    "a cache in an attribute": lambda: (_Cached(), sf.Policy(), _mean, X, ""),
+    "dropout of attention": lambda: (_attention(), sf.Policy(), _mean, X[:, None], ""),
     "convolution and recurrence": lambda: (_Conv(), sf.Policy(), _mean, X, ""),
 }
 
@@ -258,6 +277,7 @@ def test_what_is_right_passes(name: str) -> None:
     assert report.ok, report
     assert report.loss == pytest.approx(report.expected_loss)
     assert str(report).startswith("check: equal to one rank")
+    assert getattr(model, "cache", None) is None and not getattr(model, "caches", {}), "nothing of the simulation stays"
 
 
 def test_what_cannot_be_checked() -> None:

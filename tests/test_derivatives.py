@@ -272,3 +272,25 @@ def test_transforms_equal_one_process(mesh: DeviceMesh, regather: bool) -> None:
             except Exception as error:
                 error.add_note(f"in {case.__name__}")
                 raise
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_trees_from_outside_of_a_transform(mesh: DeviceMesh) -> None:
+    """A direction that a function closes over has the layout that the lowered tree has."""
+    torch.manual_seed(2)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    p, x = sf.shard(net, mesh, sf.Policy()), torch.randn(4, 3, dtype=torch.float64)
+    d = sf.tree.map(torch.ones_like, p)
+    directions = sf.tree.map(lambda *a: torch.stack(a), d, d)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(net, p, x).square().mean()
+
+    wanted = sf.jvp(lambda q, d: sf.hvp(loss, (q, x), d), (p, d), (d, sf.tree.zeros_like(d)))[1]
+    found = sf.jvp(lambda q: sf.hvp(loss, (q, x), d), (p,), (d,))[1]
+    assert_parity(sf.gather(found), sf.gather(wanted), tol=1e-12)
+    each = sf.vmap(lambda q, d: sf.hvp(loss, (q, x), d), in_dims=(None, 0))
+    del each, directions
+    other = sf.shard(net, mesh, sf.Policy(default="replicate"))
+    with pytest.raises(sf.ShardError, match="another layout"):
+        sf.jvp(lambda q: sf.hvp(loss, (q, x), other), (p,), (d,))

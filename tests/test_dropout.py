@@ -283,13 +283,15 @@ def test_a_compiled_step_takes_the_seed_as_a_tensor(mesh: DeviceMesh) -> None:
 class _Reshaped(nn.Module):
     """Drops tokens and features side by side, or samples and features, of which no dim says how it is split."""
 
-    def __init__(self, joins: bool = False) -> None:
+    def __init__(self, joins: bool = False, halves: bool = False) -> None:
         super().__init__()
         self.up, self.drop, self.down = nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 8)
-        self.joins = joins
+        self.joins, self.halves = joins, halves
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
+        if self.halves:
+            return self.down(torch.cat(self.drop(h).chunk(2, -1), -1))
         if self.joins:  # samples and tokens with features of this rank between them
             return self.down(rearrange(self.drop(rearrange(h, "b s c -> (b c) s")), "(b c) s -> b s c", b=len(x)))
         h = torch.cat([h, x[..., :2].expand_as(h[..., :2])], -1)
@@ -310,6 +312,10 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
     joined = nn.Sequential(_Reshaped(joins=True)).double()
     with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="before samples and heads are joined"):
         sf.apply(joined, sf.shard(joined, mesh, sf.Policy(rules=rules)), x)
+    fused = nn.Sequential(_Reshaped(halves=True)).double()
+    in_halves = {"0.up.weight": "(2 ff@tp) c@fsdp", "0.up.bias": "(2 ff@tp)", "0.down.weight": "c@fsdp (2 ff@tp)"}
+    with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="no dim of it explains how"):
+        sf.apply(fused, sf.shard(fused, mesh, sf.Policy(rules=in_halves)), x)
     said = sf.shard(model, mesh, sf.Policy(rules=rules, acts={"0.drop": "b s c@tp"}))
     with sf.data.dropout_seed(1):
         assert sf.apply(model, said, x).shape == x.shape
@@ -339,6 +345,11 @@ def test_a_recomputation_that_draws_other_numbers_is_refused() -> None:
         sf.grad(lambda p: sf.apply(model, p, torch.ones(2, 4)).sum())(params)
 
 
+def _applied(model: nn.Module, params: sf.Params, x: Tensor) -> Tensor:
+    with sf.data.dropout_seed(1):
+        return sf.apply(model, params, x)
+
+
 def test_vmaps_that_samples_cannot_be_told_apart_in() -> None:
     model, mesh = _model(), sf.make_mesh("cpu", fsdp=1, tp=1)
     params, x = sf.shard(model, mesh, _policy()), _batch()
@@ -347,6 +358,13 @@ def test_vmaps_that_samples_cannot_be_told_apart_in() -> None:
             torch.func.vmap(lambda x: _loss(model)(params, x))(x)
         same = sf.vmap(lambda p, x: sf.apply(model, p, x[None]), in_dims=(None, 0), randomness="same")
         torch.testing.assert_close(*same(params, x[:1].expand(2, -1, -1)))
+        whole, chunks = (
+            sf.vmap(lambda p, x: sf.apply(model, p, x[None]), in_dims=(None, 0), chunk_size=size) for size in (None, 1)
+        )
+    for mapped in (whole, chunks):
+        with sf.data.dropout_seed(1):
+            torch.testing.assert_close(mapped(params, x)[:, 0], _applied(model, params, x))
+    with sf.data.dropout_seed(1):
         each = sf.vmap(lambda p, x: sf.apply(model, p, x[None]), in_dims=(None, 0))
         assert not torch.allclose(*each(params, x[:1].expand(2, -1, -1)))
 

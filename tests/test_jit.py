@@ -10,6 +10,8 @@ import torch
 from models import decoder, policy, tokens
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import backend_for_graphs
@@ -188,3 +190,64 @@ def test_what_cannot_be_recorded_says_so(mesh: DeviceMesh) -> None:
     with pytest.raises(sf.ShardError, match="function of Python"):
         jit(twice, backend="aot_eager")(params, optimizer.init(params))
     torch.testing.assert_close(sf.apply(model, params, x), model(x))  # and all goes on
+
+
+class _Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5)
+        return checkpoint(lambda v: F.dropout(v * self.weight, 0.5) + F.dropout(v, 0.1), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_recomputation_draws_what_was_drawn(backend: str) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    model = _Recomputed()
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(64)
+
+    def step(p: sf.Params) -> Any:
+        def loss(p: sf.Params) -> Any:
+            out = sf.apply(model, p, x)
+            return out.sum(), out.detach()
+
+        (_, out), grads = sf.value_and_grad(loss, has_aux=True)(p)
+        return out, grads
+
+    fast, seen = jit(step, backend=backend), set()
+    state = torch.get_rng_state()
+    for _ in range(3):
+        out, grads = fast(params)
+        grad = grads["weight"].full_tensor()
+        dropped = out - grad  # of the second summand: 1.11 or 0, times the first dropout
+        assert torch.isin(dropped.mul(0.9).round(decimals=3), torch.tensor([0.0, 1.0, 2.0])).all()
+        assert 0 < int((grad > 0).sum()) < 64
+        seen.add(tuple(grad.tolist()))
+    assert len(seen) == 3, "and other numbers in every call"
+    assert backend == "inductor" or not torch.equal(state, torch.get_rng_state())
+
+
+def test_arguments_that_change_without_a_new_object() -> None:
+    def added(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        a.add_(1)
+        return a * 1, b * 2
+
+    fast = jit(added, backend="aot_eager")
+    fast(torch.zeros(3), torch.zeros(3))
+    x = torch.zeros(3)
+    assert torch.equal(fast(x, x.detach())[1], torch.full((3,), 2.0)), "one memory"
+    x = torch.zeros(6)
+    assert torch.equal(fast(x[:3], x[3:])[1], torch.zeros(3)), "side by side"
+    x = torch.zeros(4)
+    with pytest.raises(sf.ShardError, match="share a part of their memory"):
+        fast(x[:3], x[1:])
+
+    divided = jit(lambda x, s: torch.ones(2) / (x * s), backend="aot_eager")
+    assert float(divided(torch.ones(2), 0.0)[0]) == float("inf") == -float(divided(torch.ones(2), -0.0)[0])
+    for value in ([1.0], {"a": 1}, (1, "x"), None):
+        jit(lambda x, s: x * 1, backend="aot_eager")(torch.ones(1), value)
+    for value in (bytearray(b"1"), {1, 2}, torch.ones(3).numpy()):
+        with pytest.raises(sf.ShardError, match="may change, and a graph would not know"):
+            jit(lambda x, s: x * 1, backend="aot_eager")(torch.ones(1), value)

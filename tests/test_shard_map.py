@@ -96,3 +96,121 @@ def test_what_is_wrong_says_so(mesh: DeviceMesh) -> None:
     fails("b@fsdp c, ff@tp c -> b@fsdp ff@tp", "got a DTensor that is '_ _'", args=(x[:4], whole))
     with pytest.raises(TypeError, match="expected a DeviceMesh"):
         shard_map("a -> a", cast(Any, sf.MeshSpec(tp=2)))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_follows_from_the_place_of_a_rank_differs(mesh: DeviceMesh) -> None:
+    """Whole gradients of a shared value of which each rank takes a part by its index."""
+    place = sf.collectives.axis_index
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+
+    def listed(u: Tensor) -> Tensor:
+        return u.chunk(2)[place(mesh, "tp")] * 1
+
+    def indexed(u: Tensor) -> Tensor:
+        index = place(mesh, "tp")
+        return u.chunk(2)[index] * 1
+
+    def sliced(u: Tensor) -> Tensor:
+        index = place(mesh, "tp")
+        return u[index * 3 : 3 + 3 * index].clone()
+
+    def narrowed(u: Tensor) -> Tensor:
+        return u.narrow(0, place(mesh, "tp") * 3, 3).clone()
+
+    def scaled(u: Tensor) -> Tensor:
+        return u[:3] * (place(mesh, "tp") + 1)
+
+    def gradient(fn: Any) -> Tensor:
+        shared = distribute_tensor(weights, mesh, [Replicate(), Replicate()]).requires_grad_()
+        out = shard_map("f2 -> f@tp", mesh)(fn)(shared)
+        assert isinstance(out, DTensor)
+        (found,) = torch.autograd.grad((out.full_tensor() * weights).sum(), shared)
+        assert isinstance(found, DTensor)
+        return found.full_tensor()
+
+    for fn in (indexed, sliced, narrowed):
+        torch.testing.assert_close(gradient(fn), weights)
+    torch.testing.assert_close(gradient(scaled), torch.cat([weights[:3] + 2 * weights[3:], torch.zeros(3)]).double())
+    with pytest.raises(sf.ShardError, match="axis_index after chunk"):
+        gradient(listed)
+    with pytest.raises(sf.ShardError, match="gives another answer on each rank"):
+        gradient(lambda u: u[:3] if place(mesh, "tp") == 0 else u[3:])
+    with pytest.raises(sf.ShardError, match="gives another answer on each rank"):
+        gradient(lambda u: u[:3] if place(mesh, "tp") else u[3:])
+    assert place(mesh, "tp") in (0, 1), "an ordinary number elsewhere"
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0] * b, grads[0] * a
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_functions_that_are_not_followed_and_collectives_that_are(mesh: DeviceMesh) -> None:
+    x, up, *_ = _tensors()
+    split = distribute_tensor(x[:, 0], mesh, [Replicate(), Shard(0)]).requires_grad_()
+    whole = distribute_tensor(x[:, 1], mesh, [Replicate(), Replicate()]).requires_grad_()
+    with pytest.raises(sf.ShardError, match=r"an autograd\.Function"):
+        shard_map("f@tp, f2 -> f@tp", mesh)(lambda w, u: _Times.apply(w, u[:4]))(split, whole)
+
+    @shard_map("b c@tp, ff c@tp -> b@tp ff", mesh)
+    def rows(x: Tensor, w: Tensor) -> Tensor:
+        return sf.collectives.psum_scatter(x @ w.T, mesh, "tp", dim=0)
+
+    given = [distribute_tensor(value, mesh, [Replicate(), Shard(1)]).requires_grad_() for value in (x, up)]
+    out = rows(*given)
+    torch.testing.assert_close(out.full_tensor(), x @ up.T)
+    grads = torch.autograd.grad(out.full_tensor().square().sum(), given)
+    tensors = [x.clone().requires_grad_(), up.clone().requires_grad_()]
+    wanted = torch.autograd.grad((tensors[0] @ tensors[1].T).square().sum(), tensors)
+    for found, right in zip(grads, wanted, strict=True):
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), right)
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1})
+def test_a_region_in_a_loss_and_in_transforms(mesh: DeviceMesh) -> None:
+    x, up, down, _ = _tensors()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12, bias=False), torch.nn.Linear(12, 6, bias=False)).double()
+    rules = {"0.weight": "ff@tp c", "1.weight": "c ff@tp"}
+    params = sf.tree.map(torch.clone, sf.shard({"0.weight": up, "1.weight": down}, mesh, sf.Policy(rules=rules)))
+    del model
+
+    @shard_map("b@fsdp c, ff@tp c, c ff@tp -> b@fsdp c", mesh)
+    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return sf.collectives.psum(torch.tanh(x @ up.T) @ down.T, mesh, "tp")
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return mlp(x, p["0.weight"], p["1.weight"]).square().mean()
+
+    def whole_loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (torch.tanh(x @ p["0.weight"].T) @ p["1.weight"].T).square().mean()
+
+    plain = {"0.weight": up, "1.weight": down}
+    (mine,) = sf.data.local_batch((x,), mesh)
+    value, grads = sf.value_and_grad(loss)(params, mine)  # a scalar DTensor is the loss of all ranks
+    found = {"loss": value, **sf.gather(grads)}
+    assert_parity(found, {"loss": whole_loss(plain, x), **torch.func.grad(whole_loss)(plain, x)}, tol=1e-10)
+
+    samples = sf.gather(sf.vmap(sf.grad(lambda p, x: loss(p, x[None])), in_dims=(None, 0))(params, mine))
+    assert_parity(samples, torch.func.vmap(torch.func.grad(whole_loss), in_dims=(None, 0))(plain, x), tol=1e-10)
+    slope = sf.jvp(lambda p: loss(p, mine), (params,), (params,))[1]
+    wanted = torch.func.jvp(lambda p: whole_loss(p, x), (plain,), (plain,))[1]
+    assert_parity({"slope": sf.collectives.pmean(slope, mesh, "fsdp")}, {"slope": wanted}, tol=1e-10)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_axes_of_one_rank_do_not_matter(mesh: DeviceMesh) -> None:
+    x, up, *_ = _tensors()
+    columns = shard_map("b@fsdp c, ff@tp c -> b@fsdp ff@tp", mesh)(lambda x, w: x @ w.T)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        weight = distribute_tensor(up, mesh, [Replicate(), placement])
+        torch.testing.assert_close(columns(*sf.data.local_batch((x,), mesh), weight).full_tensor(), x @ up.T)

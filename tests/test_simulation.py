@@ -154,3 +154,17 @@ def test_a_checkpoint_draws_the_same_again_on_every_rank() -> None:
         for rank in range(2):
             assert torch.equal(part_of_rank(grad, rank), 2 * part_of_rank(y, rank)), "of x * x, where it stayed"
         assert not torch.equal(part_of_rank(y, 0), part_of_rank(y, 1))
+
+
+def test_every_collective_is_that_of_each_rank() -> None:
+    whole = torch.arange(8.0).view(4, 2)
+    with simulate(tp=2) as mesh:
+        own = sf.collectives.shard_slice(whole, mesh, "tp", 0)
+        summed = sf.collectives.psum_scatter(whole * 1, mesh, "tp", 0)
+        x = (own * 1).requires_grad_()
+        joined = sf.collectives.all_gather(x, mesh, "tp", 0)
+        (grad,) = torch.autograd.grad((joined * (own[0, 0] + 1)).sum(), x)
+        for rank in range(2):
+            assert torch.equal(part_of_rank(own, rank), whole[2 * rank : 2 * rank + 2])
+            assert torch.equal(part_of_rank(summed, rank), 2 * whole[2 * rank : 2 * rank + 2])
+            assert torch.equal(part_of_rank(grad, rank), torch.full((2, 2), 6.0)), "1 + 5, of both ranks"

@@ -22,6 +22,7 @@ from shardfn.core.simulation import simulate
 from shardfn.core.transforms import value_and_grad
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DRAWING = (*_DROPOUTS, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
 _TOLERANCE = {torch.float64: 1e-8}  # of norms; other dtypes 1e-4
 _SHOWN = 8  # problems in a printed report
 
@@ -155,7 +156,7 @@ def _step(
 ) -> _Step:
     params = shard(model, mesh, policy)
     outputs: list[tuple[str, list[Tensor]]] = []
-    with _noting_outputs(model, outputs):
+    with _attributes_kept(model), _noting_outputs(model, outputs):
         loss, grads = value_and_grad(loss_fn)(params, *local_batch(args, mesh, policy))
     whole = gather(grads)
     optimizer = adamw(1e-2, eps=1e-2)
@@ -167,7 +168,7 @@ def _step(
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Within it dropout does nothing: it would draw other numbers on a mesh."""
-    drops = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.training]
+    drops = [module for module in model.modules() if isinstance(module, _DRAWING) and module.training]
     try:
         for module in drops:
             module.training = False
@@ -175,6 +176,19 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in drops:
             module.training = True
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward keeps in attributes, such as a cache, is gone afterwards: it is of simulated ranks."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    before += [(value, dict(value)) for _, own in before for value in own.values() if type(value) is dict]
+    try:
+        yield
+    finally:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
 
 
 @contextmanager
@@ -250,7 +264,7 @@ def _different(
             error = ((given - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
             ratio = _factor(given, right)
             some = f", on ranks {bad}" if len(bad) < len(places.ranks()) else ""
-            wrong.append((name, error, (f", {ratio:.4g} times too large" if ratio else "") + some))
+            wrong.append((name, error, (f", {ratio:.4g} times as large" if ratio else "") + some))
     return wrong
 
 

@@ -27,15 +27,18 @@ from shardfn._torch import (
     has_no_memory,
     in_transform,
     materialized,
+    of_each_rank,
+    on_each_rank,
     reduce_scatter_single,
     scattering_sum,
+    simulated,
     summing,
     traces_first_order,
     waited,
 )
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
-from shardfn.core.pool import Buffers, FreshBuffers
+from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -126,7 +129,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         part = full.new_empty(full.numel() // size)  # [n]
         reduce_scatter_single(part, full, group=group)
         return part
-    fresh = FreshBuffers(full.device)
+    fresh = NoBuffers(full.device) if simulated() else FreshBuffers(full.device)
     steps = scatter_sum_steps(full.view(size, -1), group, fresh, fresh)
     return finished(steps)[0].to(full.dtype)
 
@@ -403,8 +406,12 @@ class _ShardSlice(_Pair):
     def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
         n = x.shape[dim] // axes_of(mesh)[axis]
         index = 0 if x.is_meta else mesh.get_local_rank(axis)
-        # A copy, so that what is computed from a slice does not keep the whole alive.
-        return x.narrow(dim, index * n, n).clone(memory_format=torch.contiguous_format)
+
+        def part(_: int, own: list[Any]) -> list[Tensor]:
+            # A copy, so that what is computed from a slice does not keep the whole alive.
+            return [own[0].narrow(dim, own[1] * n, n).clone(memory_format=torch.contiguous_format)]
+
+        return on_each_rank(part, [x, index])[0] if simulated() and not x.is_meta else part(0, [x, index])[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -578,9 +585,13 @@ _EAGER = {pair: _eager(pair) for pair in _FULL}
 def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
-        out = (_FULL if in_transform() else _EAGER)[pair].apply(x, mesh, axis, *dims)
-        if (watcher := _WATCHER.get()) is not None:
-            watcher(pair.varies, x, out, axis)
+        x = of_each_rank(x) if simulated() else x
+        function, watcher = (_FULL if in_transform() else _EAGER)[pair], _WATCHER.get()
+        if watcher is None:
+            return function.apply(x, mesh, axis, *dims)
+        with watched(None):  # what it is made of is not the function's
+            out = function.apply(x, mesh, axis, *dims)
+        watcher(pair.varies, x, out, axis)
         return out
     if not traces_first_order():
         raise ShardError(
@@ -594,16 +605,23 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
 Watcher = Callable[[bool, Tensor, Tensor, str], None]  # whether the result varies, in, out, axis
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_ASKED: ContextVar[Callable[[str], None] | None] = ContextVar("asked", default=None)
+
+
+def watching() -> bool:
+    """Whether somebody hears of collectives, and none is under way."""
+    return _WATCHER.get() is not None
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within it `watcher` hears of collectives, to follow what varies."""
-    token = _WATCHER.set(watcher)
+def watched(watcher: Watcher | None, asked: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Within it `watcher` hears of collectives, to follow what varies, and `asked` of `axis_index`."""
+    tokens = _WATCHER.set(watcher), _ASKED.set(asked)
     try:
         yield
     finally:
-        _WATCHER.reset(token)
+        _WATCHER.reset(tokens[0])
+        _ASKED.reset(tokens[1])
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -630,7 +648,54 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
         ShardError: the mesh has no such axis.
     """
     _size("axis_index", mesh, axis)
-    return mesh.get_local_rank(axis)
+    index = mesh.get_local_rank(axis)
+    if (asked := _ASKED.get()) is None or simulated() or not watching():
+        return index
+    asked(axis)
+    return RankIndex(index, axis)
+
+
+class RankIndex(int):
+    """A rank's place, and what is computed from it, where it is followed over which axes values differ."""
+
+    axes: frozenset[str]
+
+    def __new__(cls, value: int, *axes: str) -> "RankIndex":
+        """A number that differs over `axes`."""
+        made = super().__new__(cls, value)
+        made.axes = frozenset(axes)
+        return made
+
+    def __bool__(self) -> bool:
+        raise _no_branch()
+
+    __hash__ = int.__hash__
+
+
+def _no_branch() -> ShardError:
+    return ShardError(
+        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
+        "torch.where(torch.tensor(index) == 0, a, b)"
+    )
+
+
+def _follows(name: str) -> Callable[..., Any]:
+    def operation(self: RankIndex, *others: Any) -> Any:
+        found = getattr(int, name)(self, *others)
+        axes = self.axes.union(*(other.axes for other in others if isinstance(other, RankIndex)))
+        return RankIndex(found, *axes) if type(found) is int else found
+
+    return operation
+
+
+def _refuses(self: RankIndex, other: object) -> bool:
+    raise _no_branch()
+
+
+for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pos and rand or ror xor rxor".split():
+    setattr(RankIndex, f"__{_name}__", _follows(f"__{_name}__"))
+for _name in "eq ne lt le gt ge".split():
+    setattr(RankIndex, f"__{_name}__", _refuses)
 
 
 def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import prepare_forward_mode, pytree, refuse_forward_mode
+from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_forward_mode
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered, left
@@ -46,9 +46,12 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     Communication: that of `func`, each collective twice: for the values and for the tangents.
     """
     _require_tuples("jvp", primals, tangents)
-    _require_alike("jvp", primals, tangents)
+    if not in_transform():
+        _require_alike("jvp", primals, tangents)
     prepare_forward_mode()
     inner = entered("jvp", (primals, tangents))
+    if in_transform():  # where a tree may come from outside, and another one not
+        _require_alike("jvp", *inner)
     return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
@@ -116,10 +119,13 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     """
     _require_tuples("hvp", primals)
     params, *batch = primals
-    _require_alike("hvp", params, tangent)
+    if not in_transform():
+        _require_alike("hvp", params, tangent)
     gradient = grad(func)
     prepare_forward_mode()
     inner, direction = entered("hvp", (params, tangent))
+    if in_transform():
+        _require_alike("hvp", inner, direction)
     _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
 
@@ -151,7 +157,7 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
             for name, leaf in tree.items()
             if name in other and other[name].shape != leaf.shape
         ]
-        raise_problems(verb, problems[:5])
+        raise_problems(verb, [] if in_transform() and tree.plan != other.plan else problems[:5])
         if tree.plan != other.plan:
             raise ShardError(
                 f"{verb}: the tangent has another layout than the primal; sf.reshard it\n{tree.plan.diff(other.plan)}"

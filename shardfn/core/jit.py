@@ -118,8 +118,9 @@ class _Leaf:
 class _Constant:
     """What is no tensor; 1, 1.0 and True are three of them."""
 
-    value: Any
+    key: Any
     kind: type
+    value: Any = field(compare=False)
 
 
 @dataclass
@@ -135,7 +136,7 @@ class _Flat:
     def kind(self) -> tuple[Any, ...]:
         """What a graph depends on."""
         about = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
-        return self.structure, self.places, about, self.parts
+        return self.structure, self.places, about, _overlaps(self.tensors), self.parts
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Params]]:
         """The pytree with other tensors; the trees in it."""
@@ -156,8 +157,46 @@ class _Flat:
         return pytree.tree_unflatten(leaves, self.structure), trees
 
 
+def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Pairs of tensors that are the same memory, so that writing one changes the other.
+
+    Raises:
+        ShardError: one is a part of the other, or reaches into it, which graphs do not know of.
+    """
+    spans = sorted(
+        (start, start + x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))), i)
+        for i, x in enumerate(tensors)
+        if x.numel() and x.layout is torch.strided and (start := x.data_ptr())
+    )
+    found: list[tuple[int, int]] = []
+    last, owner = 0, -1
+    for start, end, i in spans:
+        if start < last:
+            x, y = tensors[owner], tensors[i]
+            if (x.data_ptr(), x.shape, x.stride()) != (y.data_ptr(), y.shape, y.stride()):
+                raise ShardError(
+                    f"jit: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} share a part of their memory, so "
+                    "that writing one would change the other, which a graph does not know; pass a clone"
+                )
+            found.append((owner, i))
+        if end > last:
+            last, owner = end, i
+    return found
+
+
 def _with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     return local if spec is None else wrap_local(local, spec)
+
+
+def _constant(value: Any) -> _Constant:
+    try:
+        hash(value)
+    except TypeError:
+        raise ShardError(
+            f"jit: an argument or a result of type {type(value).__name__} may change, and a graph would not know; pass "
+            f"tensors, numbers or frozen dataclasses of them"
+        ) from None
+    return _Constant(value.hex() if isinstance(value, float) else value, type(value), value)  # -0.0 is not 0.0
 
 
 def _flatten(tree: Any) -> _Flat:
@@ -180,7 +219,7 @@ def _flatten(tree: Any) -> _Flat:
                 note(buffer)
             flat.parts.append(_Tree(tuple(node), specs, tuple(node.buffers), node.plan, node.mesh))
         else:
-            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _Constant(node, type(node)))
+            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _constant(node))
     return flat
 
 

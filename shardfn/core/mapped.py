@@ -9,12 +9,31 @@ reduced over them. A tree that comes out has the mapped dim in front again, spli
     outside   d w [b@fsdp, out@tp, in]                    `stacked(b, fsdp)`
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 
 from shardfn.core.layout import Layout
 from shardfn.core.plan import Bucket, Plan
+
+_AXES: ContextVar[frozenset[str]] = ContextVar("axes", default=frozenset())
+
+
+def mapped_axes() -> frozenset[str]:
+    """The mesh axes over which samples or members lie that the `vmap`s around map over."""
+    return _AXES.get()
+
+
+@contextmanager
+def mapped_over(axes: Iterable[str]) -> Iterator[None]:
+    """Within it a function runs on one of what lies on `axes`."""
+    token = _AXES.set(_AXES.get() | set(axes))
+    try:
+        yield
+    finally:
+        _AXES.reset(token)
 
 
 def inside(plan: Plan, vmaps: int) -> Plan:

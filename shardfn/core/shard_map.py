@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import DTensorSpec, dtensor_spec, pytree, spec_of
-from shardfn.core.collectives import pvary, watched
+from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, pytree, spec_of
+from shardfn.core.collectives import RankIndex, pvary, watched, watching
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.lowering import Lift, Lower
+from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
 from shardfn.core.spec import Spec, parse
 
@@ -120,17 +121,20 @@ class _Region:
             parts = Lower.apply([spec_of(args[i]) for i in given], *(args[i] for i in given))
             for i, part in zip(given, parts, strict=True):
                 locals_[i] = part
-        several = {axis for axis, size in axes_of(self.mesh).items() if size > 1}
+        if given and in_transform():
+            raise ShardError("shard_map: a DTensor inside a transform; leaves of trees are this rank's parts there")
+        several = {axis for axis, size in axes_of(self.mesh).items() if size > 1} - mapped_axes()
         typed = _Typed(self.mesh, several)
         for x, spec in zip(locals_, self.ins, strict=True):
             typed.note(x, frozenset(axis for _, split in _split(spec) for axis in split) & several)
-        with typed, watched(typed.note_collective):
+        with typed, watched(typed.note_collective, typed.note_index):
             result = self.fn(*locals_)
         found = list(result) if isinstance(result, tuple | list) else [result]
         self._require_outputs(found, typed)
         pairs = zip(found, self.outs, strict=True)
         found = [typed.varied(x, {a for _, split in _split(spec) for a in split} & several) for x, spec in pairs]
-        lifted = Lift.apply(self._out_specs(found, sizes), *found)
+        specs = self._out_specs(found, sizes)
+        lifted = found if in_transform() else Lift.apply(specs, *found)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
 
     def _checked(self, args: Sequence[Any]) -> dict[str, int]:
@@ -144,7 +148,8 @@ class _Region:
                 what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 problems.append(f"input {number} is '{spec}', got {what}")
                 continue
-            if isinstance(x, DTensor) and (layout := _layout(x)) != [split for _, split in _split(spec)]:
+            wanted = [tuple(axis for axis in split if axes[axis] > 1) for _, split in _split(spec)]
+            if isinstance(x, DTensor) and (layout := _layout(x)) != wanted:
                 shown = " ".join("".join(["_", *(f"@{a}" for a in split)]) for split in layout)
                 problems.append(f"input {number} is '{spec}', got a DTensor that is '{shown}'; redistribute it")
                 continue
@@ -192,11 +197,10 @@ class _Region:
 
 
 def _layout(x: DTensor) -> list[tuple[str, ...]]:
-    """The axes that split each dim, outermost first; of one rank too."""
-    names = x.device_mesh.mesh_dim_names or ()
-    return [
-        tuple(name for name, p in zip(names, x.placements, strict=True) if p.is_shard(dim)) for dim in range(x.dim())
-    ]
+    """The axes of several ranks that split each dim, outermost first."""
+    sizes = axes_of(x.device_mesh)
+    pairs = [(name, p) for name, p in zip(sizes, x.placements, strict=True) if sizes[name] > 1]
+    return [tuple(name for name, p in pairs if p.is_shard(dim)) for dim in range(x.dim())]
 
 
 class _Typed(TorchFunctionMode):
@@ -208,11 +212,22 @@ class _Typed(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, axes: set[str]) -> None:
         super().__init__()
         self._mesh, self._axes = mesh, axes
-        self._known = WeakIdKeyDictionary()
+        self._indexed = frozenset[str]()  # axes whose index the function has asked for
+        self._parted = False  # whether it has made lists of parts
+        self._known = WeakIdKeyDictionary()  # (over which axes, whether it had a derivative when that was noted)
 
     def note(self, x: Tensor, axes: frozenset[str]) -> None:
         """Say over which axes a tensor differs."""
-        self._known[x] = axes
+        self._known[x] = axes, x.grad_fn is not None
+
+    def note_index(self, axis: str) -> None:
+        """The function asks where this rank is: from then on it may take another part of a list on each."""
+        if axis in self._axes and self._parted:
+            raise ShardError(
+                "shard_map: axis_index after chunk, split or unbind; call it before, so that a part which is chosen by "
+                "it can be followed, or use sf.collectives.shard_slice"
+            )
+        self._indexed |= {axis} & self._axes
 
     def note_collective(self, varies: bool, x: Tensor, out: Tensor, axis: str) -> None:
         """A collective over `axis` made `out` of x."""
@@ -221,14 +236,14 @@ class _Typed(TorchFunctionMode):
 
     def axes_of(self, x: Tensor) -> frozenset[str]:
         """Over which axes a tensor differs; constants do not."""
-        if x not in self._known:
-            if x.grad_fn is not None:
+        axes, derived = self._known[x] if x in self._known else (frozenset[str](), False)
+        if not derived:
+            if x.grad_fn is not None:  # also when it was made inside an autograd.Function, where there is none yet
                 raise ShardError(
                     f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function or "
                     "a closure brings in: pass it as an input, or compute outside of the region"
                 )
-            return frozenset()
-        return self._known[x]
+        return axes
 
     def varied(self, x: Tensor, axes: Iterable[str]) -> Tensor:
         """x, where values that differ over `axes` are wanted."""
@@ -237,12 +252,18 @@ class _Typed(TorchFunctionMode):
         return x
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not watching():  # inside a collective, which says itself what it made
+            return func(*args, **(kwargs or {}))
         flat, structure = pytree.tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if not tensors or getattr(func, "__name__", "") in ("__get__", "__set__"):
-            return self._noted(func(*args, **(kwargs or {})), [*map(self._known.get, tensors)])
-        axes = frozenset[str]().union(*map(self.axes_of, tensors))
+            known = [self._known[x][0] for x in tensors if x in self._known]
+            return self._noted(func(*args, **(kwargs or {})), [*known, _axes_of_indices(flat)])
+        axes = _axes_of_indices(flat).union(*map(self.axes_of, tensors))
         name = str(getattr(func, "__name__", func))
+        if name in _INTO_PARTS:
+            self._parted = True
+            axes |= self._indexed
         if axes - self.axes_of(tensors[0]) and (name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")):
             raise ShardError(
                 f"shard_map: {name} writes values that differ over {sorted(axes)} into a tensor that does not; make it "
@@ -252,9 +273,21 @@ class _Typed(TorchFunctionMode):
         args, kwargs = pytree.tree_unflatten(same, structure)
         return self._noted(func(*args, **kwargs), [axes])
 
-    def _noted(self, out: Any, axes: list[frozenset[str] | None]) -> Any:
-        union = frozenset[str]().union(*(own for own in axes if own))
+    def _noted(self, out: Any, axes: list[frozenset[str]]) -> Any:
+        union = frozenset[str]().union(*axes) & self._axes
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor):
                 self.note(x, union)
         return out
+
+
+_INTO_PARTS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "__iter__"}
+
+
+def _axes_of_indices(values: Iterable[Any]) -> frozenset[str]:
+    """Over which axes numbers made of a rank's place differ, also inside of slices."""
+    found = frozenset[str]()
+    for value in values:
+        parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+        found = found.union(*(part.axes for part in parts if isinstance(part, RankIndex)))
+    return found

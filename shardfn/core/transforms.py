@@ -334,9 +334,10 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     if isinstance(loss, Mean):
         count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
         loss = loss.total / torch.where(count > 0, count, 1).to(loss.total.dtype)  # nothing counted: a loss of zero
+    if isinstance(loss, DTensor) and not loss.dim():
+        loss = loss.full_tensor()  # of all ranks: what `to_local` gives is a part, which counts as one of a sum
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        what = "a DTensor" if isinstance(loss, DTensor) else what
         raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
     return loss, count
 

@@ -7,7 +7,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ class Trial:
     def _splits(self, args: Any, kwargs: Any) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
         """Over which dims the inputs of dropout modules are split: a run with all heads and features tells."""
         noted = self._drops
-        if not any(axes for *_, axes in noted):
+        if not any(drop.tag.axes for drop in noted):
             return frozenset()
         whole = _Drops()
         layouts, cast = self.plan.layouts, self.plan.policy.compute_dtype
@@ -150,13 +150,39 @@ class Trial:
         with suppress(Exception), torch.enable_grad():  # a forward for parts only: nothing is known then
             args, kwargs = to_meta(cast_inputs(self.plan, (args, kwargs)))
             getattr(bound.root, self.method)(*args, **kwargs)
-        shapes = {(path, call): shape for path, call, shape, _ in whole}
-        sizes = self.plan.axes
+        shapes = {(drop.path, drop.call): drop.shape for drop in whole}
         return frozenset(
-            (path, call, _split_dims(shape, shapes.get((path, call)), axes, sizes))
-            for path, call, shape, axes in noted
-            if axes
+            (drop.path, drop.call, self._split_dims(drop, shapes.get((drop.path, drop.call))))
+            for drop in noted
+            if drop.tag.axes
         )
+
+    def _split_dims(self, drop: "_Drop", whole: torch.Size | None) -> tuple[str, ...] | None:
+        """The axis that splits each dim, "" for none; None when sizes do not tell.
+
+        A first dim that is split holds samples and heads side by side, and a dim as long as a fused output the parts
+        of that: what this rank has is not one piece of them.
+        """
+        part, axes, sizes = drop.shape, drop.tag.axes, self.plan.axes
+        if whole is None or len(part) != len(whole) or part[:1] != whole[:1]:
+            return None
+        found = []
+        for own, full in zip(part, whole, strict=True):
+            fits = [axis for axis in axes if own != full and own * sizes[axis] == full]
+            if own != full and (len(fits) != 1 or self._in_pieces(drop.tag.split_by, full, fits[0])):
+                return None
+            found.append(fits[0] if fits else "")
+        return tuple(found) if set(found) - {""} == set(axes) else None
+
+    def _in_pieces(self, paths: Collection[str], size: int, axis: str) -> bool:
+        """Whether a module of these has outputs of this size of which a rank has several pieces."""
+        for module in self.plan.info.modules:
+            if module.name in paths and module.kind == "linear":
+                layout = self.plan.layouts[dict(module.params)["weight"]]
+                out = layout.rule.expand(len(layout.shape)).dims[0]
+                if layout.shape[0] == size and (len(out.blocks) > 1 or axis not in out.factors[0].axes):
+                    return True
+        return False
 
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
@@ -202,8 +228,18 @@ class Trial:
         )
 
 
-class _Drops(list[tuple[str, int, torch.Size, frozenset[str]]]):
-    """(path, number of the call, shape of the input, axes over which it varies) of calls of dropout modules."""
+@dataclass(frozen=True)
+class _Drop:
+    """A call of a dropout module, by path and number, and its input."""
+
+    path: str
+    call: int
+    shape: torch.Size
+    tag: Tag
+
+
+class _Drops(list[_Drop]):
+    """The calls of dropout modules in a run."""
 
     def __init__(self, variance: Variance | None = None) -> None:
         super().__init__()
@@ -214,32 +250,13 @@ class _Drops(list[tuple[str, int, torch.Size, frozenset[str]]]):
 
         def around(inner: Forward) -> Forward:
             def forward(x: Tensor) -> Tensor:
-                calls = sum(path == other for other, *_ in self)
-                axes = self._variance.tag(x).axes if self._variance is not None else frozenset[str]()
-                self.append((path, calls, x.shape, axes))
+                calls = sum(drop.path == path for drop in self)
+                self.append(_Drop(path, calls, x.shape, self._variance.tag(x) if self._variance is not None else Tag()))
                 return inner(x)
 
             return forward
 
         return around
-
-
-def _split_dims(
-    part: torch.Size, whole: torch.Size | None, axes: Collection[str], sizes: Mapping[str, int]
-) -> tuple[str, ...] | None:
-    """The axis that splits each dim, "" for none; None when sizes do not tell.
-
-    A first dim that is split holds samples and heads side by side, which need not follow each other.
-    """
-    if whole is None or len(part) != len(whole) or part[:1] != whole[:1]:
-        return None
-    found = []
-    for own, full in zip(part, whole, strict=True):
-        fits = [axis for axis in axes if own != full and own * sizes[axis] == full]
-        if own != full and len(fits) != 1:
-            return None
-        found.append(fits[0] if fits else "")
-    return tuple(found) if set(found) - {""} == set(axes) else None
 
 
 class _MetaWeights:

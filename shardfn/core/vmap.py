@@ -28,7 +28,7 @@ from shardfn.core.dropout import index_over, lane, stream
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import left, lower, over_params
-from shardfn.core.mapped import inside, member, stacked, without
+from shardfn.core.mapped import inside, mapped_over, member, stacked, without
 from shardfn.core.mesh import grid
 from shardfn.core.tree import Params
 
@@ -87,8 +87,12 @@ def vmap(
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
         lanes, count = _lanes(pairs, ready, axes) if stream() is not None and randomness != "same" else (0, 1)
 
+        start = dict(given.calls) if (given := stream()) is not None else {}
+
         def run(own: Any, *flat: Any) -> Any:
-            with lane(own, count):
+            if given is not None:
+                given.calls = dict(start)  # every chunk makes the same calls
+            with mapped_over(axes), lane(own, count):
                 return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         own_dim = 0 if isinstance(lanes, Tensor) else None
