@@ -234,7 +234,7 @@ def outside_modes() -> Iterator[None]:
 
 def asks_for_values(error: Exception) -> bool:
     """Whether a recorded operation failed since Python wants a value, or a shape depends on one."""
-    of_memory = ("is not supported for tensor subclasses", "Cannot access data pointer")
+    of_memory = "is not supported for tensor subclasses", "Cannot access data pointer", "FakeTensor.__format__"
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or any(
         why in str(error) for why in of_memory
     )

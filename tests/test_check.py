@@ -1,7 +1,7 @@
 """`sf.check` on programs that are right, and on programs with one deliberate mistake each, which it names."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -281,6 +281,8 @@ def test_what_is_right_passes(name: str) -> None:
 
 
 def test_what_cannot_be_checked() -> None:
+    with pytest.raises(TypeError, match="got dict"):
+        check(cast(Any, {}), MESH, sf.Policy(), lambda p, x: x, X)
     with torch.device("meta"):
         model = MLP()
     with pytest.raises(sf.ShardError, match="no values"):

@@ -103,7 +103,7 @@ def check(
         mesh_spec: the mesh to simulate.
         policy: its precisions are not used: everything is computed in the model's own dtypes.
         loss_fn: as in `value_and_grad`; `loss_fn(params, *batch)`.
-        batch: of all data ranks; a tuple when there are several arguments.
+        batch: of all data ranks; a tuple or a list when there are several arguments.
         tolerance: largest relative error of a norm; default 1e-8 in float64, else 1e-4.
 
     Returns:
@@ -115,13 +115,15 @@ def check(
 
     Communication: none.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check: expected an nn.Module, got {type(model).__name__}")
     sizes = axes_of(mesh_spec)
     if simulated():
         raise ShardError("check: a simulation goes on already; check makes its own")
     if any(p.is_meta for p in model.parameters()):
         raise ShardError("check: the model is on the meta device and has no values to compare")
     plain = replace(policy, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
-    args = batch if isinstance(batch, tuple) else (batch,)
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if tolerance is None:
         tolerance = min((_TOLERANCE.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
     with _without_dropout(model):
@@ -219,7 +221,10 @@ def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, toler
     equal_loss = all(close(torch.tensor(x), torch.tensor(theirs), 0.0) for x in ours)
     module = _first_different(found, wanted, places, close)
     if module is not None:
-        problems.append(f"the output of '{module or '(root)'}' is the first that differs")
+        ends = [path for path, _ in wanted.outputs]
+        last = ends[ends.index(module) - 1] if module in ends[1:] else None
+        agrees = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
+        problems.append(f"the output of '{module or '(root)'}' is the first that differs{agrees}")
     if not equal_loss:
         problems.append(_loss_problem(ours[0], theirs, places, found.data, module is None))
     wrong = _different(found.grads, wanted.grads, places, close)
