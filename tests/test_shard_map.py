@@ -129,6 +129,13 @@ def test_what_follows_from_the_place_of_a_rank_differs(mesh: DeviceMesh) -> None
         assert isinstance(found, DTensor)
         return found.full_tensor()
 
+    def halved(u: Tensor) -> Tensor:
+        return u[:3] * (torch.tensor(place(mesh, "tp")) / 1 + 1)
+
+    torch.testing.assert_close(gradient(halved), gradient(scaled))
+    for wrong in (lambda u: u[:3] * (place(mesh, "tp") / 2), lambda u: u[:3] * float(place(mesh, "tp"))):
+        with pytest.raises(sf.ShardError, match="cannot be followed over ranks"):
+            gradient(wrong)
     for fn in (indexed, sliced, narrowed):
         torch.testing.assert_close(gradient(fn), weights)
     torch.testing.assert_close(gradient(scaled), torch.cat([weights[:3] + 2 * weights[3:], torch.zeros(3)]).double())

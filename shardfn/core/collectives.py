@@ -692,10 +692,18 @@ def _refuses(self: RankIndex, other: object) -> bool:
     raise _no_branch()
 
 
+def _loses(self: RankIndex, *others: object) -> float:
+    raise ShardError(
+        "axis_index: a fraction of it cannot be followed over ranks; compute with a tensor, torch.tensor(index) / 2"
+    )
+
+
 for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pos and rand or ror xor rxor".split():
     setattr(RankIndex, f"__{_name}__", _follows(f"__{_name}__"))
 for _name in "eq ne lt le gt ge".split():
     setattr(RankIndex, f"__{_name}__", _refuses)
+for _name in "truediv rtruediv pow rpow float divmod rdivmod lshift rlshift rshift rrshift abs invert round".split():
+    setattr(RankIndex, f"__{_name}__", _loses)
 
 
 def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
