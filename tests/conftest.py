@@ -15,3 +15,12 @@ def _end_ranks() -> Iterator[None]:
     from shardfn.testing import shutdown
 
     shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_world() -> Iterator[None]:
+    """A process group that a test leaves behind would be the world of all tests after it."""
+    yield
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "a test of this module left a process group behind"

@@ -210,9 +210,9 @@ class _Recomputed(nn.Module):
         return checkpoint(lambda v: F.dropout(v * self.weight, 0.5) + F.dropout(v, 0.1), x, use_reentrant=False)
 
 
+@on_meshes({"fsdp": 1})
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_recomputation_draws_what_was_drawn(backend: str) -> None:
-    mesh = sf.make_mesh("cpu", fsdp=1)
+def test_a_recomputation_draws_what_was_drawn(mesh: DeviceMesh, backend: str) -> None:
     model = _Recomputed()
     params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(64)
 
