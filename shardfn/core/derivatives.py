@@ -165,7 +165,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     flat, structure = pytree.tree_flatten(primals)
     others, other_structure = pytree.tree_flatten(tangents)
     if structure != other_structure:
-        raise ShardError(f"{verb}: tangents have another structure than primals: {other_structure} and {structure}")
+        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=_is_tree) for t in (tangents, primals))
+        raise ShardError(f"{verb}: tangents have another structure than primals: {seen} and {wanted}")
     for x, tangent in zip(flat, others, strict=True):
         if isinstance(x, Tensor) and isinstance(tangent, Tensor) and x.shape != tangent.shape:
             raise ShardError(f"{verb}: a tangent has shape {tuple(tangent.shape)}, its primal {tuple(x.shape)}")
