@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 _NAMES = (
-    *("broadcast", "allreduce", "barrier", "send", "recv", "gather", "scatter"),
+    *("broadcast", "allreduce", "allreduce_coalesced", "barrier", "send", "recv", "gather", "scatter"),
     *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced", "all_gather_single_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )

@@ -20,13 +20,22 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn._torch import dtensor_spec, pytree, unwrap_local, wrap_local
+from shardfn._torch import (
+    dtensor_spec,
+    pytree,
+    unwrap_local,
+    unwrap_locals,
+    with_local,
+    with_locals,
+    wrap_local,
+)
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.layout import Layout, local_slice, to_leaves
 from shardfn.core.mesh import Grid, chunk, grid
 from shardfn.core.offload import stored_on
+from shardfn.core.storage import map_runs
 from shardfn.core.tree import Params
 
 STEP = "step-{:08d}"
@@ -148,7 +157,7 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     reader = FileSystemReader(str(path))
     if not (Path(path) / ".metadata").is_file():
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
-    state = {name: _empty(tensor) for name, tensor in _flat_state(like).items()}
+    state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=_is_params))
     _require_same(str(path), reader.read_metadata(), state, whole)
     state_dict_loader.load(state, storage_reader=reader)
     flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
@@ -186,11 +195,18 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
     return state
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor)
-    local = torch.empty_like(unwrap_local(tensor))
-    return wrap_local(local, dtensor_spec(tensor.device_mesh, list(tensor.placements), tensor.shape, tensor.dtype))
+def _emptied(leaf: Any) -> Any:
+    """Memory for values like those of a leaf: side by side and pinned where they are."""
+    if isinstance(leaf, Params):
+        locals_ = map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
+        return leaf.like(zip(leaf, with_locals([*leaf.values()], locals_), strict=True))
+    if isinstance(leaf, DTensor):
+        return with_local(leaf, _empty(unwrap_local(leaf)))
+    return _empty(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, pin_memory=torch.cuda.is_available() and x.is_pinned())
 
 
 def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:

@@ -56,7 +56,7 @@ class Crossing:
         """The leaves are split over `axis` innermost, and over the axes in `keep`; shards may live on a `host`."""
         self.host = host
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
-        self.backend = backend_of(self.group, grid.device)
+        self.sends_well = grid.device.type == "cpu" and backend_of(self.group, grid.device) == "gloo"
         self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
         self.places = places_of(self.moves, self.ranks)
         self.starts, self.numel = self.places.starts, self.places.numel
@@ -70,7 +70,7 @@ class Crossing:
 
     def _in_place(self, itemsize: int) -> int | None:
         pays = self.numel * self.ranks * itemsize >= _IN_PLACE_TOTAL and self.ranks <= _IN_PLACE_RANKS
-        if self.backend != "gloo" or not pays:
+        if not self.sends_well or not pays:
             return None
         alone = [move.rows_first and move.numel * itemsize >= _IN_PLACE_MESSAGE for move in self.moves]
         return alone.index(False) if False in alone else len(alone)

@@ -162,21 +162,26 @@ def dropped(
     under one seed apart.
     """
     wanted = tuple(shape)
+    one, two = (_on(device, word) for word in seed)
     if p >= 1:
         return torch.ones(wanted, dtype=torch.bool, device=device)
-    sizes, starts = wanted or (1,), tuple(firsts) or (0,)
+    sizes, starts = wanted or (1,), tuple(_on(device, first) for first in firsts) or (0,)
     if all(isinstance(first, int) for first in starts):
         with outside_transforms(), outside_modes():
             rows = _kept_rows(sizes, starts, use, device)
     else:
         rows = _rows(sizes, starts, use, device)
-    total: Any = _signed(seed[0])
+    total: Any = _signed(one)
     for d, row in enumerate(rows):
         total = row.view(-1, *[1] * (len(sizes) - 1 - d)) + total
     # The same mixing in 32 bits, where `>>` repeats the sign. What it would do last changes low bits only.
-    total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D) + _signed(seed[1])
+    total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D) + _signed(two)
     total = total.bitwise_xor_((total >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     return (total < round(p * 2**32) - 2**31).view(wanted)
+
+
+def _on(device: Any, word: Word) -> Word:
+    return word.to(device) if isinstance(word, Tensor) else word
 
 
 def _rows(sizes: Sequence[int], firsts: Sequence[Word], use: Sequence[int], device: Any) -> list[Tensor]:
