@@ -179,35 +179,65 @@ def has_no_memory() -> bool:
 
 
 def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """The operations of `fn(*inputs)` as a `torch.fx.GraphModule`, found without computing anything."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+    """The operations of `fn(*inputs)` as a `torch.fx.GraphModule`, found without computing anything.
 
-    # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
-    def run(*given: Tensor) -> Any:
-        with _DrawnOnce():
-            return fn(*given)
+    Tensors from elsewhere are attributes of it, and keep their values.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     state = torch.get_rng_state()
     try:
+        # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
+            watch = _Recorder(mode)
+
+            def run(*given: Tensor) -> Any:
+                with watch:
+                    return fn(*given)
+
+            graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
     finally:
         torch.set_rng_state(state)
+    for name, value in [*graph.named_buffers(), *graph.named_parameters()]:
+        if id(value) in watch.real:
+            setattr(graph, name, watch.real[id(value)])
+    return graph
 
 
-class _DrawnOnce(TorchDispatchMode):
-    """Random numbers of a graph: what a recomputation draws again is what was drawn, not new numbers.
+class _Recorder(TorchDispatchMode):
+    """What recording alone gets wrong.
 
-    A recomputation sets the state of torch's generator to what it was. Recording leaves it alone, so that here every
-    operation that draws takes one real number, and the state before it tells which one it is.
+    Real tensors, from elsewhere: operations on nothing else would be done at once, and not be part of the graph. Here
+    they are fake ones, too. Nor have they values.
+
+    Random numbers: what a recomputation draws again is what was drawn, not new numbers. A recomputation sets the state
+    of torch's generator to what it was. Recording leaves it alone, so that here every operation that draws takes one
+    real number, and the state before it tells which one it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self.real: dict[int, Tensor] = {}  # by the identity of its fake one
+        self._mode = mode
+        self._fakes: dict[int, Tensor] = {}  # by the identity of the real one
         self._drawn: dict[tuple[Any, bytes], Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if not any(map(_is_real, pytree.tree_leaves((args, kwargs)))):
+            return self._noting_draws(func, args, kwargs or {})
+        args, kwargs = pytree.tree_map_only(Tensor, self._as_fake, (args, kwargs or {}))
+        out = self._noting_draws(func, args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: self.real.get(id(x), x), out)
+
+    def _as_fake(self, x: Tensor) -> Tensor:
+        if not _is_real(x):
+            return x
+        if id(x) not in self._fakes:
+            fake = self._fakes[id(x)] = self._mode.from_tensor(x)
+            self.real[id(fake)] = x
+        return self._fakes[id(x)]
+
+    def _noting_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         with _disable_current_modes():
@@ -220,6 +250,10 @@ class _DrawnOnce(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._drawn[key] = pytree.tree_map_only(Tensor, torch.clone, out)  # unused ones leave the graph
         return out
+
+
+def _is_real(x: Any) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -288,7 +322,8 @@ def waited(x: Tensor) -> Tensor:
 class _AsOneRank(TorchDispatchMode):
     """What torch's mode for simulated ranks (2.13) leaves open.
 
-    Each rank draws the same from a `Generator`, as ranks do that have one each. Zeros of forward mode have memory: a
+    Each rank draws the same from a `Generator`, as ranks do that have one each. Where a tensor from outside meets only
+    numbers that ranks have each their own of, the mode would take the number for a placeholder. Zeros of forward mode have memory: a
     kernel that gets one without, in a tensor of many ranks, reads where there is nothing. Scripts of torch, which are
     its forward mode of some operations, get the size of a tensor.
     """
@@ -299,18 +334,35 @@ class _AsOneRank(TorchDispatchMode):
         if func is torch.ops.aten.size.default:
             return list(args[0].shape)
         generator = (kwargs or {}).get("generator")
-        if not isinstance(generator, torch.Generator):
+        draws = isinstance(generator, torch.Generator)
+        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+        if not draws and not self._only_numbers_differ(flat):
             return func(*args, **(kwargs or {}))
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        before = generator.get_state()
+        changes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+        if changes and not draws:
+            raise RuntimeError(
+                f"{func}: ranks would write different values into one tensor from outside of the simulation, or a "
+                "copy of one; compute a new tensor instead, such as x + n"
+            )
+        before = generator.get_state() if draws else None
 
-        def draw(_: int, own: list[Any]) -> list[Tensor]:
-            generator.set_state(before)
+        def on_one(_: int, own: list[Any]) -> list[Tensor]:
+            if before is not None:
+                generator.set_state(before)
             own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-            return [func(*own_args, **own_kwargs)]
+            out = func(*own_args, **own_kwargs)
+            return [out] if isinstance(out, Tensor) else list(out)
 
-        (drawn,) = on_each_rank(draw, flat)
-        return args[0] if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable else drawn
+        out = on_each_rank(on_one, flat)
+        return args[0] if changes else out[0] if len(out) == 1 else out
+
+    @staticmethod
+    def _only_numbers_differ(values: list[Any]) -> bool:
+        """Whether there are plain tensors, and of what ranks have each their own of only numbers."""
+        if not any(isinstance(x, torch.SymInt) and isinstance(x.node, LocalIntNode) for x in values):
+            return False
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        return bool(tensors) and not any(isinstance(x, LocalTensor) for x in tensors)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def test_mixed_precision(mesh: DeviceMesh, offload: Any) -> None:
     assert_parity(found, train(mesh, torch.float32), tol=3e-2)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what inductor recommends
 @on_meshes(ALONE, {"fsdp": 2, "tp": 2}, timeout=280)
 @pytest.mark.parametrize("how", ["units", "aot_eager", "inductor"])
 def test_compiled(mesh: DeviceMesh, how: str) -> None:

@@ -312,7 +312,15 @@ def _places(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, n
         dims = axes_of_dims(parse(plan.policy.acts[pattern]), ndim, plan.axes)
         batch = next((d for d, axes in enumerate(dims) if set(axes) & set(plan.roles.data)), 0)
         return [_part(grid, [axis for axis in axes if axis in compute]) for axes in dims], batch
-    found = next((axes for name, number, axes in adjust.splits if (name, number) == (path, call)), ("",) * ndim)
+    if not adjust.splits:
+        return [_part(grid, [])] * ndim, 0
+    known = {(name, number): axes for name, number, axes in adjust.splits}
+    if (path, call) not in known:
+        raise ShardError(
+            f"dropout_seed: call {call + 1} of {path!r} was not made in the run without data, which another forward of "
+            f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
+        )
+    found = known[path, call]
     if found is None:
         raise ShardError(
             f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "

@@ -215,7 +215,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Floats and integers.
+    """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Any numbers.
 
     One all-reduce, on gloo in float32 for 16-bit floats.
 
@@ -229,6 +229,10 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Raises:
         ShardError: the dtype is none that adds (bool, float8).
     """
+    if x.is_complex():
+        if group.size() > 1 and not x.is_meta:
+            x.copy_(torch.view_as_complex(sum_flat_(torch.view_as_real(x.detach().resolve_conj().clone()), group)))
+        return x
     _check_addable("sum_flat_", x)
     if group.size() == 1 or x.is_meta:
         return x
@@ -439,7 +443,11 @@ class _AllToAll(_Pair):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         mesh, axis, split_dim, concat_dim = ctx.where
-        return _bind(_AllToAll, grads[0], mesh, axis, concat_dim, split_dim), None, None, None, None
+        where = mesh, axis, concat_dim, split_dim
+        # Dynamo of torch 2.11 traces a Function in the backward of itself wrongly, without an error.
+        compiling = torch.compiler.is_compiling()
+        back = _AllToAll.forward(grads[0], *where) if compiling else _bind(_AllToAll, grads[0], *where)
+        return back, None, None, None, None
 
 
 class _IntoLosses(_Pair):
@@ -511,7 +519,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not x.is_floating_point() else _Weighed.apply(x, factor)
+    return x if factor == 1 or not (x.is_floating_point() or x.is_complex()) else _Weighed.apply(x, factor)
 
 
 class _Pmean(_Pair):
@@ -753,9 +761,10 @@ def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     Raises:
         ShardError: the mesh has no such axis, or the dtype has no mean (integers, bool, float8).
     """
-    if not x.is_floating_point():
-        raise ShardError(f"pmean: {x.dtype} has no mean. Convert x with x.float(), or use psum.")
-    _check_addable("pmean", x)
+    if not x.is_complex():
+        if not x.is_floating_point():
+            raise ShardError(f"pmean: {x.dtype} has no mean. Convert x with x.float(), or use psum.")
+        _check_addable("pmean", x)
     size = _size("pmean", mesh, axis, x)
     return x if size == 1 else _bind(_Psum, x, mesh, axis) / size
 

@@ -163,7 +163,8 @@ def dropped(
     """
     wanted = tuple(shape)
     one, two = (_on(device, word) for word in seed)
-    if p >= 1:
+    threshold = round(p * 2**32)
+    if threshold >= 2**32:
         return torch.ones(wanted, dtype=torch.bool, device=device)
     sizes, starts = wanted or (1,), tuple(_on(device, first) for first in firsts) or (0,)
     if all(isinstance(first, int) for first in starts):
@@ -177,7 +178,7 @@ def dropped(
     # The same mixing in 32 bits, where `>>` repeats the sign. What it would do last changes low bits only.
     total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D) + _signed(two)
     total = total.bitwise_xor_((total >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
-    return (total < round(p * 2**32) - 2**31).view(wanted)
+    return (total < threshold - 2**31).view(wanted)
 
 
 def _on(device: Any, word: Word) -> Word:
@@ -225,7 +226,17 @@ class Stream:
 
 
 _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
-_LANES: ContextVar[tuple[tuple[Word, int], ...]] = ContextVar("lanes", default=())  # (this lane, how many) of each vmap
+
+@dataclass(frozen=True)
+class _Lane:
+    """Which one this is of what a vmap maps over: of all ranks' (members, samples), or of a rank's part of the batch."""
+
+    index: Word
+    count: int
+    of_part: bool
+
+
+_LANES: ContextVar[tuple[_Lane, ...]] = ContextVar("lanes", default=())  # of each vmap around
 
 
 @contextmanager
@@ -267,9 +278,12 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
         _STREAM.reset(token)
 
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
     for word in words:
-        whole = isinstance(word, Tensor) and not word.is_floating_point() and not word.is_complex() and not word.dim()
+        whole = isinstance(word, Tensor) and word.dtype in _WHOLE and not word.dim()
         if not whole and (not isinstance(word, int) or isinstance(word, bool)):
             raise TypeError(f"{verb}: a seed is a whole number or a tensor of one without dims, not {word!r}")
     if not words:
@@ -283,9 +297,9 @@ def stream() -> Stream | None:
 
 
 @contextmanager
-def lane(index: Word, count: int) -> Iterator[None]:
-    """Within it runs one of `count` samples, or members, that a `vmap` maps over."""
-    token = _LANES.set((*_LANES.get(), (index, count)))
+def lane(index: Word, count: int, of_part: bool) -> Iterator[None]:
+    """Within it runs one of `count` samples, or members, that a `vmap` maps over: of all ranks, or of this rank's."""
+    token = _LANES.set((*_LANES.get(), _Lane(index, count, of_part)))
     try:
         yield
     finally:
@@ -336,8 +350,10 @@ class Masks:
                 "call; open it inside of the step, with a seed that is a tensor"
             )
         self._stream, self.over = stream, False
-        self._values: list[Word] = [*stream.seed, *(index for index, _ in lanes), batch_index]
-        self._counts = [*(count for _, count in lanes), batch_count]
+        own = _Lane(batch_index, batch_count, False)
+        order = [*(x for x in lanes if not x.of_part), own, *(x for x in lanes if x.of_part)]
+        self._values: list[Word] = [*stream.seed, *(x.index for x in order)]
+        self._counts = [x.count for x in order]
         self._seen: dict[tuple[str, int], int] = {}
         self._before = dict(stream.calls)
 

@@ -469,7 +469,7 @@ def reduce_grads(
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
     for name, grad in pending.items():
-        if op == "mean" and not grad.is_floating_point():
+        if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
         if grad.dtype == torch.bool:
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, which cannot be added")

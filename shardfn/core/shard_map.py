@@ -264,12 +264,15 @@ class _Typed(TorchFunctionMode):
         if name in _INTO_PARTS:
             self._parted = True
             axes |= self._indexed
-        if axes - self.axes_of(tensors[0]) and (name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")):
+        out = (kwargs or {}).get("out")
+        target = out if isinstance(out, Tensor) else tensors[0]
+        writes = out is not None or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")
+        if writes and axes - self.axes_of(target):
             raise ShardError(
                 f"shard_map: {name} writes values that differ over {sorted(axes)} into a tensor that does not; make it "
                 "with sf.collectives.pvary(x, mesh, axis) first"
             )
-        same = [self.varied(x, axes) if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]
+        same = [self.varied(x, axes) if _has_derivatives(x) else x for x in flat]
         args, kwargs = pytree.tree_unflatten(same, structure)
         return self._noted(func(*args, **kwargs), [axes])
 
@@ -279,6 +282,10 @@ class _Typed(TorchFunctionMode):
             if isinstance(x, Tensor):
                 self.note(x, union)
         return out
+
+
+def _has_derivatives(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 _INTO_PARTS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "__iter__"}

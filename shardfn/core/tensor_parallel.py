@@ -39,8 +39,9 @@ class Adjustments:
     """What a run without data added to the derivation, see [Note: varying and invariant].
 
     `vary`: parameters and module outputs that need a `pvary`, with the axis; `gather`: column-parallel modules whose
-    output is gathered because it leaves `apply`. `splits`: calls of dropout modules, by path and number, on activations
-    that are split, with the axis of each dim ("" for none); None when no dim explains the size.
+    output is gathered because it leaves `apply`. `splits`: if any dropout module is called on a split activation,
+    all calls of such modules, by path and number, with the axis of each dim ("" for none); None when no dim explains
+    the size.
     """
 
     vary: frozenset[tuple[str, str]] = frozenset()

@@ -153,8 +153,9 @@ class Trial:
         shapes = {(drop.path, drop.call): drop.shape for drop in whole}
         return frozenset(
             (drop.path, drop.call, self._split_dims(drop, shapes.get((drop.path, drop.call))))
-            for drop in noted
             if drop.tag.axes
+            else (drop.path, drop.call, ("",) * len(drop.shape))
+            for drop in noted
         )
 
     def _split_dims(self, drop: "_Drop", whole: torch.Size | None) -> tuple[str, ...] | None:
@@ -273,7 +274,7 @@ class _MetaWeights:
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
             parts = [torch.empty(shape, dtype=cast or layout.dtype, device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
-            made.requires_grad_(layout.trainable and made.is_floating_point())
+            made.requires_grad_(layout.trainable and (made.is_floating_point() or made.is_complex()))
             axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
             self._variance.mark(made, Tag(axes, made.requires_grad, None if axes else f"parameter {name}"))
             self._made[name] = made

@@ -85,14 +85,14 @@ def vmap(
         pairs = [(_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim) for leaf, dim in both]
         axes = _mapped_axes(pairs)
         ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
-        lanes, count = _lanes(pairs, ready, axes) if stream() is not None and randomness != "same" else (0, 1)
+        lanes, count, of_part = _lanes(pairs, ready, axes) if stream() and randomness != "same" else (0, 1, False)
 
         start = dict(given.calls) if (given := stream()) is not None else {}
 
         def run(own: Any, *flat: Any) -> Any:
             if given is not None:
                 given.calls = dict(start)  # every chunk makes the same calls
-            with mapped_over(axes), lane(own, count):
+            with mapped_over(axes), lane(own, count, of_part):
                 return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         own_dim = 0 if isinstance(lanes, Tensor) else None
@@ -103,20 +103,24 @@ def vmap(
     return mapped
 
 
-def _lanes(pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int]:
-    """The numbers of this rank's samples or members among those of all ranks, and how many these are."""
+def _lanes(pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int, bool]:
+    """The numbers of this rank's samples or members among those of all ranks, and how many these are.
+
+    Without a tree, which is then closed over and keeps its axes, they are numbered among those of this rank alone: True.
+    """
     sizes = [
         next(iter(x.values())).shape[0] if _is_tree(x) else x.shape[dim]
         for x, (_, dim) in zip(ready, pairs, strict=True)
         if dim is not None
     ]
     tree = next((leaf for leaf, _ in pairs if _is_tree(leaf)), None)
-    if not sizes or tree is None:
-        return 0, 1
-    ranks = prod(tree.plan.axes[axis] for axis in axes)
-    return index_over(grid(tree.mesh, tree.plan.roles.storage), axes) * sizes[0] + torch.arange(
-        sizes[0]
-    ), ranks * sizes[0]
+    if not sizes:
+        return 0, 1, False
+    own = torch.arange(sizes[0])
+    if tree is None:
+        return own, sizes[0], True
+    before = index_over(grid(tree.mesh, tree.plan.roles.storage), axes) * sizes[0]
+    return before + own, prod(tree.plan.axes[axis] for axis in axes) * sizes[0], False
 
 
 def _is_tree(x: object) -> bool:
