@@ -55,6 +55,9 @@ all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 # A store for a world of one; exported by torch.distributed, but not declared.
 HashStore: Callable[[], Any] = dist.__dict__["HashStore"]
 
+# Whether a compiled all-to-all has a gradient; in torch 2.11 that is zero, without an error.
+COMPILES_EXCHANGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 # What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
 LAZY_MODULES = ("torch._dynamo",)
 

@@ -364,6 +364,7 @@ def program(x: Tensor, w: Tensor, mesh: DeviceMesh) -> Tensor:
     h = sfc.all_gather(sfc.pvary(w, mesh, "tp") * x, mesh, "tp", 1).sin()
     h = sfc.all_to_all(sfc.psum_scatter(h, mesh, "tp", 0), mesh, "tp", 1, 0).cos()
     h = h + sfc.shard_slice(sfc.all_gather_invariant(h, mesh, "tp", -1).sin(), mesh, "tp", -1)
+    h = h * sfc.all_to_all(h, mesh, "tp", -1, -1).sin()
     return sfc.pmean((h * h).sum(), mesh, "tp") + sfc.psum(h.sum(), mesh, "tp")
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import (
+    COMPILES_EXCHANGES,
     all_gather_single,
     all_to_all_single,
     exchanging,
@@ -443,11 +444,7 @@ class _AllToAll(_Pair):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         mesh, axis, split_dim, concat_dim = ctx.where
-        where = mesh, axis, concat_dim, split_dim
-        # Dynamo of torch 2.11 traces a Function in the backward of itself wrongly, without an error.
-        compiling = torch.compiler.is_compiling()
-        back = _AllToAll.forward(grads[0], *where) if compiling else _bind(_AllToAll, grads[0], *where)
-        return back, None, None, None, None
+        return _bind(_AllToAll, grads[0], mesh, axis, concat_dim, split_dim), None, None, None, None
 
 
 class _IntoLosses(_Pair):
@@ -951,7 +948,18 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     split_dim = _dim("all_to_all", x, "split_dim", split_dim)
     concat_dim = _dim("all_to_all", x, "concat_dim", concat_dim)
     size = _split("all_to_all", x, mesh, axis, split_dim)
+    if size > 1 and torch.compiler.is_compiling() and not COMPILES_EXCHANGES:
+        return _exchanged_by_gather(x, mesh, axis, size, split_dim, concat_dim)
     return x if size == 1 else _bind(_AllToAll, x, mesh, axis, split_dim, concat_dim)
+
+
+def _exchanged_by_gather(x: Tensor, mesh: Mesh, axis: str, size: int, split_dim: int, concat_dim: int) -> Tensor:
+    """`all_to_all` that receives W times as much."""
+    parts = _bind(_AllGather, x.unsqueeze(0), mesh, axis, 0)  # [W, ..]
+    length = x.shape[split_dim] // size
+    index = 0 if isinstance(mesh, MeshSpec) else mesh.get_local_rank(axis)
+    own = parts.narrow(split_dim + 1, index * length, length)
+    return own.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
 def _size(name: str, mesh: Mesh, axis: str, x: Tensor | None = None) -> int:
