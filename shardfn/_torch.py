@@ -201,7 +201,8 @@ def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
             graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
     finally:
         torch.set_rng_state(state)
-    for name, value in [*graph.named_buffers(), *graph.named_parameters()]:
+    held = *graph.named_buffers(remove_duplicate=False), *graph.named_parameters(remove_duplicate=False)
+    for name, value in held:
         if id(value) in watch.real:
             setattr(graph, name, watch.real[id(value)])
     return graph

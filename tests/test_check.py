@@ -101,6 +101,10 @@ def _mean(model: nn.Module) -> Callable[..., Tensor]:
     return lambda p, x: sf.apply(model, p, x).square().mean()
 
 
+def _sine(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda p, x: sf.apply(model, p, x).sin().mean()
+
+
 def _tokens(model: nn.Module) -> Callable[..., Tensor]:
     return lambda p, x, y: token_loss(sf.apply(model, p, x), y)
 
@@ -265,7 +269,8 @@ CORRECT: dict[str, Callable[[], Case]] = {
     "an exact mean": lambda: _mlp(loss=_weighted),
     "a penalty on the weights": lambda: _mlp(loss=_with_penalty),
     "a cache in an attribute": lambda: (_Cached(), sf.Policy(), _mean, X, ""),
-    "dropout of attention": lambda: (_attention(), sf.Policy(), _mean, X[:, None], ""),
+    "bfloat16": lambda: (_mlp()[0].bfloat16(), *_mlp()[1:3], X.bfloat16(), ""),
+    "dropout of attention": lambda: (_attention(), sf.Policy(), _sine, X[:, None], ""),
     "convolution and recurrence": lambda: (_Conv(), sf.Policy(), _mean, X, ""),
 }
 
@@ -278,6 +283,13 @@ def test_what_is_right_passes(name: str) -> None:
     assert report.loss == pytest.approx(report.expected_loss)
     assert str(report).startswith("check: equal to one rank")
     assert getattr(model, "cache", None) is None and not getattr(model, "caches", {}), "nothing of the simulation stays"
+
+
+def test_a_step_that_draws_says_so() -> None:
+    model, chosen, loss, batch, _ = _mlp(between=lambda x: F.dropout(x, 0.5))
+    assert "the step draws random numbers" in str(check(model, MESH, chosen, loss(model), batch))
+    model, chosen, loss, batch, _ = _mlp(between=lambda x: x.softmax(-1))
+    assert "random" not in str(check(model, MESH, chosen, loss(model), batch))
 
 
 def test_what_cannot_be_checked() -> None:

@@ -93,6 +93,11 @@ def _per_sample(model: nn.Module, p: sf.Params, x: Tensor) -> Any:
     return sf.gather(sf.vmap(sf.grad(_loss(model)), in_dims=(None, 0))(p, x))
 
 
+def _closed_over(model: nn.Module, p: sf.Params, x: Tensor) -> Any:
+    """Samples of a rank's part of the batch, with a tree that is not mapped."""
+    return sf.gather(sf.grad(lambda p: sf.vmap(lambda x: _loss(model)(p, x))(x).mean())(p))
+
+
 def _hvp(model: nn.Module, p: sf.Params, x: Tensor) -> Any:
     return sf.gather(sf.hvp(_loss(model), (p, x), sf.tree.map(torch.ones_like, p)))
 
@@ -140,7 +145,7 @@ def _require_like_one_rank(mesh: DeviceMesh, program: Callable[..., Any], checkp
 
 @on_meshes(*MESHES, timeout=120)
 def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
-    for program in (_value_and_grad, _twice, _torch_grad, _per_sample, _hvp, _slope, _members):
+    for program in (_value_and_grad, _twice, _torch_grad, _per_sample, _closed_over, _hvp, _slope, _members):
         _require_like_one_rank(mesh, program)
     _require_like_one_rank(mesh, _per_sample, regather=False)
 
@@ -330,6 +335,38 @@ def test_acts_say_where_an_activation_is_split(mesh: DeviceMesh) -> None:
         sf.apply(_model(), wrong, sf.data.local_batch(_batch(), mesh))
 
 
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.down(self.drop(torch.tanh(self.up(x))))
+        return x
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_call_that_the_run_without_data_did_not_make_is_asked_for(mesh: DeviceMesh) -> None:
+    rules, acts = {"up.weight": "ff@tp c", "down.weight": "c ff@tp"}, {"drop": "b s ff@tp"}
+    found = []
+    for chosen in (sf.Policy(rules=rules), sf.Policy(rules=rules, acts=acts)):
+        torch.manual_seed(1)
+        model = Loops().double()
+        params = sf.shard(model, mesh, chosen)
+        with sf.data.dropout_seed(1):
+            sf.apply(model, params, _batch(), 1)
+        with sf.data.dropout_seed(1):
+            if chosen.acts:
+                found.append(sf.apply(model, params, _batch(), 2))
+                continue
+            with pytest.raises(sf.ShardError, match=r"call 2 of 'drop' .* Policy\(acts="):
+                sf.apply(model, params, _batch(), 2)
+    with sf.simulate(fsdp=1, tp=1) as one, sf.data.dropout_seed(1):
+        wanted = sf.apply(model, sf.shard(model, one, sf.Policy()), _batch(), 2)
+    assert_parity(found, [_at_one(wanted)], tol=1e-10)
+
+
 def test_a_recomputation_that_draws_other_numbers_is_refused() -> None:
     class Forgets(nn.Module):
         def __init__(self) -> None:
@@ -365,18 +402,22 @@ def test_vmaps_that_samples_cannot_be_told_apart_in() -> None:
         with sf.data.dropout_seed(1):
             torch.testing.assert_close(mapped(params, x)[:, 0], _applied(model, params, x))
     with sf.data.dropout_seed(1):
+        closed_over = sf.vmap(lambda x: sf.apply(model, params, x[None]))(x)
+    torch.testing.assert_close(closed_over[:, 0], _applied(model, params, x))
+    with sf.data.dropout_seed(1):
         each = sf.vmap(lambda p, x: sf.apply(model, p, x[None]), in_dims=(None, 0))
         assert not torch.allclose(*each(params, x[:1].expand(2, -1, -1)))
 
 
 def test_bad_input() -> None:
     x = torch.ones(4, 4)
-    wrong: list[Any] = [(), (0.5,), (True,), (torch.ones(2, dtype=torch.long),), (torch.tensor(1.0),), ("1",)]
+    wrong: list[Any] = [(), (0.5,), (True,), (torch.ones(2, dtype=torch.long),), (torch.tensor(1.0),), (torch.tensor(True),), ("1",)]
     for seed in wrong:
         with pytest.raises(TypeError, match="seed"), sf.data.dropout_seed(*seed):
             pass
         with pytest.raises(TypeError, match="seed"):
             sf.data.dropout(x, seed=seed)
+    assert not sf.data.dropout(x, 1 - 1e-12, seed=1).any()
     with pytest.raises(ValueError, match="p=2"):
         sf.data.dropout(x, 2, seed=1)
     with pytest.raises(sf.ShardError, match="pass mesh="):

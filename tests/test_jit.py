@@ -237,6 +237,27 @@ def test_a_recomputation_draws_what_was_drawn(mesh: DeviceMesh, backend: str) ->
     assert backend == "inductor" or not torch.equal(state, torch.get_rng_state())
 
 
+def test_tensors_from_elsewhere_are_written_when_the_graph_runs() -> None:
+    """And only then: recording them changes nothing, nor does it know their values."""
+    count, average = torch.zeros(()), torch.zeros(2)
+
+    def step(x: Tensor) -> Tensor:
+        average.mul_(0.5).add_(x, alpha=0.5)
+        return x.sum() * count.add_(1)
+
+    fast = jit(step, backend="aot_eager")
+    assert [float(fast(torch.ones(2))) for _ in range(3)] == [2.0, 4.0, 6.0]
+    assert float(count) == 3 and torch.equal(average, torch.full((2,), 0.875))
+
+    def refused(x: Tensor) -> Tensor:
+        count.add_(1)
+        return x * count.item()
+
+    with pytest.raises(sf.ShardError, match=r"count\.item\(\)` needs the value of a tensor"):
+        jit(refused, backend="aot_eager")(torch.ones(2))
+    assert float(count) == 3
+
+
 def test_arguments_that_change_without_a_new_object() -> None:
     def added(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         a.add_(1)

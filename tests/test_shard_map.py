@@ -73,6 +73,26 @@ def test_leaves_of_a_tree_and_parts_of_a_batch(mesh: DeviceMesh) -> None:
 
 
 @on_meshes({"fsdp": 2, "tp": 2})
+def test_complex_values_have_the_gradients_of_one_device(mesh: DeviceMesh) -> None:
+    x, scale = (torch.randn(n, 6, dtype=torch.complex128, generator=torch.Generator().manual_seed(n)) for n in (8, 1))
+
+    def norm(x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).abs().square().sum()
+
+    tensors = [x.requires_grad_(), scale.requires_grad_()]
+    expected = torch.autograd.grad(norm(x, scale), tensors)
+    region = shard_map("b@fsdp c, one c -> ", mesh)(lambda x, s: sf.collectives.psum(norm(x, s), mesh, "fsdp"))
+    placed = [Shard(0), Replicate()], [Replicate(), Replicate()]
+    given = [distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(tensors, placed, strict=True)]
+    grads = torch.autograd.grad(region(*given).to_local(), given)
+    for found, wanted in zip(grads, expected, strict=True):
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), wanted)
+    total = sf.collectives.psum(x.detach().conj(), mesh, "tp")
+    torch.testing.assert_close(total, 2 * x.detach().conj().resolve_conj())
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_what_is_wrong_says_so(mesh: DeviceMesh) -> None:
     x, up, *_ = _tensors()
 

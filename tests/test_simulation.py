@@ -141,6 +141,23 @@ def test_generators_and_plain_tensors_are_the_same_on_all_ranks() -> None:
         assert torch.equal(part_of_rank(found, 1), expected)
 
 
+def test_tensors_from_outside_meet_numbers_of_a_rank() -> None:
+    x, y = torch.ones(4), torch.arange(4.0)
+    with simulate(a=2) as mesh:
+        place = mesh.get_local_rank("a")
+        found = [x * place, x + place, y[place:][0], y < place, torch.full_like(x, place), torch.roll(y, place)]
+        parts = torch.split(y * place, [2, 2])
+        region = sf.shard_map("n@a -> n@a", mesh)(lambda x: x + sf.collectives.axis_index(mesh, "a"))(torch.zeros(4))
+        with pytest.raises(RuntimeError, match="different values into one tensor"):
+            x.add_(place)
+    for rank in range(2):
+        wanted = [x * rank, x + rank, y[rank], y < rank, torch.full_like(x, rank), torch.roll(y, rank)]
+        assert all(torch.equal(part_of_rank(a, rank), b) for a, b in zip(found, wanted, strict=True))
+        assert torch.equal(part_of_rank(parts[1], rank), y[2:] * rank)
+        assert torch.equal(part_of_rank(region.to_local(), rank), torch.full((4,), float(rank)))
+    assert torch.equal(x, torch.ones(4))
+
+
 def test_a_checkpoint_draws_the_same_again_on_every_rank() -> None:
     """Each rank with numbers of its own, which torch's mode would forget."""
     drop = nn.Dropout(0.5)

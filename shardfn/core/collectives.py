@@ -733,7 +733,8 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     Raises:
         ShardError: the mesh has no such axis, or the dtype is none that adds (bool, float8).
     """
-    _check_addable("psum", x)
+    if not x.is_complex():
+        _check_addable("psum", x)
     return x if _size("psum", mesh, axis, x) == 1 else _bind(_Psum, x, mesh, axis)
 
 
