@@ -237,7 +237,8 @@ class _Recorder(TorchDispatchMode):
         if not _is_real(x):
             return x
         if id(x) not in self._fakes:
-            fake = self._fakes[id(x)] = self._mode.from_tensor(x)
+            with _disable_current_modes():  # of a view the base comes first, which is none of the step's operations
+                fake = self._fakes[id(x)] = self._mode.from_tensor(x)
             self.real[id(fake)] = x
         return self._fakes[id(x)]
 

@@ -325,18 +325,18 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     attributes = [node for node in graph.graph.nodes if node.op == "get_attr"]
     holds = [node for node in attributes if isinstance(getattr(graph, str(node.target), None), Tensor)]
     last = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    values: dict[str, Tensor] = {}
-    places: dict[str, fx.Node] = {}
+    values: dict[int, Tensor] = {}  # by identity: what is written under one name is read under another
+    places: dict[int, fx.Node] = {}
     after = last[-1] if last else None
     for node in holds:
-        name = str(node.target)
-        if name not in values:
-            values[name] = getattr(graph, name)
+        value = getattr(graph, str(node.target))
+        if id(value) not in values:
+            values[id(value)] = value
             with graph.graph.inserting_after(after) if after is not None else graph.graph.inserting_before():
-                after = places[name] = graph.graph.placeholder(f"constant_{len(places)}")
-        node.replace_all_uses_with(places[name])
+                after = places[id(value)] = graph.graph.placeholder(f"constant_{len(places)}")
+        node.replace_all_uses_with(places[id(value)])
         graph.graph.erase_node(node)
-    for name in values:
+    for name in {str(node.target) for node in holds}:
         delattr(graph, name)
     graph.graph.eliminate_dead_code()
     graph.recompile()
