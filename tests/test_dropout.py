@@ -411,7 +411,15 @@ def test_vmaps_that_samples_cannot_be_told_apart_in() -> None:
 
 def test_bad_input() -> None:
     x = torch.ones(4, 4)
-    wrong: list[Any] = [(), (0.5,), (True,), (torch.ones(2, dtype=torch.long),), (torch.tensor(1.0),), (torch.tensor(True),), ("1",)]
+    wrong: list[Any] = [
+        (),
+        (0.5,),
+        (True,),
+        (torch.ones(2, dtype=torch.long),),
+        (torch.tensor(1.0),),
+        (torch.tensor(True),),
+        ("1",),
+    ]
     for seed in wrong:
         with pytest.raises(TypeError, match="seed"), sf.data.dropout_seed(*seed):
             pass

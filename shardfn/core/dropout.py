@@ -227,6 +227,7 @@ class Stream:
 
 _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
 
+
 @dataclass(frozen=True)
 class _Lane:
     """Which one this is of what a vmap maps over: of all ranks' (members, samples), or of a rank's part of the batch."""

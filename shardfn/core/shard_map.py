@@ -29,7 +29,9 @@ def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Cal
     """A decorator: a function of this rank's parts becomes one of `DTensor`s, like JAX's `shard_map`.
 
     `spec` is `"inputs -> outputs"` in the notation of rules, one for each tensor, with commas between them. Inside are
-    plain local tensors and the collectives of `sf.collectives`. Gradients have the layouts of their tensors.
+    plain local tensors and the collectives of `sf.collectives`. Gradients have the layouts of their tensors. Over which
+    axes values differ is followed through operations on tensors and on `sf.collectives.axis_index`; not through
+    `mesh.get_local_rank`, and not where Python takes the index for a number (`table[index]`, `range(index)`).
 
         >>> import torch, shardfn as sf
         >>> from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -103,7 +103,9 @@ def vmap(
     return mapped
 
 
-def _lanes(pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int, bool]:
+def _lanes(
+    pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]
+) -> tuple[Tensor | int, int, bool]:
     """The numbers of this rank's samples or members among those of all ranks, and how many these are.
 
     Without a tree, which is then closed over and keeps its axes, they are numbered among those of this rank alone: True.
