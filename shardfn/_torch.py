@@ -327,10 +327,10 @@ def waited(x: Tensor) -> Tensor:
 class _AsOneRank(TorchDispatchMode):
     """What torch's mode for simulated ranks (2.13) leaves open.
 
-    Each rank draws the same from a `Generator`, as ranks do that have one each. Where a tensor from outside meets only
-    numbers that ranks have each their own of, the mode would take the number for a placeholder. Zeros of forward mode have memory: a
-    kernel that gets one without, in a tensor of many ranks, reads where there is nothing. Scripts of torch, which are
-    its forward mode of some operations, get the size of a tensor.
+    Each rank draws the same from a `Generator`, as ranks do that have one each. A number that ranks have each their own
+    of is that number, also where all tensors are from outside; the mode would take a placeholder. Zeros of forward mode
+    have memory: a kernel that gets one without, in a tensor of many ranks, reads where there is nothing. Scripts of
+    torch, which are its forward mode of some operations, get the size of a tensor.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -230,7 +230,7 @@ _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
 
 @dataclass(frozen=True)
 class _Lane:
-    """Which one this is of what a vmap maps over: of all ranks' (members, samples), or of a rank's part of the batch."""
+    """Which one this is of what a vmap maps over: all ranks' members or samples, or a rank's part of the batch."""
 
     index: Word
     count: int
