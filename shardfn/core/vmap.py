@@ -108,7 +108,7 @@ def _lanes(
 ) -> tuple[Tensor | int, int, bool]:
     """The numbers of this rank's samples or members among those of all ranks, and how many these are.
 
-    Without a tree, which is then closed over and keeps its axes, they are numbered among those of this rank alone: True.
+    Without a tree, which is then closed over and keeps its axes, they are counted among those of this rank alone: True.
     """
     sizes = [
         next(iter(x.values())).shape[0] if _is_tree(x) else x.shape[dim]
