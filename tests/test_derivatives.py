@@ -21,15 +21,15 @@ Tree = dict[str, Tensor]
 class Program:
     """A decoder with grouped queries and a direction for its weights, in shards and on one process."""
 
-    def __init__(self, mesh: DeviceMesh, **fields: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, layers: int = 2, **fields: Any) -> None:
         kv = 1 if mesh.size(1) > 2 else 2
-        self.mesh, self.model = mesh, decoder(kv=kv)
+        self.mesh, self.model = mesh, decoder(kv=kv, layers=layers)
         self.params = sf.shard(self.model, mesh, policy(**fields))
         self.trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
         named = dict(self.model.named_parameters())
         self.plain = {name: named[name].detach() for name in self.trains}
         self.frozen = {name: p.detach() for name, p in named.items() if name not in self.trains}
-        direction = decoder(kv=kv)
+        direction = decoder(kv=kv, layers=layers)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in direction.parameters():
@@ -291,6 +291,8 @@ def test_trees_from_outside_of_a_transform(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(found), sf.gather(wanted), tol=1e-12)
     each = sf.vmap(lambda q, d: sf.hvp(loss, (q, x), d), in_dims=(None, 0))
     del each, directions
+    with pytest.raises(sf.ShardError, match=r"another structure than primals: \('Params', 'Tensor'\) and"):
+        sf.jvp(loss, (p,), (d, x))
     other = sf.shard(net, mesh, sf.Policy(default="replicate"))
     with pytest.raises(sf.ShardError, match="another layout"):
         sf.jvp(lambda q: sf.hvp(loss, (q, x), other), (p,), (d,))

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import VOCAB, decoder, policy, token_loss, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
+from shardfn._torch import unwrap_locals
+from shardfn.core.storage import merged
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 
@@ -222,6 +225,19 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path, second: dict[str, 
     assert len(set(map(tuple, resumed))) == 1
     torch.testing.assert_close(torch.tensor(resumed[0]), torch.tensor(whole[0][3:]), rtol=1e-12, atol=0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003"]
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
+    """Side by side, so that the next gather and the next update take them in one piece."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    params = sf.shard(decoder(), mesh, policy())
+    pieces = len(merged([unwrap_locals([*params.values()])])[0])
+    path = sf.checkpoint.save(f"{directory[0]}/step-1", {"params": params})
+    loaded = sf.checkpoint.load(path, {"params": params})["params"]
+    assert len(merged([unwrap_locals([*loaded.values()])])[0]) == pieces < len(params)
+    assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
 
 
 def _load_bad(directory: str, kind: str) -> None:
