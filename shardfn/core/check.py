@@ -116,13 +116,8 @@ def check(
 
     Communication: none.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"check: expected an nn.Module, got {type(model).__name__}")
+    _require_values(model)
     sizes = axes_of(mesh_spec)
-    if simulated():
-        raise ShardError("check: a simulation goes on already; check makes its own")
-    if any(p.is_meta for p in model.parameters()):
-        raise ShardError("check: the model is on the meta device and has no values to compare")
     plain = replace(policy, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if tolerance is None:
@@ -140,6 +135,15 @@ def check(
         except Exception as error:
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
     return _compared(model, found, wanted, places, tolerance)
+
+
+def _require_values(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check: expected an nn.Module, got {type(model).__name__}")
+    if simulated():
+        raise ShardError("check: a simulation goes on already; check makes its own")
+    if any(p.is_meta for p in model.parameters()):
+        raise ShardError("check: the model is on the meta device and has no values to compare")
 
 
 @dataclass
