@@ -88,11 +88,11 @@ def _same(mesh: DeviceMesh, backend: Any, tol: float, **fields: Any) -> None:
 @on_meshes(*MESHES, timeout=240)
 def test_a_step_equals_the_eager_one(mesh: DeviceMesh) -> None:
     backend = Counted()
-    _same(mesh, backend, 1e-6)
+    _same(mesh, backend, 1e-6, layers=2 if mesh.size(0) == mesh.size(1) else 1)
     assert len(backend.graphs) == 1
 
 
-@pytest.mark.parametrize("fields", [{"regather": False, "dropout": 0.5}, {"microbatches": 3}], ids=str)
+@pytest.mark.parametrize("fields", [{"regather": False, "dropout": 0.5}, {"microbatches": 2}], ids=str)
 @on_meshes({"fsdp": 2, "tp": 2}, timeout=240)
 def test_other_steps_equal_the_eager_ones(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     _same(mesh, "aot_eager", 1e-6, layers=1, **fields)
