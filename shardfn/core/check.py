@@ -83,8 +83,8 @@ def check(
 ) -> Report:
     """Compare one step on a simulated mesh with the same step on one rank: loss, every gradient, and an AdamW update.
 
-    Takes no processes and no GPU, and finds what is wrong in rules, models and losses: sizes that only fit the whole
-    model, sums that are missing, losses that are averaged twice.
+    Takes no processes and no GPU, and finds what is wrong in rules, models and losses before either is booked: sizes
+    that only fit the whole model, sums that are missing, losses that are averaged twice.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn
@@ -104,7 +104,8 @@ def check(
         policy: its precisions are not used: everything is computed in the model's own dtypes.
         loss_fn: as in `value_and_grad`; `loss_fn(params, *batch)`.
         batch: of all data ranks; a tuple or a list when there are several arguments.
-        tolerance: largest relative error of a norm; default 1e-8 in float64, 1e-4 in float32, 5e-2 in bfloat16.
+        tolerance: largest relative error of a norm; default 1e-8 in float64, 1e-4 in float32, 1e-2 in float16, 5e-2 in
+            bfloat16; of the coarsest dtype.
 
     Returns:
         what differs, and the first module to blame. Dropout is off meanwhile.
@@ -119,28 +120,21 @@ def check(
     sizes = axes_of(mesh_spec)
     plain = replace(policy, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    tolerance = _tolerance_of(model) if tolerance is None else tolerance
+    if tolerance is None:
+        tolerance = max((_TOLERANCE.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
     with _without_dropout(model):
         try:
             with simulate(**dict.fromkeys(sizes, 1)) as one:
                 wanted = _step(model, one, plain, loss_fn, args)
         except ShardError as error:  # a rule that is wrong on any mesh
-            return _failed(model, error)
+            return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
         try:
             with simulate(**sizes) as mesh:
                 found = _step(model, mesh, plain, loss_fn, args)
                 places = grid(mesh, found.order)
         except Exception as error:
-            return _failed(model, error)
+            return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
     return _compared(model, found, wanted, places, tolerance)
-
-
-def _failed(model: nn.Module, error: Exception) -> Report:
-    return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
-
-
-def _tolerance_of(model: nn.Module) -> float:
-    return max((_TOLERANCE.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
 
 
 def _require_values(model: nn.Module) -> None:
