@@ -109,7 +109,12 @@ def _lines(made: Plan) -> list[str]:
         f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
         for x in made.layouts.values()
     ]
-    return [*params, *(f"unit '{unit.name}' of {list(unit.params)}" for unit in made.units), *settings]
+    units = [
+        f"unit '{unit.name}' of {list(unit.params)}, regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, "
+        f"reduced in {[b.reduce_dtype for b in unit.buckets]}"
+        for unit in made.units
+    ]
+    return [*params, *units, *settings]
 
 
 def _mesh_lines(mesh: DeviceMesh) -> list[str]:

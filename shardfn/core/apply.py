@@ -29,8 +29,8 @@ from shardfn.core.recording import recording
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
-from shardfn.core.trial import Trial, cast_floats, cast_inputs
-from shardfn.core.wiring import owned_names, wire
+from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
+from shardfn.core.wiring import chained, owned_names, wire
 
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
 
@@ -286,6 +286,7 @@ class _Copies:
         """`seeded`: a `dropout_seed` goes on."""
         self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
+        around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
         drops = {
             path: self.current.dropout(path, partial(_places, path, plan, grid, adjust))
             for path in (dropout_modules(model) if seeded else ())

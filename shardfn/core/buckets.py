@@ -268,7 +268,7 @@ class BucketOnGrid:
         the other data axes.
         """
         dtype = self.bucket.dtype
-        dtype = (self.plan.policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+        dtype = (self.bucket.reduce_dtype or dtype) if dtype.is_floating_point else dtype
         tensors: Sequence[Tensor | None] = wholes
         shards: Callable[[Tensor], list[Tensor]]
         if self.crossings:

@@ -1,6 +1,6 @@
 """`check`: a sharded step against the same step on one rank, in this process. Layer 4."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid
 from shardfn.core.optim import adamw
+from shardfn.core.plan import replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.simulation import simulate
 from shardfn.core.transforms import value_and_grad
@@ -118,7 +119,7 @@ def check(
     """
     _require_values(model)
     sizes = axes_of(mesh_spec)
-    plain = replace(policy, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
+    plain = _in_own_dtypes(policy, model)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if tolerance is None:
         tolerance = max((_TOLERANCE.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
@@ -135,6 +136,15 @@ def check(
         except Exception as error:
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
     return _compared(model, found, wanted, places, tolerance)
+
+
+def _in_own_dtypes(policy: Policy, model: nn.Module) -> Policy:
+    """The policy without its precisions."""
+    policy = replace_units(policy, dict(model.named_modules()))
+    units = policy.units
+    if isinstance(units, Mapping):
+        units = {unit: {k: v for k, v in given.items() if k == "regather"} for unit, given in units.items()}
+    return replace(policy, units=units, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
 
 
 def _require_values(model: nn.Module) -> None:

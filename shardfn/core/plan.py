@@ -38,6 +38,7 @@ class Bucket:
     leaves: tuple[str, ...]
     axes: tuple[str, ...]
     dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: the dtype they have
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Unit:
     name: str
     params: tuple[str, ...]
     buckets: tuple[Bucket, ...]
+    regather: bool | int = True  # whether they are freed after the forward, see `Policy`
+    input_dtype: torch.dtype | None = None  # to which its floating inputs are cast
+    output_dtype: torch.dtype | None = None  # and its floating outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,12 @@ class Plan:
     def canonical(self) -> dict[str, str]:
         """Any name of a parameter -> its canonical one."""
         return {name: layout.name for layout in self.layouts.values() for name in (layout.name, *layout.aliases)}
+
+    @cached_property
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """Parameter -> the dtype in which it is gathered and used."""
+        of_leaf = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
+        return {name: of_leaf[layout.leaves[0].name] for name, layout in self.layouts.items()}
 
     @cached_property
     def splits_compute(self) -> bool:
@@ -164,8 +174,8 @@ class Plan:
     def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
         several = [axis for axis in self.roles.data if self.axes[axis] > 1]
         split = sum(axis in bucket.axes for axis in several)
-        again = split if unit.name and self.policy.regather else 0
-        again = min(again, 1) if self._kept_over is not None else again
+        again = split if unit.name and unit.regather else 0
+        again = min(again, 1) if self.kept_over(unit) is not None else again
         trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
         return split + again + (len(several) if trains else 0)
 
@@ -174,21 +184,20 @@ class Plan:
         """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
         return next((axis for axis in reversed(self.roles.data) if self.axes[axis] > 1), None)
 
-    @property
-    def _kept_over(self) -> int | None:
-        """Over how many ranks a unit stays split between forward and backward; None when it is freed."""
-        count = self.policy.regather
+    def kept_over(self, unit: Unit) -> int | None:
+        """Over how many ranks a unit stays split between forward and backward; None when it is freed, or kept."""
+        count = unit.regather
         whole = isinstance(count, bool) or self.keep_axis is None or count >= self.axes[self.keep_axis]
         return None if whole else int(count)
 
     def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
         total = 0
-        kept = 1 if not unit.name or not self.policy.regather else self._kept_over
+        kept = 1 if not unit.name or not unit.regather else self.kept_over(unit)
         gathers = 2 if kept is None else 1
         for name in bucket.leaves:
             layout, _ = self.leaves[name]
             size = prod(self.local_shape(name))
-            item = (self.policy.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
+            item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
             for axis in reversed(bucket.axes):
                 total += (self.axes[axis] - 1) * size * (gathers * bucket.dtype.itemsize + item)
                 size *= self.axes[axis]
@@ -318,12 +327,21 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
     if isinstance(units, type):
         units = (units,)
     if callable(units):
-        return replace(policy, units=tuple(name for name, module in modules.items() if units(name, module)))
+        answers = {name: units(name, module) for name, module in modules.items()}
+        return replace(policy, units={name: _settings_in(answer) for name, answer in answers.items() if answer})
     if isinstance(units, str):
         return policy
+    if isinstance(units, Mapping):
+        named = {f"class:{class_name(u)}" if isinstance(u, type) else u: given for u, given in units.items()}
+        return replace(policy, units=named)
     if not isinstance(units, Sequence) and not isinstance(units, set | frozenset):
         raise TypeError(f"Policy(units={units!r}): 'auto', patterns, classes, or a callable(name, module)")
     return replace(policy, units=tuple(f"class:{class_name(u)}" if isinstance(u, type) else u for u in units))
+
+
+def _settings_in(answer: object) -> object:
+    """The settings that a callable returned for a unit, or none."""
+    return answer if isinstance(answer, Mapping) else {}
 
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
@@ -331,6 +349,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     if forwards := registered(info.modules):
         policy = replace(policy, compute={**policy.compute, **forwards})
     problems: list[str] = []
+    info = _without_ignored(info, policy, problems)
     role = roles(list(axes), policy.batch)
     rules = _rules(info, axes, role, policy, problems)
     sizes = Sizes(policy.sizes)
@@ -350,7 +369,28 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     problems += _uncomputable(info, layouts, axes, role, policy)
     problems += _settings(policy, axes, role, info)
     raise_problems("plan", problems)
-    return Plan(axes, role, layouts, _units(layouts, unit_names, role, policy), policy, info)
+    return Plan(axes, role, layouts, _units(layouts, unit_names, role, policy, info), policy, info)
+
+
+def _without_ignored(info: ModelInfo, policy: Policy, problems: list[str]) -> ModelInfo:
+    """The model without the parameters that `Policy.ignore` names."""
+    if not policy.ignore:
+        return info
+    names = [name for param in info.params for name in param.names]
+    for pattern in policy.ignore:
+        if not any(matches(pattern, name) for name in names):
+            problems.append(
+                f"Policy.ignore: {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} "
+                f"{_examples(names)}"
+            )
+    out = [p for p in info.params if any(matches(pattern, n) for pattern in policy.ignore for n in p.names)]
+    ignored = {param.name for param in out}
+    modules = tuple(
+        replace(module, params=tuple((attribute, name) for attribute, name in module.params if name not in ignored))
+        for module in info.modules
+    )
+    params = tuple(param for param in info.params if param.name not in ignored)
+    return replace(info, params=params, modules=modules, ignored=tuple(name for param in out for name in param.names))
 
 
 def _rules(
@@ -670,16 +710,36 @@ def _owners(info: ModelInfo, units: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _units(layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, policy: Policy) -> tuple[Unit, ...]:
+def _units(
+    layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, policy: Policy, info: ModelInfo
+) -> tuple[Unit, ...]:
     """The root unit first, then the others in the model's order; units without parameters are left out."""
     members: dict[str, list[Layout]] = {name: [] for name in ("", *names)}
     for layout in layouts.values():
         members[layout.unit].append(layout)
-    return tuple(
-        Unit(name, tuple(layout.name for layout in own), _buckets(name, own, role, policy))
-        for name, own in members.items()
-        if own
-    )
+    modules = {module.name: module for module in info.modules}
+    return tuple(_unit(name, own, role, policy, modules.get(name)) for name, own in members.items() if own)
+
+
+def _unit(name: str, own: Sequence[Layout], role: Roles, policy: Policy, module: ModuleInfo | None) -> Unit:
+    settings = _own_settings(policy, module)
+    there = replace(policy, **{"output_dtype": None} | settings)
+    buckets = _buckets(name, own, role, there)
+    # The inputs of the whole model are cast already: only a unit that differs does it again.
+    casts = there.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
+    dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}
+    given = dtypes.pop() if casts and len(dtypes) == 1 else None
+    params = tuple(layout.name for layout in own)
+    return Unit(name, params, buckets, there.regather, given, there.output_dtype if name else None)
+
+
+def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
+    """The settings that one unit has of its own."""
+    found: dict[str, Any] = {}
+    if unit is not None and unit.name and isinstance(policy.units, Mapping):
+        for pattern, settings in policy.units.items():
+            found |= settings if _is_unit(pattern, unit) else {}
+    return found
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:
@@ -690,7 +750,7 @@ def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) 
             axes = tuple(axis for axis in role.data if axis in leaf.axes)
             groups.setdefault((axes, cast or layout.dtype), []).append(leaf)
     return tuple(
-        Bucket(unit, tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)), axes, dtype)
+        Bucket(unit, tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)), axes, dtype, policy.reduce_dtype)
         for (axes, dtype), leaves in groups.items()
     )
 
@@ -769,12 +829,13 @@ def _letters(name: str) -> str:
 def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:
     """Settings that do not fit the mesh or the model."""
     problems = _unused_names(policy, axes)
-    if not isinstance(policy.regather, bool) and policy.regather > 1:
+    own = [settings.get("regather") for settings in policy.units.values()] if isinstance(policy.units, Mapping) else []
+    for count in dict.fromkeys([policy.regather, *own]):
         axis = next((axis for axis in reversed(role.data) if axes[axis] > 1), None)
-        if axis is not None and axes[axis] % policy.regather:
+        if count and not isinstance(count, bool) and axis is not None and axes[axis] % count:
             problems.append(
-                f"Policy(regather={policy.regather}): a part over {policy.regather} ranks is kept, which must divide "
-                f"{axis}={axes[axis]}, {axes[axis]} % {policy.regather} = {axes[axis] % policy.regather}"
+                f"Policy(regather={count}): a part over {count} ranks is kept, which must divide "
+                f"{axis}={axes[axis]}, {axes[axis]} % {count} = {axes[axis] % count}"
             )
     for kind in ("acts", "compute"):
         for pattern in getattr(policy, kind):

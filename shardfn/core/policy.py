@@ -18,6 +18,13 @@ _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
     "cpu_offload": "offload",
     "offload_policy": "offload",
 }
+UNIT_SETTINGS = (
+    "regather",
+    "compute_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_inputs",
+)  # what one unit may have of its own
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
@@ -42,7 +49,12 @@ class Policy:
         batch: mesh axes (or patterns of them) that split the batch: the data axes. Weights never shard over
             `replicate`, `dp_replicate` and `*_replicate`.
         acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
-        units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`.
+        units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`. A
+            mapping of patterns or classes gives units settings of their own: `regather`, `compute_dtype`,
+            `reduce_dtype`, `output_dtype`, `cast_inputs`. `{"layers.*": {}, "layers.3": {"regather": False}}`: the last
+            match wins. A callable may return such a mapping too. A unit with a `compute_dtype` of its own casts its
+            floating inputs to it, unless `cast_inputs` is False.
+        ignore: patterns of parameters that stay out of the tree: a module computes with its own tensor, as it is.
         regather: True frees a unit's weights after its forward and gathers them again for its backward (ZeRO-3);
             False keeps them until the backward is done (ZeRO-2); an int n keeps the n-th part of them, and gathers it
             again from n neighbouring ranks of the innermost data axis, which n divides.
@@ -72,6 +84,7 @@ class Policy:
     batch: Sequence[str] = BATCH_AXES
     acts: Mapping[str, str] = field(default_factory=dict)
     units: Any = "auto"
+    ignore: Sequence[str] = ()
     regather: bool | int = True
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -113,10 +126,11 @@ class Policy:
                     )
         batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
         object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
+        if isinstance(self.units, Mapping):
+            object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
         for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+            _check_dtype(name, getattr(self, name))
         self._check_values()
         self._check_compile()
 
@@ -136,10 +150,7 @@ class Policy:
             raise ValueError(f"Policy(default={self.default!r}): one of 'auto', 'replicate', 'error'")
         if self.offload not in (None, "cpu"):
             raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
-        if not isinstance(self.regather, int) or self.regather < 0:
-            raise ValueError(f"Policy(regather={self.regather!r}): True, False, or over how many ranks to keep a shard")
-        if self.regather == 1 and not isinstance(self.regather, bool):
-            object.__setattr__(self, "regather", False)  # one rank keeps all of it, and 1 equals True
+        object.__setattr__(self, "regather", _checked_regather(self.regather))
         for name in ("sizes", "pad"):
             for key, value in getattr(self, name).items():
                 if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
@@ -156,3 +167,36 @@ class Policy:
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
         both = given | self.given
         return Policy(**{name: value for name, value in merged.items() if name in both})
+
+
+def unit_settings(given: object, unit: object) -> dict[str, Any]:
+    """The checked settings of one unit.
+
+    Raises:
+        TypeError: they are no mapping, or name something that units share.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"Policy(units={{{unit!r}: ...}}) takes a mapping of settings, not {type(given).__name__}")
+    for name in given:
+        if name not in UNIT_SETTINGS:
+            raise TypeError(
+                f"Policy(units={{{unit!r}: {{{name!r}: ...}}}}): a unit may have {', '.join(UNIT_SETTINGS)}"
+            )
+    for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
+        _check_dtype(name, given.get(name))
+    settings = dict(given)
+    if "regather" in settings:
+        settings["regather"] = _checked_regather(settings["regather"])
+    return settings
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+
+
+def _checked_regather(regather: Any) -> bool | int:
+    """One rank keeps all of it, and 1 equals True: so 1 becomes False."""
+    if not isinstance(regather, int) or regather < 0:
+        raise ValueError(f"Policy(regather={regather!r}): True, False, or over how many ranks to keep a shard")
+    return False if regather == 1 and not isinstance(regather, bool) else regather

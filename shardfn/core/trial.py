@@ -23,10 +23,10 @@ from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs,
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.plan import Plan
+from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
-from shardfn.core.wiring import chained, owned_names, shared_parts, wire
+from shardfn.core.wiring import Around, chained, owned_names, shared_parts, wire
 
 _ROUNDS = 8
 
@@ -138,14 +138,17 @@ class Trial:
         if not any(drop.tag.axes for drop in noted):
             return frozenset()
         whole = _Drops()
-        layouts, cast = self.plan.layouts, self.plan.policy.compute_dtype
-        around = {path: whole.around(path) for path in dropout_modules(self.model)}
+        layouts, dtypes = self.plan.layouts, self.plan.compute_dtypes
+        around = unit_casts(self.plan) | {path: whole.around(path) for path in dropout_modules(self.model)}
 
         def weight(name: str) -> Tensor:
-            dtype = cast if cast is not None and layouts[name].dtype.is_floating_point else layouts[name].dtype
-            return torch.empty(layouts[name].shape, dtype=dtype, device="meta", requires_grad=layouts[name].trainable)
+            return torch.empty(
+                layouts[name].shape, dtype=dtypes[name], device="meta", requires_grad=layouts[name].trainable
+            )
 
-        bound = Bound(self.model, Wiring(self.names, weight, lambda *_: None, {}, around))
+        ignored = frozenset(self.plan.info.ignored)
+        wiring = Wiring(self.names, weight, lambda *_: None, {}, around, ignored=ignored, of_own=_meta_table)
+        bound = Bound(self.model, wiring)
         bound.begin(self._buffers)
         with suppress(Exception), torch.enable_grad():  # a forward for parts only: nothing is known then
             args, kwargs = to_meta(cast_inputs(self.plan, (args, kwargs)))
@@ -201,10 +204,12 @@ class Trial:
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
         self._drops = _Drops(variance)
+        around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
             around[path] = chained(around[path], self._drops.around(path))
         weight = _MetaWeights(self.plan, variance)
-        bound = Bound(self.model, wire(self.plan, self.names, weight, axes, adjust, around, compiles=False))
+        wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
+        bound = Bound(self.model, replace(wiring, of_own=_meta_table))
         bound.begin(self._buffers)
         try:
             with variance, watched(variance.note_collective), torch.enable_grad():
@@ -270,15 +275,19 @@ class _MetaWeights:
     def __call__(self, name: str) -> Tensor:
         if name not in self._made:
             layout, sizes, roles = self._plan.layouts[name], self._plan.axes, self._plan.roles
-            cast = self._plan.policy.compute_dtype if layout.dtype.is_floating_point else None
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
-            parts = [torch.empty(shape, dtype=cast or layout.dtype, device="meta") for shape in shapes]
+            parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
             made.requires_grad_(layout.trainable and (made.is_floating_point() or made.is_complex()))
             axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
             self._variance.mark(made, Tag(axes, made.requires_grad, None if axes else f"parameter {name}"))
             self._made[name] = made
         return self._made[name]
+
+
+def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The table of a module without data: of what is not in the tree, it is used."""
+    return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
 
 
 def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Callable[[Forward], Forward]:
@@ -306,6 +315,22 @@ def _mixed_message(found: Findings) -> str:
 def cast_inputs(plan_: Plan, batch: Any) -> Any:
     """Inputs with floating tensors in the plan's compute dtype."""
     return cast_floats(batch, plan_.policy.compute_dtype) if plan_.policy.cast_inputs else batch
+
+
+def unit_casts(plan_: Plan) -> dict[str, Around]:
+    """What goes around the forwards of units whose inputs or outputs are cast."""
+    return {unit.name: _casting(unit) for unit in plan_.units if unit.input_dtype or unit.output_dtype}
+
+
+def _casting(unit: Unit) -> Around:
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast_floats((args, kwargs), unit.input_dtype)
+            return cast_floats(inner(*args, **kwargs), unit.output_dtype)
+
+        return forward
+
+    return around
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:

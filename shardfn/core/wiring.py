@@ -58,7 +58,8 @@ def wire(
             path = source.removeprefix("module ")
             wrapped[path] = chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
     forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
-    return Wiring(names, fetch, _refusal(plan), forwards, wrapped, _compilers(plan) if compiles else None)
+    ignored = frozenset(plan.info.ignored)
+    return Wiring(names, fetch, _refusal(plan), forwards, wrapped, _compilers(plan) if compiles else None, ignored)
 
 
 def _compilers(plan: Plan) -> dict[str, Compiler]:

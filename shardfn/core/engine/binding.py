@@ -7,7 +7,7 @@ bound. What a forward assigns to attributes of its own modules is written back t
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,7 +34,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import shallow_copy
+from shardfn.core.shadow import plain_class, shallow_copy
 
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
@@ -49,7 +49,8 @@ class Wiring:
 
     `params[path]` maps attributes to canonical parameter names; `fetch` gives the weight, `refusal` may say why a
     forward must not read it from the module; `forwards[path]` replaces a module's forward, `around[path]` goes around
-    it, and `compilers[path]` compiles it; with `compilers` None nothing is compiled.
+    it, and `compilers[path]` compiles it; with `compilers` None nothing is compiled. Parameters in `ignored` are the
+    module's own, as `of_own` makes them.
     """
 
     params: Mapping[str, Mapping[str, str]]
@@ -58,13 +59,17 @@ class Wiring:
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     around: Mapping[str, Callable[[Forward], Forward]] = field(default_factory=dict)
     compilers: Mapping[str, Compiler] | None = None
+    ignored: Collection[str] = ()
+    of_own: Callable[[Any], Any] = lambda own: own
 
-    def lazy_weights(self, path: str, absent: Iterable[str]) -> dict[str, Any]:
-        """The `_parameters` of the copy at `path`; `absent` attributes are None."""
+    def lazy_weights(self, path: str, own: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """The `_parameters` of the copy at `path` of a module whose own table is `own`."""
         names = self.params.get(path, {})
+        prefix = f"{path}." if path else ""
+        absent = [attribute for attribute, value in own.items() if value is None or prefix + attribute in self.ignored]
         found = {attribute: self.refusal(path, attribute, name) for attribute, name in names.items()}
         refusals = {attribute: why for attribute, why in found.items() if why is not None}
-        return LazyWeights({**dict.fromkeys(absent), **names}, self.fetch, refusals)
+        return LazyWeights({**dict.fromkeys(absent), **names}, self.fetch, refusals, self.of_own(own))
 
     def compiler(self, asked: Compiler | None, path: str) -> Compiler | None:
         """What compiles the forward of a module: what the module was asked to compile itself with, or the policy.
@@ -94,14 +99,14 @@ class Bound:
 
     def __init__(self, model: nn.Module, wiring: Wiring) -> None:
         self._wiring = wiring
-        self._copies: dict[int, nn.Module] = {}
+        self._copies: dict[int, nn.Module] = {}  # by the dict of a module, which a wrapped one shares with its wrapper
         self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
         self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
         self.compiles = False  # whether any forward is a graph
         self.root = self._copy(model, "")
         self._rebind_all()
         names = model.named_modules(remove_duplicate=False)  # a module with several names has its buffers under each
-        self._owners = [(f"{path}." if path else "", self._copies[id(module)]) for path, module in names]
+        self._owners = [(f"{path}." if path else "", self._copies[id(module.__dict__)]) for path, module in names]
         self._buffers = [
             (prefix + name, name, copy, buffer)  # (full name, attribute, copy, the template's)
             for prefix, copy in self._owners
@@ -161,8 +166,8 @@ class Bound:
             *chain.from_iterable(container for container in self._lists if isinstance(container, dict)),
             *map(id, chain.from_iterable(held)),
             *chain.from_iterable(map(parameters_of, modules)),
-            *map(type, modules),
-            *(type(module).forward for module in modules),
+            *(classes := list(map(plain_class, modules))),
+            *(cls.forward for cls in classes),
             *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
 
@@ -175,12 +180,11 @@ class Bound:
         self, module: nn.Module, path: str, inside_graph: bool = False, asked: Compiler | None = None
     ) -> nn.Module:
         """The copy of a module and of all in it; `asked` is what its wrapper wants it to be compiled with."""
-        if id(module) in self._copies:
-            return self._copies[id(module)]
+        if id(module.__dict__) in self._copies:
+            return self._copies[id(module.__dict__)]
         prefix = f"{path}." if path else ""
-        absent = [attribute for attribute, value in parameters_of(module).items() if value is None]
-        weights = self._wiring.lazy_weights(path, absent)
-        copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
+        weights = self._wiring.lazy_weights(path, parameters_of(module))
+        copy = self._copies[id(module.__dict__)] = shallow_copy(module, weights, dict(buffers_of(module)))
         self._pairs.append((weakref.ref(module), copy))
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None
@@ -205,7 +209,7 @@ class Bound:
         if isinstance(module, nn.RNNBase) and path not in wiring.forwards:
             function = _with_flat_weights(function)
         compiles_itself_no_more(copy)
-        if function is type(module).forward and path not in wiring.around:
+        if function is plain_class(module).forward and path not in wiring.around:
             return
         forward = _method(function, weakref.ref(copy))
         if inside_graph and path in wiring.forwards:
@@ -229,9 +233,10 @@ class Bound:
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return self._copies.get(id(value), value)
-        if isinstance(value, MethodType) and id(value.__self__) in self._copies:
-            return _method(value.__func__, weakref.ref(self._copies[id(value.__self__)]))
+            return self._copies.get(id(value.__dict__), value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            copy = self._copies.get(id(value.__self__.__dict__))
+            return value if copy is None else _method(value.__func__, weakref.ref(copy))
         if (
             isinstance(value, list | tuple)
             and type(value) in (list, tuple)
@@ -348,7 +353,7 @@ def _own_forward(module: nn.Module) -> Forward:
         return call_wrapped
     if isinstance(patched, MethodType) and patched.__self__ is module:
         return patched.__func__
-    return type(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
+    return plain_class(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
 
 
 def _with_flat_weights(function: Forward) -> Forward:

@@ -71,16 +71,16 @@ class _Runtime:
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
-        self.frees = bool(plan.policy.regather) and any(self.units) and not simulated()
+        self.frees = {name for name, unit in self.units.items() if name and unit.regather and not simulated()}
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
-        self.recomputable = {name for name in self.units if name and self.frees and self._stands_alone(name)}
+        self.recomputable = {name for name in self.frees if self._stands_alone(name)}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
         self.plain = {
             name: all(merge == 1 for merge in x.leaves[0].merges) and x.leaves[0].shape == x.leaves[0].extent
             for name, x in plan.layouts.items()
             if len(x.leaves) == 1
         }
-        self.neighbours = _neighbours(plan, grid)
+        self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
         self._in_the_air: list[Flight] = []
         self.accumulations: list[Accumulation] = []
 
@@ -116,10 +116,11 @@ class _Runtime:
             self._in_the_air.pop(0).finish()
 
 
-def _neighbours(plan: Plan, grid: Grid) -> Neighbours | None:
-    count, axis = plan.policy.regather, plan.keep_axis
-    several = not isinstance(count, bool) and count > 1 and axis is not None and count < grid.sizes[axis]
-    return Neighbours(grid, axis, count) if several and axis is not None and not grid.pure else None
+def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
+    axis = plan.keep_axis
+    counts = {unit.name: plan.kept_over(unit) for unit in plan.units if unit.name and not grid.pure}
+    made = {n: Neighbours(grid, axis, n) for n in dict.fromkeys(counts.values()) if n is not None and axis is not None}
+    return {name: made[count] for name, count in counts.items() if count in made}
 
 
 def _runtime(plan: Plan, grid: Grid) -> _Runtime:
@@ -431,7 +432,8 @@ class _Gathered:
         self.session, self.event = session, event
         self.again = Event("gather again", event.unit, event.bucket)
         self.spot = session.spot(event)
-        self.frees = bool(session.runtime.frees and event.unit and self.spot.moves)
+        self.frees = event.unit in session.runtime.frees and self.spot.moves
+        self._neighbours = session.runtime.neighbours.get(event.unit)
         self._leaves, self._shards = leaves, unwrap_locals(leaves)
         self._sources = [session.sources[name] for name in self.spot.bucket.leaves] if session.sources else leaves
         self._versions = self._versions_now()
@@ -455,15 +457,14 @@ class _Gathered:
     def note(self, wholes: Sequence[Tensor]) -> None:
         """Remember where the whole leaves lie."""
         self._begins = {int(whole.storage_offset()): version_of(whole) for whole in wholes}
-        if self.session.runtime.neighbours is not None and torch.is_grad_enabled():
+        if self._neighbours is not None and torch.is_grad_enabled():
             storage = wholes[0].untyped_storage()
             self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
 
     def leave(self) -> None:
         """The forward of the unit is over."""
-        neighbours = self.session.runtime.neighbours
-        if neighbours is not None and self._flat is not None:
-            self._kept, self._flat = neighbours.part_of(self._flat, self.spot.buffers), None
+        if self._neighbours is not None and self._flat is not None:
+            self._kept, self._flat = self._neighbours.part_of(self._flat, self.spot.buffers), None
 
     def pack(self, saved: Tensor) -> _Packed | Tensor:
         """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is."""
@@ -515,8 +516,8 @@ class _Gathered:
             )
         self.session.pass_by("weights", self.again)
         steps = self.spot.gather_steps(self._shards)
-        if self._kept is not None and self.session.runtime.neighbours is not None:
-            steps = self.session.runtime.neighbours.gather_steps(self._kept, self.spot.buffers)
+        if self._kept is not None and self._neighbours is not None:
+            steps = self._neighbours.gather_steps(self._kept, self.spot.buffers)
         self._flight = self.session.runtime.start(steps)
         return True
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,19 +12,29 @@ from shardfn.core.errors import ShardError
 
 
 class LazyWeights(dict[str, Any]):
-    """The `_parameters` of a copy: looks a weight up when it is read. Missing biases stay None."""
+    """The `_parameters` of a copy: looks a weight up when it is read.
+
+    Missing biases stay None, and what the tree leaves out (`Policy.ignore`) is the tensor of the module itself.
+    """
 
     def __init__(
-        self, names: Mapping[str, str | None], fetch: Callable[[str], Tensor], refusals: Mapping[str, str]
+        self,
+        names: Mapping[str, str | None],
+        fetch: Callable[[str], Tensor],
+        refusals: Mapping[str, str],
+        own: Mapping[str, Tensor | None] = MappingProxyType({}),
     ) -> None:
-        """`names[attribute]` is what `fetch` gets, `refusals[attribute]` why it must not be read here."""
+        """`names[attribute]` is what `fetch` gets, `refusals[attribute]` why it must not be read here.
+
+        Without a name it is what the module's own table `own` has there.
+        """
         super().__init__(names)
-        self._fetch, self._refusals = fetch, refusals
+        self._fetch, self._refusals, self._own = fetch, refusals, own
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
         if name is None:
-            return None
+            return self._own.get(attribute)
         if attribute in self._refusals:
             raise ShardError(self._refusals[attribute])
         return self._fetch(name)
@@ -38,7 +49,8 @@ class LazyWeights(dict[str, Any]):
         return self[attribute] if attribute in self else default
 
     def items(self) -> Any:
-        return ((attribute, None if name is None else self._fetch(name)) for attribute, name in super().items())
+        own = self._own.get
+        return ((attr, own(attr) if name is None else self._fetch(name)) for attr, name in super().items())
 
     def values(self) -> Any:
         return (weight for _, weight in self.items())
