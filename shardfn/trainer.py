@@ -26,6 +26,7 @@ from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
+from shardfn.held import install, owned
 
 
 class Trainer(nn.Module):
@@ -92,7 +93,7 @@ class Trainer(nn.Module):
         self.__dict__["_model"] = model
         set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
         self.training = model.training
-        self._slots = _install(model, params)
+        self._held = install(model, params)
         self.ema: Params | None = _copied(self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
 
@@ -104,8 +105,7 @@ class Trainer(nn.Module):
     @property
     def params(self) -> Params:
         """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
-        leaves = {name: owner.get_parameter(attribute) for name, (owner, attribute) in self._slots.items()}
-        return Params(leaves, self.plan, self.mesh, dict(self.module.named_buffers(remove_duplicate=False)))
+        return self._held.params(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`."""
@@ -113,13 +113,7 @@ class Trainer(nn.Module):
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:
-            self._keep_buffers(params)
-
-    def _keep_buffers(self, params: Params) -> None:
-        """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
-        for name, value in params.buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            buffers_of(self.module.get_submodule(owner))[attribute] = value
+            self._held.keep_buffers(self.module, params)
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.
@@ -135,7 +129,7 @@ class Trainer(nn.Module):
         params = self.params
         with torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
-        self._keep_buffers(params)
+        self._held.keep_buffers(self.module, params)
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
         _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
         self._update_ema(params)
@@ -201,7 +195,7 @@ class Trainer(nn.Module):
         if path is None:
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
         state = checkpoint.load(path, self._state(), whole=("params", "optimizer"))
-        self._copy_in(state["params"])
+        self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])
         self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
@@ -262,16 +256,10 @@ class Trainer(nn.Module):
                 )
         names = [leaf.name for layout in held for leaf in layout.leaves]
         tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
-        self._copy_in(from_state_dict(tree, state_dict))
+        self._held.copy_in(from_state_dict(tree, state_dict))
         for name in buffers.keys() & state_dict.keys():
             buffers[name].copy_(state_dict[name])
         return IncompatibleKeys(missing, unexpected)
-
-    @torch.no_grad()
-    def _copy_in(self, tree: Params) -> None:
-        params = self.params
-        for name, leaf in tree.items():
-            unwrap_local(params[name]).copy_(unwrap_local(leaf))
 
     def train(self, mode: bool = True) -> "Trainer":
         """Training mode of the trainer and the module."""
@@ -296,7 +284,7 @@ class Trainer(nn.Module):
         full = gather(self.params)
         tables = [(parameters_of(owner), dict(parameters_of(owner))) for owner in self.module.modules()]
         made: dict[str, nn.Parameter] = {}
-        for path, attribute, name in _owned(self.plan):
+        for path, attribute, name in owned(self.plan):
             layout = self.plan.layouts[name]
             made.setdefault(name, nn.Parameter(full[name].detach().clone(), layout.trainable))
             held = parameters_of(self.module.get_submodule(path))
@@ -310,7 +298,7 @@ class Trainer(nn.Module):
                 held.clear()
                 held.update(before)
         if writeback:
-            self._copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
+            self._held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
@@ -375,28 +363,6 @@ def _check_optimizer(optimizer: object) -> None:
             f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
             f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
         )
-
-
-def _owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(module path, attribute, parameter) of every place where a module holds a parameter."""
-    return ((module.name, attribute, name) for module in plan.info.modules for attribute, name in module.params)
-
-
-def _install(model: nn.Module, params: Params) -> dict[str, tuple[nn.Module, str]]:
-    """Put the shards into the model; returns where each leaf is."""
-    made = {name: nn.Parameter(leaf, params.plan.leaves[name][0].trainable) for name, leaf in params.items()}
-    slots: dict[str, tuple[nn.Module, str]] = {}
-    for path, attribute, name in _owned(params.plan):
-        owner = model.get_submodule(path)
-        del parameters_of(owner)[attribute]
-        for leaf in params.plan.layouts[name].leaves:
-            key = attribute + leaf.name.removeprefix(name)
-            parameters_of(owner)[key] = made[leaf.name]
-            slots.setdefault(leaf.name, (owner, key))
-    for name, buffer in params.buffers.items():
-        path, _, attribute = name.rpartition(".")
-        buffers_of(model.get_submodule(path))[attribute] = buffer
-    return {name: slots[name] for name in params}
 
 
 def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:

@@ -71,6 +71,7 @@ LAYERS = {
     "shardfn.checkpoint": 5,
     "shardfn.data": 5,
     "shardfn.policies": 5,
+    "shardfn.held": 5,
     "shardfn.trainer": 5,
     "shardfn": 5,
     "shardfn.compat": 6,

@@ -23,6 +23,7 @@ from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simu
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.recording import Recording, recording
+from shardfn.core.shadow import unwrapped
 from shardfn.core.spec import Spec, parse
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
@@ -327,8 +328,8 @@ def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
         path: module
         for path, module in model.named_modules()
         if isinstance(module, _KINDS)
-        and "forward" not in vars(module)
-        and any(type(module).forward is kind.forward for kind in _KINDS)
+        and "forward" not in vars(unwrapped(module))
+        and any(type(unwrapped(module)).forward is kind.forward for kind in _KINDS)
     }
 
 

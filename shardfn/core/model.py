@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardfn.core.shadow import plain_class
+from shardfn.core.shadow import unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -113,7 +113,7 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         yield ModuleInfo(
             name,
-            tuple(class_name(cls) for cls in plain_class(module).__mro__),
+            tuple(class_name(cls) for cls in type(unwrapped(module)).__mro__),
             tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own),
             kind_of(module),
             _list_of(module),
@@ -122,8 +122,9 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
 
 
 def _forward_owner(module: nn.Module) -> str:
+    module = unwrapped(module)
     own = "forward" in vars(module)
-    return "" if own else next(class_name(cls) for cls in plain_class(module).__mro__ if "forward" in vars(cls))
+    return "" if own else next(class_name(cls) for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def kind_of(module: nn.Module) -> str:
@@ -132,7 +133,8 @@ def kind_of(module: nn.Module) -> str:
     The forward must be torch's: a subclass that overrides it computes something else. `nn.MultiheadAttention` reads
     the weight of its output projection without calling it, so that projection does not count either.
     """
-    forward = None if "forward" in vars(module) else plain_class(module).forward
+    module = unwrapped(module)
+    forward = None if "forward" in vars(module) else type(module).forward
     if forward is nn.Linear.forward and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "linear"
     return "embedding" if forward is nn.Embedding.forward else "other"
@@ -142,7 +144,7 @@ def _list_of(module: nn.Module) -> str | None:
     """The one class of a list's members when they own parameters."""
     if not isinstance(module, LIKE_LISTS):
         return None
-    classes = {plain_class(member) for member in module}
+    classes = {type(unwrapped(member)) for member in module}
     if len(classes) != 1 or not any(True for member in module for _ in member.parameters()):
         return None
     return class_name(classes.pop())

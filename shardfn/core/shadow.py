@@ -4,24 +4,28 @@
 never changed, two calls never meet, and an exception leaves nothing bound.
 """
 
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardfn._torch import children_of, set_tables
 
-M = TypeVar("M", bound=nn.Module)
-PLAIN = "_shardfn_plain_class"
+WRAPPED = "_shardfn_wrapped_module"
 
 
-def plain_class(module: M) -> type[M]:
-    """The class of a module; of one that a compatible class wraps by standing before it, the class that was wrapped."""
-    return getattr(type(module), PLAIN, type(module))
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module behind one that only stands before it, and shares its tables of children, parameters and buffers.
+
+    The compatible classes wrap so: a tree of modules may hold such objects, names carry no prefix, and what computes is
+    the module behind.
+    """
+    return module.__dict__.get(WRAPPED, module)
 
 
-def shallow_copy(module: M, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> M:
+def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> Any:
     """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
-    copy = object.__new__(plain_class(module))
+    module = unwrapped(module)
+    copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy

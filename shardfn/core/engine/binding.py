@@ -34,7 +34,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import plain_class, shallow_copy
+from shardfn.core.shadow import shallow_copy, unwrapped
 
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
@@ -99,14 +99,14 @@ class Bound:
 
     def __init__(self, model: nn.Module, wiring: Wiring) -> None:
         self._wiring = wiring
-        self._copies: dict[int, nn.Module] = {}  # by the dict of a module, which a wrapped one shares with its wrapper
+        self._copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
         self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
         self.compiles = False  # whether any forward is a graph
         self.root = self._copy(model, "")
         self._rebind_all()
         names = model.named_modules(remove_duplicate=False)  # a module with several names has its buffers under each
-        self._owners = [(f"{path}." if path else "", self._copies[id(module.__dict__)]) for path, module in names]
+        self._owners = [(f"{path}." if path else "", self._copies[id(unwrapped(module))]) for path, module in names]
         self._buffers = [
             (prefix + name, name, copy, buffer)  # (full name, attribute, copy, the template's)
             for prefix, copy in self._owners
@@ -166,8 +166,8 @@ class Bound:
             *chain.from_iterable(container for container in self._lists if isinstance(container, dict)),
             *map(id, chain.from_iterable(held)),
             *chain.from_iterable(map(parameters_of, modules)),
-            *(classes := list(map(plain_class, modules))),
-            *(cls.forward for cls in classes),
+            *map(type, modules),
+            *(type(module).forward for module in modules),
             *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
 
@@ -180,11 +180,12 @@ class Bound:
         self, module: nn.Module, path: str, inside_graph: bool = False, asked: Compiler | None = None
     ) -> nn.Module:
         """The copy of a module and of all in it; `asked` is what its wrapper wants it to be compiled with."""
-        if id(module.__dict__) in self._copies:
-            return self._copies[id(module.__dict__)]
+        module = unwrapped(module)
+        if id(module) in self._copies:
+            return self._copies[id(module)]
         prefix = f"{path}." if path else ""
         weights = self._wiring.lazy_weights(path, parameters_of(module))
-        copy = self._copies[id(module.__dict__)] = shallow_copy(module, weights, dict(buffers_of(module)))
+        copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
         self._pairs.append((weakref.ref(module), copy))
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None
@@ -209,7 +210,7 @@ class Bound:
         if isinstance(module, nn.RNNBase) and path not in wiring.forwards:
             function = _with_flat_weights(function)
         compiles_itself_no_more(copy)
-        if function is plain_class(module).forward and path not in wiring.around:
+        if function is type(module).forward and path not in wiring.around:
             return
         forward = _method(function, weakref.ref(copy))
         if inside_graph and path in wiring.forwards:
@@ -233,9 +234,9 @@ class Bound:
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return self._copies.get(id(value.__dict__), value)
+            return self._copies.get(id(unwrapped(value)), value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            copy = self._copies.get(id(value.__self__.__dict__))
+            copy = self._copies.get(id(unwrapped(value.__self__)))
             return value if copy is None else _method(value.__func__, weakref.ref(copy))
         if (
             isinstance(value, list | tuple)
@@ -353,7 +354,7 @@ def _own_forward(module: nn.Module) -> Forward:
         return call_wrapped
     if isinstance(patched, MethodType) and patched.__self__ is module:
         return patched.__func__
-    return plain_class(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
+    return type(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
 
 
 def _with_flat_weights(function: Forward) -> Forward:

@@ -1,0 +1,135 @@
+"""Shards that a module holds: its parameters are the leaves of a tree. Layer 5.
+
+`Trainer` and the compatible classes keep no tree. The parameters of their module are `nn.Parameter(DTensor)`s, so that
+optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` knows where each leaf is, and makes the tree
+that functions take.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import buffers_of, children_of, parameters_of, unwrap_local
+from shardfn.core.buckets import leaf_spec
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import grid
+from shardfn.core.plan import Plan
+from shardfn.core.tree import Params
+
+Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
+
+
+class Held:
+    """The plan of the shards that a module holds, and where each leaf is."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
+        self.plan, self.mesh = plan, mesh
+        self._slots = _slots(model, plan)
+        self._buffers: list[tuple[str, Slot]] = []
+        self._children = [children_of(module) for module in model.modules()]
+        self._structure = self._structure_now()
+        self._find_buffers(model)
+
+    def leaves(self) -> dict[str, Any]:
+        """Stored name -> the parameter that is its leaf."""
+        return {name: table[key] for name, (table, key) in self._slots.items()}
+
+    def params(self, model: nn.Module, leaves: Mapping[str, Any] | None = None) -> Params:
+        """The tree, with the module's buffers; `leaves` stand for those in the module."""
+        if len(self._buffers) != sum(map(len, self._buffer_tables)):
+            self._find_buffers(model)
+        buffers = {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
+        return Params(self.leaves() if leaves is None else leaves, self.plan, self.mesh, buffers)
+
+    def keep_buffers(self, model: nn.Module, params: Params) -> None:
+        """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
+        for name, (table, key) in self._buffers:
+            value = params.buffers.get(name)
+            if value is not None and table.get(key) is not value:
+                table[key] = value
+        if len(params.buffers) > len(self._buffers):
+            _add_buffers(model, params.buffers)
+
+    def _find_buffers(self, model: nn.Module) -> None:
+        named = model.named_modules(remove_duplicate=False)
+        tables = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
+        self._buffer_tables = [table for _, table in tables]
+        self._buffers = [(prefix + key, (table, key)) for prefix, table in tables for key in table]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the module has the structure that the plan was made for."""
+        now = self._structure_now()
+        return len(now) == len(self._structure) and all(map(is_, now, self._structure))
+
+    def _structure_now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+    @torch.no_grad()
+    def copy_in(self, tree: Mapping[str, Tensor]) -> None:
+        """Give the leaves the values of others with the same layouts."""
+        mine = self.leaves()
+        for name, leaf in tree.items():
+            unwrap_local(mine[name]).copy_(unwrap_local(leaf))
+
+
+def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, value in buffers.items():
+        owner, _, key = name.rpartition(".")
+        buffers_of(model.get_submodule(owner))[key] = value
+
+
+def owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(module path, attribute, parameter) of every place where a module holds a parameter."""
+    return ((module.name, attribute, name) for module in plan.info.modules for attribute, name in module.params)
+
+
+def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
+    slots: dict[str, Slot] = {}
+    for path, attribute, name in owned(plan):
+        table = parameters_of(model.get_submodule(path))
+        for leaf in plan.layouts[name].leaves:
+            slots.setdefault(leaf.name, (table, attribute + leaf.name.removeprefix(name)))
+    return {name: slots[name] for name in plan.leaves}
+
+
+def install(model: nn.Module, params: Params) -> Held:
+    """Put the shards of a tree into its model: they become its parameters, with the attributes that those had."""
+    made: dict[str, nn.Parameter] = {}
+    for path, attribute, name in owned(params.plan):
+        table = parameters_of(model.get_submodule(path))
+        before = table.pop(attribute)
+        for leaf in params.plan.layouts[name].leaves:
+            if leaf.name not in made:
+                made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
+                vars(made[leaf.name]).update(vars(before))
+            table[attribute + leaf.name.removeprefix(name)] = made[leaf.name]
+    for name, buffer in params.buffers.items():
+        path, _, key = name.rpartition(".")
+        buffers_of(model.get_submodule(path))[key] = buffer
+    return Held(model, params.plan, params.mesh)
+
+
+def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
+    """Find the leaves of `plan` in a model whose parameters are shards already.
+
+    Raises:
+        ShardError: a parameter is not laid out as the plan says.
+    """
+    held = Held(model, plan, mesh)
+    places = grid(mesh, plan.roles.storage)
+    for name, leaf in held.leaves().items():
+        want = leaf_spec(plan, places, name)
+        if not isinstance(leaf, DTensor):
+            raise ShardError(f"'{name}' is not sharded: it was added, or replaced, after the model was wrapped")
+        if leaf.placements != want.placements or leaf.device_mesh != want.mesh:
+            have = f"{leaf.placements} on {leaf.device_mesh}"
+            raise ShardError(f"'{name}' is {have}, and its model needs {want.placements} on {want.mesh}")
+    return held
