@@ -6,9 +6,10 @@ that functions take.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan
 from shardfn.core.tree import Params
 
+STANDS_FOR = "_shardfn_stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
 
@@ -38,15 +40,18 @@ class Held:
         self._find_buffers(model)
 
     def leaves(self) -> dict[str, Any]:
-        """Stored name -> the parameter that is its leaf."""
-        return {name: table[key] for name, (table, key) in self._slots.items()}
+        """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
+        found = {name: table[key] for name, (table, key) in self._slots.items()}
+        if nn.Parameter in set(map(type, found.values())):  # leaves are DTensors
+            return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
+        return found
 
-    def params(self, model: nn.Module, leaves: Mapping[str, Any] | None = None) -> Params:
-        """The tree, with the module's buffers; `leaves` stand for those in the module."""
+    def params(self, model: nn.Module, reduction: Literal["mean", "sum"] | None = "mean") -> Params:
+        """The tree, with the module's buffers; `reduction` is what a backward does with its gradients."""
         if len(self._buffers) != sum(map(len, self._buffer_tables)):
             self._find_buffers(model)
         buffers = {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
-        return Params(self.leaves() if leaves is None else leaves, self.plan, self.mesh, buffers)
+        return Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
 
     def keep_buffers(self, model: nn.Module, params: Params) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
@@ -133,3 +138,31 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
             have = f"{leaf.placements} on {leaf.device_mesh}"
             raise ShardError(f"'{name}' is {have}, and its model needs {want.placements} on {want.mesh}")
     return held
+
+
+@contextmanager
+def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
+    """Within it, the module has whole, ordinary parameters in the place of those shards of which `full` has values.
+
+    What is yielded holds them by canonical name. The shards are as they were; the caller writes back what changed.
+    """
+    tables = [parameters_of(module) for module in model.modules()]
+    before = [dict(table) for table in tables]
+    made: dict[str, nn.Parameter] = {}
+    for path, attribute, name in owned(held.plan):
+        if name not in full:
+            continue
+        table = parameters_of(model.get_submodule(path))
+        leaves = [attribute + leaf.name.removeprefix(name) for leaf in held.plan.layouts[name].leaves]
+        if name not in made:
+            made[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
+            vars(made[name])[STANDS_FOR] = table[leaves[0]]
+        for key in leaves:
+            del table[key]
+        table[attribute] = made[name]
+    try:
+        yield made
+    finally:
+        for table, had in zip(tables, before, strict=True):
+            table.clear()
+            table.update(had)

@@ -77,12 +77,25 @@ def shard(
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
+    return shard_own(model, mesh, policy, init=init, src=src, alike=True)
+
+
+def shard_own(
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    *,
+    init: Callable[[Any], Any] | None = None,
+    src: int | None = None,
+    alike: bool = False,
+) -> Params:
+    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`."""
     made: Plan | Exception
     try:
         made = _checked_plan(model, mesh, policy, init, src)
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
-    seed = agree(mesh, made, _facts(model, init, src))
+    seed = agree(mesh, made, _facts(model, init, src, alike))
     assert isinstance(made, Plan)
     places = grid(mesh, made.roles.storage)
     locals_ = empty_shards(made, places)
@@ -157,12 +170,12 @@ def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: A
         )
 
 
-def _facts(model: object, init: Any, src: int | None) -> list[str]:
+def _facts(model: object, init: Any, src: int | None, alike: bool) -> list[str]:
     """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
     buffers = _named_buffers(model)
     lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
     lines += [f"src={src}", "an init function" if init is not None else "no init function"]
-    if src is None and isinstance(model, nn.Module | Mapping):
+    if alike and src is None and isinstance(model, nn.Module | Mapping):
         held = {**dict(_named_tensors(model)), **buffers}
         lines += [
             f"{VALUES} '{name}' {_sampled(x)}" for name, x in held.items() if isinstance(x, Tensor) and not x.is_meta

@@ -1,0 +1,6 @@
+"""The class APIs that people have scripts for, on shardfn's engine: change one import, keep the script. Layer 6.
+
+fsdp1       `torch.distributed.fsdp.FullyShardedDataParallel`, and everything else in that package and its modules
+
+Nothing else in shardfn imports this package. It may use torch's private names: it stands where torch's own code stood.
+"""

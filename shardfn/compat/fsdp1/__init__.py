@@ -1,0 +1,24 @@
+"""Everything that `torch.distributed.fsdp` has for FSDP1, with the class on shardfn's engine. Layer 6.
+
+    from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
+
+The config classes and enums are torch's own. docs/howto/from-fsdp1.md lists what each argument and method does here.
+"""
+
+from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
+from torch.distributed.fsdp import CPUOffload as CPUOffload
+from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
+from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
+from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
+from torch.distributed.fsdp import MixedPrecision as MixedPrecision
+from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
+from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
+from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
+from torch.distributed.fsdp import StateDictConfig as StateDictConfig
+from torch.distributed.fsdp import StateDictSettings as StateDictSettings
+from torch.distributed.fsdp import StateDictType as StateDictType
+
+from shardfn.compat.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel

@@ -1,0 +1,156 @@
+"""Cutting the parameters of a new instance into shards, in place. Layer 6."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardfn._torch import buffers_of
+from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import shard_own
+from shardfn.held import install
+
+REPLACED = "_shardfn_replaced"  # on a parameter whose place a shard took: its name
+
+
+def shard_now(module: nn.Module) -> None:
+    """Shard what is in the tree of an instance, is not ignored, and no instance in it has sharded before.
+
+    Raises:
+        ValueError: a scalar parameter.
+        ShardError: as `shard`.
+    """
+    own = instance_of(module)
+    assert own is not None
+    ignored = {id(p) for p in own.ignored_params}
+    done = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
+    _require_own_shards(module, done)
+    _refuse_scalars(module, ignored)
+    _move_ignored(own)
+    src = _source(own, module, ignored)
+    policy = policy_of(module, ignore=ignored | done)
+    before = list(module.named_parameters())
+    init = _init(own) if _has_meta(module, ignored) and src is None else None
+    params = shard_own(module, own.mesh, policy, init=init, src=src)
+    params.buffers = {name: new for name, new in params.buffers.items() if _must_move(module, name, own, src)}
+    install(module, params)
+    for name, parameter in before:
+        if id(parameter) not in ignored | done:
+            vars(parameter)[REPLACED] = name
+    _watch_optimizers()
+
+
+def _require_own_shards(module: nn.Module, done: set[int]) -> None:
+    """Parameters that are DTensors already must be those of instances inside."""
+    inner = {id(p) for name, inside, _ in instances(module) if name for p in inside.parameters()}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:
+            raise ShardError(
+                f"FullyShardedDataParallel: '{name}' is a DTensor of another library ({parameter.placements}). Split "
+                f"it here instead, by a rule: sf.Trainer(model, mesh, sf.Policy(rules=...)); see docs/guide.md."
+            )
+
+
+def _refuse_scalars(module: nn.Module, ignored: set[int]) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and id(parameter) not in ignored:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+
+
+def _move_ignored(own: Instance) -> None:
+    """`device_id` says where ignored parameters are too."""
+    if own.settings.device_id is not None:
+        for parameter in own.ignored_params:
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(own.device)
+
+
+def _has_meta(module: nn.Module, ignored: set[int]) -> bool:
+    held = [p for p in module.parameters() if id(p) not in ignored]
+    return any(x.is_meta for x in (*held, *module.buffers()))
+
+
+def _source(own: Instance, module: nn.Module, ignored: set[int]) -> int | None:
+    """The rank whose values all get, if that is asked for and it has them.
+
+    Communication: one small broadcast, with `sync_module_states`.
+    """
+    asked = any(inner.settings.sync_module_states for _, _, inner in instances(module))
+    if not asked or own.mesh.size() == 1:
+        return None
+    first = int(own.mesh.mesh.flatten()[0])
+    meta = torch.tensor([_has_meta(module, ignored)], dtype=torch.int64, device=own.device)
+    for axis in own.mesh.mesh_dim_names or ():
+        dist.broadcast(meta, group=own.mesh.get_group(axis), group_src=0)
+    return None if bool(meta.item()) else first
+
+
+def _init(own: Instance) -> Callable[[Any], Any]:
+    """What fills the meta tensors of one module."""
+    fill = own.settings.param_init_fn
+    if fill is not None and not callable(fill):
+        raise ValueError(f"Expected {fill} to be callable but got {type(fill)}")
+
+    def init(module: Any) -> None:
+        try:
+            (fill or _reset)(module)
+        except Exception as error:
+            if fill is None:
+                warnings.warn(
+                    f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure "
+                    f"that your module of type {type(module)} implements a `reset_parameters()` method.",
+                    stacklevel=2,
+                )
+            raise
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():  # memory that nobody filled, for a checkpoint to come
+                tensor.data.nan_to_num_(0.0, 0.0, 0.0)
+
+    return init
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def _must_move(module: nn.Module, name: str, own: Instance, src: int | None) -> bool:
+    """Whether a buffer cannot stay the tensor that it is."""
+    path, _, key = name.rpartition(".")
+    there: Tensor | None = buffers_of(module.get_submodule(path)).get(key)
+    return there is None or there.is_meta or there.device != own.device or src is not None
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Look at every optimizer's parameters when it steps: those that a shard replaced would never train."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if REPLACED in vars(parameter):
+                raise ShardError(
+                    f"{type(optimizer).__name__}.step: the optimizer was made before FullyShardedDataParallel: it has "
+                    f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
+                    f"Make the optimizer from the wrapped model's parameters()."
+                )
+            if _is_pending(parameter):
+                raise ShardError(
+                    f"{type(optimizer).__name__}.step: a gradient was only added up under no_sync(), never reduced; "
+                    f"run the last backward of a step outside of no_sync()"
+                )
+
+
+def _is_pending(parameter: Tensor) -> bool:
+    grad = parameter.grad if isinstance(parameter, DTensor) else None
+    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)

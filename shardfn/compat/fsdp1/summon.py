@@ -1,0 +1,175 @@
+"""`summon_full_params`: whole, ordinary parameters in the places of shards, for a while. Layer 6."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import TrainingState
+
+from shardfn._torch import unwrap_local
+from shardfn.compat.fsdp1.instance import Instance, instance_of, instances
+from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.core.checkpoint import from_state_dict
+from shardfn.core.functional import gather
+from shardfn.core.tree import Params
+from shardfn.held import Held, whole
+
+
+class OnClassOrInstance:
+    """A static method that also takes the instance it is called on for its module, as hfai's scripts do."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Callable[..., Any]:
+        if module is None:
+            return self._function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = "module" in kwargs or (args and isinstance(args[0], nn.Module))
+            return self._function(*args, **kwargs) if named else self._function(module, *args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within it, `named_parameters()` of the instances in `module` are whole and ordinary.
+
+    A forward inside computes with the shards: what was changed counts when the context ends.
+
+    Args:
+        module: an instance, or a module that holds some.
+        recurse: whether inner instances take part.
+        writeback: whether changes count; under NO_SHARD they always do.
+        rank0_only: whether only the first rank gets them.
+        offload_to_cpu: whether they are on the host.
+        with_grads: whether `.grad` is whole too.
+
+    Raises:
+        NotImplementedError: combinations that torch refuses, with its words.
+        AssertionError: inside another one.
+
+    Communication: one all-gather a bucket on entry.
+    """
+    found = [(inside, own) for _, inside, own in instances(module)] if recurse else _itself(module)
+    for _, own in found:
+        _check(own, writeback, rank0_only, offload_to_cpu, with_grads)
+    if offload_to_cpu and not rank0_only and found:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
+            "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=3,
+        )
+    inner = {id(inside) for outer, _ in found for name, inside, _ in instances(outer) if name}
+    with ExitStack() as stack:
+        for inside, _ in found:
+            if id(inside) not in inner:
+                stack.enter_context(
+                    whole_parameters(
+                        inside,
+                        recurse=recurse,
+                        writeback=writeback,
+                        everywhere=not rank0_only,
+                        to="cpu" if offload_to_cpu else "all",
+                        with_grads=with_grads,
+                    )
+                )
+        yield
+
+
+def _itself(module: nn.Module) -> list[tuple[nn.Module, Instance]]:
+    own = instance_of(module)
+    return [] if own is None else [(module, own)]
+
+
+def _check(own: Instance, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    orig = own.settings.use_orig_params
+    if with_grads and (offload_to_cpu or not orig):
+        raise NotImplementedError(
+            f"with_grads={with_grads}, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
+        )
+    if offload_to_cpu and not own.settings.shards:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if writeback and rank0_only:
+        raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+    if own.training_state == TrainingState.SUMMON_FULL_PARAMS:
+        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+
+
+@contextmanager
+def whole_parameters(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = False,
+    everywhere: bool = True,
+    to: Any = "all",
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Whole parameters in an instance, and with `recurse` in those inside it."""
+    held = held_now(module)
+    params = held.params(module)
+    leaves = {name: x for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit}
+    full = _full(params.like(leaves), to)
+    grads = _full(_grads(params.like(leaves)), to) if with_grads else {}
+    here = everywhere or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
+    states = [own for _, _, own in instances(module)] if recurse else [own_of(module)]
+    for own in states:
+        own.training_state = TrainingState.SUMMON_FULL_PARAMS
+    try:
+        with whole(module, full if here else {}, held) as made:
+            for name, grad in grads.items():
+                if name in made:
+                    made[name].grad = grad
+            yield
+        _write_back(held, params, made, leaves, writeback, with_grads)
+    finally:
+        for own in states:
+            own.training_state = TrainingState.IDLE
+
+
+def _full(tree: Params, to: Any) -> dict[str, Tensor]:
+    """Whole values of canonical names, which nobody else has."""
+    found = gather(tree, to=to) if tree else {}
+    return {name: found[name].detach() for name in tree.plan.layouts if name in found}
+
+
+def _grads(tree: Params) -> Params:
+    return tree.like((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
+
+
+def _write_back(
+    held: Held,
+    params: Params,
+    made: Mapping[str, nn.Parameter],
+    leaves: Mapping[str, Any],
+    writeback: bool,
+    with_grads: bool,
+) -> None:
+    """The shards of what was changed; what is not split at all is changed in any case, as in torch."""
+    kept = {n: p for n, p in made.items() if writeback or not held.plan.layouts[n].axes}
+    if not kept:
+        return
+    tree = params.like((name, leaf) for name, leaf in leaves.items() if held.plan.leaves[name][0].name in kept)
+    held.copy_in(from_state_dict(tree, {name: value.detach() for name, value in kept.items()}))
+    grads = {name: p.grad.detach() for name, p in kept.items() if with_grads and p.grad is not None}
+    if grads:
+        places = tree.like((name, leaf) for name, leaf in tree.items() if held.plan.leaves[name][0].name in grads)
+        for name, grad in from_state_dict(places, grads).items():
+            if places[name].grad is None:
+                places[name].grad = grad
+            else:
+                unwrap_local(places[name].grad).copy_(unwrap_local(grad))
