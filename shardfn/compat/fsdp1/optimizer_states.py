@@ -1,5 +1,350 @@
-"""Optimizer state dicts: by name and whole or sharded, and back, under torch's names old and new. Layer 6."""
+"""Optimizer state dicts: by name and whole or sharded, and back, under torch's names old and new. Layer 6.
+
+optimizer.state_dict()        ids -> DTensors           ->  optim_state_dict           names -> whole or DTensors
+names -> whole or DTensors    optim_state_dict_to_load  ->  optimizer.load_state_dict  ids -> DTensors
+"""
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardfn._torch import pytree
+from shardfn.compat.fsdp1.instance import Instance, instances
+from shardfn.compat.fsdp1.state_dicts import on_host
+from shardfn.core.errors import ShardError, did_you_mean
+
+_OptimInput = Iterable[Any] | None
 
 
 class OptimizerStates:
-    """The part of the class that is about optimizer states."""
+    """The part of the class that is about optimizer states; everything is static."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter names, in the flavour of `state_dict_type`.
+
+        Args:
+            model: the instance, or a module that holds some.
+            optim: the optimizer of its parameters.
+            optim_state_dict: default `optim.state_dict()`.
+            group: not needed: the mesh of the model is used.
+
+        Returns:
+            `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`; `{}` on other ranks than the first
+            with `rank0_only`.
+
+        Communication: FULL: one all-gather a state tensor.
+        """
+        own = _first(model)
+        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
+        config = own.optim_state_dict_config
+        state = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        first_only = full and bool(getattr(config, "rank0_only", False))
+        return _by_name(model, list(_params_of(optim)), state, full, first_only, bool(config.offload_to_cpu))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: Any,
+        optim: Any,
+        optim_state_dict: Any,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` made, here or by torch's class.
+
+        The order of torch 2.0, `(optim_state_dict, model, optim)`, is told apart by type.
+
+        Args:
+            model: the instance, or a module that holds some.
+            optim: the optimizer of its parameters.
+            optim_state_dict: by names; of any number of ranks when it is whole.
+            is_named_optimizer: whether the optimizer's own keys are names.
+            load_directly: whether to load it too.
+            group: not needed: the mesh of the model is used.
+
+        Raises:
+            ValueError: it is no optimizer state dict.
+            ShardError: it has names that the model does not have.
+
+        Communication: none; with `rank0_only`, one broadcast a state tensor.
+        """
+        if isinstance(optim, nn.Module):
+            model, optim, optim_state_dict = optim, optim_state_dict, model
+        own = _first(model)
+        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
+        first_only = full and bool(getattr(own.optim_state_dict_config, "rank0_only", False))
+        made = _to_load(model, list(_params_of(optim)), optim_state_dict, first_only, is_named_optimizer, optim)
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    @staticmethod
+    def optim_state_dict_post_hook(model: nn.Module, optim: Any, optim_state_dict: Any, group: Any = None) -> Any:
+        """`optim_state_dict` as torch 2.0 named it for hooks."""
+        return OptimizerStates.optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def load_optim_state_dict_pre_hook(model: nn.Module, optim: Any, optim_state_dict: Any, group: Any = None) -> Any:
+        """`optim_state_dict_to_load` as torch 2.0 named it for hooks."""
+        return OptimizerStates.optim_state_dict_to_load(model, optim, optim_state_dict, group=group)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: _OptimInput = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The whole state by names on the first rank, in host memory; torch 1.12's name."""
+        _warn_legacy("full_optim_state_dict", "optim_state_dict")
+        params = _params_given(model, optim, optim_input)
+        return _by_name(model, params, optim.state_dict(), True, rank0_only, True)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any = None, group: Any = None
+    ) -> dict[str, Any]:
+        """The sharded state by names; torch 1.13's name."""
+        _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
+        is_input = optim_input is not None and not isinstance(optim_input, dist.ProcessGroup)
+        params = _params_given(model, optim, optim_input if is_input else None)
+        return _by_name(model, params, optim.state_dict(), False, False, False)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a whole state by names that every rank has; torch 1.12's name."""
+        _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        return _to_load(model, _params_given(model, optim, optim_input), full_optim_state_dict, False, False, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: Any = None,
+        optim_input: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a sharded state by names; torch 1.13's name."""
+        _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        if optim is not None and not isinstance(optim, torch.optim.Optimizer):  # torch 1.13 had the input third
+            optim, optim_input = (optim_input if isinstance(optim_input, torch.optim.Optimizer) else None), optim
+        return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, False, False, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a whole state by names of the first rank; torch 1.12's name."""
+        _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        params = _params_given(model, optim, optim_input)
+        return _to_load(model, params, full_optim_state_dict or {}, True, False, optim)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer state dict by ids from one by names, or the reverse; `model` need not be wrapped.
+
+        Raises:
+            ValueError: keys of both kinds.
+        """
+        keys = optim_state_dict["state"].keys()
+        if len({type(key) for key in keys}) > 1:
+            raise ValueError(f"Invalid parameter keys: {keys}")
+        have_names = all(isinstance(key, str) for key in keys)
+        want_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
+        if keys and have_names == want_names:
+            return optim_state_dict
+        names = _names(model)
+        pairs = {index: names[id(p)] for index, p in enumerate(_params_given(model, optim, optim_input))}
+        new: dict[Any, Any] = pairs if want_names else {name: index for index, name in pairs.items()}
+        groups = copy.deepcopy(optim_state_dict["param_groups"])
+        for one in groups:
+            one["params"] = sorted(new[key] for key in one["params"])
+        return {"state": {new[key]: state for key, state in optim_state_dict["state"].items()}, "param_groups": groups}
+
+
+def _warn_legacy(old: str, new: str) -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``. "
+        f"``FullyShardedDataParallel.{old}`` may be removed after PyTorch 2.2.",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+def _first(model: nn.Module) -> Instance:
+    found = next((own for _, _, own in instances(model)), None)
+    if found is None:
+        raise ShardError(f"optimizer states: {type(model).__name__} holds no FullyShardedDataParallel")
+    return found
+
+
+def _params_of(optim: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optim.param_groups for parameter in group["params"])
+
+
+def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor]:
+    """The parameters of an optimizer in its order: from itself, from what it was made of, or all of the model."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
+            "your code without changing its functionality.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        given = list(optim_input)
+        groups = [one["params"] if isinstance(one, dict) else [one] for one in given]
+        return [parameter for group in groups for parameter in group]
+    return list(model.parameters()) if optim is None else list(_params_of(optim))
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """id of a parameter -> its first name, without what wrappers add."""
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), clean_tensor_name(name))
+    return found
+
+
+def _by_name(
+    model: nn.Module, params: list[Tensor], state: Mapping[str, Any], full: bool, first_only: bool, host: bool
+) -> dict[str, Any]:
+    """A state dict by ids as one by names, whole or sharded."""
+    names = _names(model)
+    unknown = [index for index, p in enumerate(params) if id(p) not in names]
+    if unknown:
+        raise ShardError(
+            f"optimizer states: {len(unknown)} of the optimizer's parameters are not the model's, the first is number "
+            f"{unknown[0]}; make the optimizer from the wrapped model's parameters()"
+        )
+    key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
+    keep = not first_only or dist.get_rank() == int(_first(model).mesh.mesh.flatten()[0])
+    found: dict[str, Any] = {}
+    for key, values in state["state"].items():
+        made = {what: _taken(value, full, host) for what, value in values.items()}
+        if keep:
+            found[key_to_name[key] if key in key_to_name else key] = made
+    if not keep:
+        return {}
+    groups = [{**group, "params": [key_to_name.get(key, key) for key in group["params"]]} for group in _groups(state)]
+    return {"state": found, "param_groups": groups}
+
+
+def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v if k == "params" else copy.deepcopy(v) for k, v in one.items()} for one in state["param_groups"]]
+
+
+def _taken(value: Any, full: bool, host: bool) -> Any:
+    """One value of a state as it is saved."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor) and full:
+        whole = value.full_tensor().detach()
+        return whole.to("cpu", copy=True) if host else whole.clone()
+    return on_host(value.detach(), host)
+
+
+def _to_load(
+    model: nn.Module,
+    params: list[Tensor],
+    state: Mapping[str, Any],
+    first_only: bool,
+    named: bool,
+    optim: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """A state dict by names as one by ids, whose tensors have the layouts of their parameters."""
+    own = _first(model)
+    if first_only:
+        state = _from_first(state, own)
+    if "state" not in state:
+        raise ValueError('`optim_state_dict` must have the keys "state"to be a valid optimizer state dict')
+    names = _names(model)
+    every = {clean_tensor_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    ids: dict[int, Any] = {id(p): names[id(p)] if named else index for index, p in enumerate(params)}
+    unknown = [key for key in state["state"] if isinstance(key, str) and key not in every]
+    if unknown:
+        raise ShardError(
+            f"optimizer states: {len(unknown)} names are not in the model, the first is "
+            f"{unknown[0]!r}{did_you_mean(unknown[0], every)}"
+        )
+    found: dict[Any, Any] = {}
+    for key, values in state["state"].items():
+        parameter = every.get(key)
+        if parameter is None:
+            found[key] = values
+        elif id(parameter) in ids:
+            like = optim.state.get(parameter, {}) if optim is not None else {}
+            found[ids[id(parameter)]] = {
+                what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()
+            }
+    groups = _groups(state) if "param_groups" in state else []
+    for group in groups:
+        held = [ids[id(every[n])] for n in group["params"] if n in every and id(every[n]) in ids]
+        group["params"] = sorted(held)
+    return {"state": found, "param_groups": groups}
+
+
+def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
+    """One value of a state with the layout of its parameter, or of what the optimizer has there."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+        return value
+    model_of = parameter if tuple(value.shape) == tuple(parameter.shape) and value.dim() else like
+    if not isinstance(model_of, DTensor):
+        return value
+    if isinstance(value, DTensor):
+        if value.placements == model_of.placements and value.device_mesh == model_of.device_mesh:
+            return value
+        value = value.full_tensor()
+    value = value.to(model_of.device_mesh.device_type)
+    return distribute_tensor(value, model_of.device_mesh, model_of.placements, src_data_rank=None)
+
+
+def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
+    """The state dict of the first rank of the mesh, on all of them."""
+    first = dist.get_rank() == int(own.mesh.mesh.flatten()[0])
+    leaves, spec = pytree.tree_flatten(dict(state) if first else {})
+    described = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+    box: list[Any] = [pytree.tree_unflatten(described, spec)]
+    for axis in own.mesh.mesh_dim_names or ():
+        dist.broadcast_object_list(box, group=own.mesh.get_group(axis), group_src=0, device=own.device)
+    wanted, spec = pytree.tree_flatten(box[0])
+    found: list[Any] = []
+    for index, value in enumerate(wanted):
+        if not isinstance(value, Tensor):
+            found.append(value)
+            continue
+        whole = torch.empty(value.shape, dtype=value.dtype, device=own.device)
+        if first:
+            whole.copy_(leaves[index])
+        for axis in own.mesh.mesh_dim_names or ():
+            dist.broadcast(whole, group=own.mesh.get_group(axis), group_src=0)
+        found.append(whole if value.dim() else whole.cpu())
+    return pytree.tree_unflatten(found, spec)

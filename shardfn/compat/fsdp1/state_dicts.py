@@ -218,11 +218,11 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
         elif name is not None and kind == StateDictType.LOCAL_STATE_DICT:
             state[key] = unwrap_local(value).detach().clone()
         elif isinstance(value, Tensor):
-            state[key] = value if keep_vars else _on_host(as_before(value).detach(), host)
+            state[key] = value if keep_vars else on_host(as_before(value).detach(), host)
     return state
 
 
-def _on_host(value: Tensor, host: bool) -> Tensor:
+def on_host(value: Tensor, host: bool) -> Tensor:
     """A copy on the host, also of what is there already: what is saved must not change any more."""
     if not host:
         return value
