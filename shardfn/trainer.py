@@ -89,6 +89,7 @@ class Trainer(nn.Module):
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.steps = 0
+        self._syncs = True
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
         self.__dict__["_model"] = model
         set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
@@ -109,7 +110,7 @@ class Trainer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`."""
-        params = self.params
+        params = self._held.params(self.module, reduction="mean" if self._syncs else None)
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:
@@ -269,8 +270,15 @@ class Trainer(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For scripts that accumulate under it: gradients of each backward are reduced and added, with the same sum."""
-        yield
+        """Within it, `backward()` adds up gradients on each rank; the first one after it reduces them all.
+
+        Until then `.grad` is a `DTensor` of partial sums, whole on every rank: more memory, for less traffic.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:

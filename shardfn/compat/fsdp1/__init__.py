@@ -21,4 +21,4 @@ from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
 
-from shardfn.compat.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
+from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel

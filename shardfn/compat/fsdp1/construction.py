@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfn._torch import buffers_of
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
+from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.held import install
@@ -144,13 +145,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                     f"Make the optimizer from the wrapped model's parameters()."
                 )
-            if _is_pending(parameter):
+            if is_held_back(parameter.grad):
                 raise ShardError(
                     f"{type(optimizer).__name__}.step: a gradient was only added up under no_sync(), never reduced; "
                     f"run the last backward of a step outside of no_sync()"
                 )
-
-
-def _is_pending(parameter: Tensor) -> bool:
-    grad = parameter.grad if isinstance(parameter, DTensor) else None
-    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)

@@ -6,8 +6,9 @@ everything out when the backward is over, to `value_and_grad` (`Gradients`) or i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -16,10 +17,96 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import accumulates, foreach, has_gradient_hooks, spec_of, unwrap_local, wrap_local
 from shardfn.core.buckets import BucketOnGrid, Flight
+from shardfn.core.collectives import finished
 from shardfn.core.errors import ShardError
+from shardfn.core.plan import Plan
 
 _IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
 _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
+
+
+# [Note: gradients that are held back]
+# With `plan.reduction` None (`no_sync`) a backward leaves sums over this rank's losses only: whole over the data axes,
+# in `.grad`, as DTensors with `Partial` placements. The first backward that reduces takes them along.
+
+
+def goes_into_grad(nodes: Sequence[Any]) -> bool:
+    """Whether autograd, having got gradients from `nodes`, would only add them to the `.grad` of leaves."""
+    return not torch.is_grad_enabled() and all(map(accumulates, nodes))
+
+
+def is_held_back(grad: Tensor | None) -> bool:
+    """Whether a gradient was not reduced yet."""
+    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+
+
+@torch.no_grad()
+def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Sequence[Tensor | None]) -> None:
+    """Add pending gradients [whole over data] to those in `.grad`, unreduced."""
+    _names_waiting(spot.plan).update(spot.bucket.leaves)
+    for index, (leaf, grad) in enumerate(zip(leaves, pending, strict=True)):
+        if grad is None:
+            continue
+        had = leaf.grad
+        if had is not None and is_held_back(had):
+            unwrap_local(had).add_(grad)
+            continue
+        whole = torch.empty_like(grad, dtype=leaf.dtype, memory_format=torch.contiguous_format).copy_(grad)
+        if had is not None:
+            _own_part(spot, index, whole).add_(unwrap_local(had), alpha=_ways(spot, index))
+        leaf.grad = wrap_local(whole, spot.spec(index, leaf.dtype, True))
+
+
+def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
+    """This rank's shard in a gradient that is whole over the data axes."""
+    leaf, grid = spot.leaves[index], spot.grid
+    own = leaf.local_range(grid.sizes, grid.coords)
+    gathered = leaf.local_range(grid.sizes, grid.coords, spot.plan.roles.compute)
+    for dim, ((start, length), (first, _)) in enumerate(zip(own, gathered, strict=True)):
+        whole = whole.narrow(dim, start - first, length)
+    return whole
+
+
+def _ways(spot: BucketOnGrid, index: int) -> int:
+    """By how much a reduced gradient counts more than those of all ranks, whose mean is still to be taken."""
+    return prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data if axis in spot.leaves[index].axes)
+
+
+@torch.no_grad()
+def with_held_back(leaves: Sequence[Tensor], pending: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Pending gradients with those that were held back, which leave `.grad`."""
+    found = list(pending)
+    for index, leaf in enumerate(leaves):
+        had = leaf.grad
+        if had is not None and is_held_back(had):
+            more, leaf.grad = found[index], None
+            found[index] = unwrap_local(had) if more is None else unwrap_local(had).add_(more)
+    return found
+
+
+def _names_waiting(plan: Plan) -> set[str]:
+    """Leaves whose gradients were held back at some time; shared by the plans that differ in their reduction."""
+    return plan.__dict__.setdefault("_leaf_specs", {}).setdefault("held back", set())
+
+
+def waiting(plan: Plan, leaves: Mapping[str, Tensor]) -> set[str]:
+    """The leaves whose gradients are held back now."""
+    return {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
+
+
+@torch.no_grad()
+def reduce_held_back(spot: BucketOnGrid, leaves: Sequence[Tensor], names: Collection[str]) -> None:
+    """Reduce what was held back and the last backward did not reach."""
+    wanted = [name in names for name in spot.bucket.leaves]
+    if not any(wanted):
+        return
+    own = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+    part, op = spot.part(wanted), spot.plan.reduction
+    assert op is not None
+    dtypes = [leaf.dtype for leaf in own]
+    shards = finished(part.reduce_steps(with_held_back(own, [None] * len(own)), dtypes, op))
+    for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
+        leaf.grad = wrap_local(shard, part.spec(index, leaf.dtype, False))
 
 
 class Reductions:
@@ -105,7 +192,7 @@ class Accumulation(Reductions):
 
         Not when the backward is differentiated, when `autograd.grad` or `inputs=` ask for them, or a hook waits.
         """
-        return not torch.is_grad_enabled() and all(map(accumulates, nodes)) and not any(map(has_gradient_hooks, leaves))
+        return goes_into_grad(nodes) and not any(map(has_gradient_hooks, leaves))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -47,7 +47,16 @@ from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucke
 from shardfn.core.collectives import Steps
 from shardfn.core.dropout import Masks
 from shardfn.core.engine.compiled import untraced
-from shardfn.core.engine.gradients import Accumulation, Gradients, Reductions
+from shardfn.core.engine.gradients import (
+    Accumulation,
+    Gradients,
+    Reductions,
+    goes_into_grad,
+    hold_back,
+    reduce_held_back,
+    waiting,
+    with_held_back,
+)
 from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
 from shardfn.core.engine.remat import Borrowed
@@ -373,6 +382,10 @@ class Session:
         accumulation = self._accumulations.pop(backward)
         accumulation.finish()
         self.runtime.accumulations.remove(accumulation)
+        if names := waiting(self.plan, self.leaves):
+            for bucket in (bucket for unit in self.plan.units for bucket in unit.buckets):
+                spot = self.runtime.spots[bucket]
+                reduce_held_back(spot, [self.leaves[name] for name in spot.bucket.leaves], names)
 
     def _end_backward(self, backward: int) -> None:
         """It is over, and with it those that began in it."""
@@ -538,11 +551,15 @@ class _Gathered:
         pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         dtypes = [leaf.dtype for leaf in leaves]
+        nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
+        if goes_into_grad(nodes) and spot.plan.reduction is None:
+            hold_back(spot, leaves, pending)
+            return [None] * len(needed)
+        if goes_into_grad(nodes):
+            pending = with_held_back(leaves, pending)
         if spot.plan.reduction is not None:
             self.session.pass_by("gradients", Event("reduce", self.event.unit, self.event.bucket))
-            reductions = self.session.reductions(
-                spot.bucket.leaves, leaves, [node for node, need in zip(nodes, needed, strict=True) if need]
-            )
+            reductions = self.session.reductions(spot.bucket.leaves, leaves, nodes)
             if reductions is not None:
                 reductions.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
                 return [None] * len(needed)

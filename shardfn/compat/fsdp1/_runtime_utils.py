@@ -1,0 +1,13 @@
+"""The one name of `torch.distributed.fsdp._runtime_utils` that scripts call. Layer 6."""
+
+from typing import Any
+
+from torch import nn
+
+from shardfn.compat.fsdp1.running import held_now
+
+
+def _lazy_init(state: nn.Module, root_module: nn.Module) -> Any:
+    """Make `root_module`, which is the same as `state`, the root of its tree now instead of at its first forward."""
+    held_now(root_module)
+    return state

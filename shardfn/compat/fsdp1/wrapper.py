@@ -1,0 +1,371 @@
+"""`FullyShardedDataParallel`: FSDP1's class on shardfn's engine. Layer 6.
+
+[Note: a module that stands before another]
+`FSDP(model)` is a new object, of a class that derives from FSDP1's and from the model's. It shares the model's tables
+of children, parameters, buffers and hooks, and reads and writes every other attribute there. So `fsdp.module is model`,
+`isinstance(fsdp.layers[0], Block)` holds as well as `isinstance(..., FSDP)`, names carry no prefix, and torch's
+`get_model_state_dict`, `get_optimizer_state_dict` and checkpoint wrappers work on it as on any module. The parameters
+are `nn.Parameter(DTensor)` shards.
+
+A forward is `apply` with the tree of all instances below: inner ones are its units, and run no code of their own.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import TrainingState
+
+from shardfn.compat.fsdp1 import arguments, meshes
+from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
+from shardfn.compat.fsdp1.clipping import clip_grad_norm
+from shardfn.compat.fsdp1.construction import shard_now
+from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instances
+from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
+from shardfn.compat.fsdp1.running import held_now, require_root, run
+from shardfn.compat.fsdp1.state_dicts import StateDicts
+from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
+from shardfn.compat.fsdp1.wrapping import wrap_inside
+from shardfn.core.shadow import WRAPPED, unwrapped
+
+_SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+_FLAT = ("_flat_param", "_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle", "_unshard")
+
+
+class _Known:
+    """An attribute of torch's class that the `Instance` knows."""
+
+    def __init__(self, read: Callable[[Any], Any], name: str = "") -> None:
+        """`name`: the field that it sets; without one it cannot be set."""
+        self._read, self._name = read, name
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        return self if module is None else self._read(module.__dict__[INSTANCE])
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        if not self._name:
+            raise AttributeError("FullyShardedDataParallel: this is set by the constructor")
+        setattr(module.__dict__[INSTANCE], self._name, value)
+
+
+@functools.cache
+def _class_before(fsdp: type, model: type) -> Any:
+    """The class of an instance of `fsdp` that stands before a `model`."""
+    bases = (fsdp,) if issubclass(fsdp, model) else (fsdp, model)
+    own = {name: getattr(fsdp, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_stands_for": fsdp}
+    return type(model)(fsdp.__name__, bases, own)
+
+
+class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
+    """FSDP1's class, on shardfn's engine: change the import, keep the script.
+
+    Every argument of torch 1.11 to 2.13 is taken, in the order of any of them. Where torch's class needs an accelerator
+    this one does not. docs/howto/from-fsdp1.md lists what each argument and method does here.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy
+        >>> mesh = sf.make_mesh("cpu", fsdp=1)  # or torch.distributed.init_process_group(...)
+        >>> model = FSDP(nn.Linear(4, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> model.state_dict()["bias"].shape
+        torch.Size([2])
+
+    Args:
+        module: what to wrap; parameters become shards in place, and `module` itself stays `fsdp.module`.
+        process_group: the ranks; a pair `(shard, replicate)` for hybrid strategies. Default: all ranks.
+        sharding_strategy: default FULL_SHARD; NO_SHARD when there is one rank.
+        cpu_offload: `CPUOffload(True)` keeps shards, gradients and optimizer states on the host.
+        auto_wrap_policy: which modules become units.
+        backward_prefetch: no effect: the engine looks one unit ahead.
+        mixed_precision: dtypes.
+        ignored_modules: modules to leave alone.
+        param_init_fn: fills meta tensors, called a module; else `reset_parameters()` is.
+        device_id: where to compute.
+        sync_module_states: whether the first rank's values count.
+        forward_prefetch: no effect.
+        limit_all_gathers: no effect.
+        use_orig_params: what it changes here is in docs/howto/from-fsdp1.md.
+        ignored_states: modules or parameters to leave alone.
+        device_mesh: instead of `process_group`; two dims for hybrid strategies.
+        ignored_parameters: the name of torch 2.0 for `ignored_states`.
+        fsdp_auto_wrap_policy: the name of torch 1.11 for `auto_wrap_policy`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as torch's class does, with its words.
+        ShardError: what cannot be honoured, with what to do instead.
+
+    Communication: one small object exchange; with `sync_module_states`, one broadcast a parameter.
+    """
+
+    _is_fsdp_managed_module = True
+
+    rank = _Known(lambda own: own.mesh.get_local_rank("fsdp"))
+    world_size = _Known(lambda own: own.mesh.get_group("fsdp").size())
+    process_group = _Known(lambda own: own.mesh.get_group("fsdp"))
+    compute_device = _Known(lambda own: own.device)
+    sharding_strategy = _Known(lambda own: own.settings.sharding_strategy)
+    mixed_precision = _Known(lambda own: own.settings.mixed_precision)
+    cpu_offload = _Known(lambda own: own.settings.cpu_offload)
+    limit_all_gathers = _Known(lambda own: own.settings.limit_all_gathers)
+    backward_prefetch = _Known(lambda own: own.settings.backward_prefetch)
+    forward_prefetch = _Known(lambda own: own.settings.forward_prefetch)
+    _use_orig_params = _Known(lambda own: own.settings.use_orig_params)
+    _device_mesh = _Known(lambda own: own.mesh)
+    _inter_node_pg = _Known(lambda own: own.mesh.get_group("replicate"))
+    training_state = _Known(lambda own: own.training_state, "training_state")
+    _is_root = _Known(lambda own: own.is_root, "is_root")
+    _sync_gradients = _Known(lambda own: own.syncs, "syncs")
+    _state_dict_type = _Known(lambda own: own.state_dict_type, "state_dict_type")
+    _state_dict_config = _Known(lambda own: own.state_dict_config, "state_dict_config")
+    _optim_state_dict_config = _Known(lambda own: own.optim_state_dict_config, "optim_state_dict_config")
+
+    def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"FullyShardedDataParallel: expected an nn.Module, got {type(module).__name__}")
+        return object.__new__(_class_before(getattr(cls, "_stands_for", cls), type(unwrapped(module))))
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = NOT_GIVEN,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        ignored_parameters: Iterable[nn.Parameter] | None = None,
+        fsdp_auto_wrap_policy: Any = None,
+    ) -> None:
+        moved = arguments.told_apart(
+            {
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "auto_wrap_policy": auto_wrap_policy,
+                "backward_prefetch": backward_prefetch,
+            }
+        )
+        policy = arguments.the_policy(moved.pop("auto_wrap_policy", None), fsdp_auto_wrap_policy)
+        settings = Settings(
+            **moved,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
+        named = arguments.ignored_of(ignored_modules, ignored_states, ignored_parameters)
+        modules, parameters = arguments.ignored_in(module, *named)
+        meshes.check_groups(process_group, device_mesh, settings.sharding_strategy, policy is not None)
+        device = meshes.compute_device(module, set(map(id, parameters)), device_id)
+        mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type)
+        _warn_of_containers(module)
+        self._begin(module, Instance(arguments.clamped(settings, mesh), mesh, device, modules, parameters))
+        if policy is not None:
+            self._wrap_inside(policy, settings, mixed_precision)
+        shard_now(self)
+
+    def _begin(self, module: nn.Module, instance: Instance) -> None:
+        """Stand before a module: see [Note: a module that stands before another]."""
+        module = unwrapped(module)
+        self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
+        self.__dict__[WRAPPED] = module
+        self.__dict__[INSTANCE] = instance
+        for name, _, inner in instances(self):
+            inner.inner |= bool(name)
+
+    def _wrap_inside(self, policy: Any, settings: Settings, mixed: MixedPrecision | None) -> None:
+        """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one."""
+        own = self.__dict__[INSTANCE]
+        kwargs = {name: getattr(settings, name) for name in Settings.__dataclass_fields__} | {"mixed_precision": mixed}
+
+        def wrap(module: nn.Module, **given: Any) -> nn.Module:
+            made = type(self).__new__(type(self), module)
+            inner = arguments.clamped(arguments.settings_of(given), own.mesh, quiet=True)
+            made._begin(module, Instance(inner, own.mesh, own.device, own.ignored_modules, own.ignored_params, True))
+            return made
+
+        wrap_inside(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
+
+    # -- as a module --------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; inside a wrapper for activation checkpointing, the one that it wraps."""
+        module = self.__dict__[WRAPPED]
+        return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module
+
+    @property
+    def _fsdp_wrapped_module(self) -> nn.Module:
+        return self.__dict__[WRAPPED]
+
+    @property
+    def _has_params(self) -> bool:
+        return any(True for _ in self.parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FLAT:
+            raise AttributeError(arguments.why_not_flat(name))
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__[WRAPPED], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" or isinstance(vars(FullyShardedDataParallel).get(name), _Known | property):
+            object.__setattr__(self, name, value)
+            return
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        setattr(self.__dict__[WRAPPED], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self.__dict__[WRAPPED], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        module: Any = self.__dict__[WRAPPED]
+        return module[key]
+
+    def __repr__(self) -> str:
+        inside = repr(self.__dict__[WRAPPED]).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  (_fsdp_wrapped_module): {inside}\n)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = type(self).__new__(type(self), self.__dict__[WRAPPED])
+        memo[id(self)] = made
+        made._begin(_copied(self.__dict__[WRAPPED], memo), self.__dict__[INSTANCE].copied(memo))
+        return made
+
+    # -- what training loops call -------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with whole weights, which are gathered just in time; see `shardfn.apply`."""
+        return run(self, args, kwargs)
+
+    def check_is_root(self) -> bool:
+        """Whether no other instance holds this one."""
+        held_now(self)
+        return not self.__dict__[INSTANCE].inner
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """Every instance in a tree, itself included, in the order of `modules()`.
+
+        Args:
+            module: any module.
+            root_only: only those that no other instance holds.
+        """
+        return [inside for _, inside, own in instances(module) if not (root_only and own.inner)]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """`nn.Module.apply` with whole parameters; what `fn` changes is kept.
+
+        Raises:
+            ValueError: inside `summon_full_params`.
+        """
+        own = self.__dict__[INSTANCE]
+        own.require(TrainingState.IDLE)
+        with whole_parameters(self, writeback=True):
+            return nn.Module.apply(self, fn)
+
+    summon_full_params = OnClassOrInstance(summon_full_params)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backwards add up gradients on each rank; the first one after it reduces them.
+
+        Raises:
+            RuntimeError: on an inner instance.
+            ValueError: inside `summon_full_params`.
+        """
+        require_root(
+            self,
+            "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module.",
+        )
+        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        found = [(own, own.syncs) for _, _, own in instances(self)]
+        for own, _ in found:
+            own.syncs = False
+        try:
+            yield
+        finally:
+            for own, before in found:
+                own.syncs = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scale all gradients in place to a total norm of at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: p of the p-norm; `float("inf")` for the largest element.
+
+        Returns:
+            the norm before, a scalar in the widest dtype of the gradients.
+
+        Raises:
+            RuntimeError: on an inner instance.
+
+        Communication: one all-reduce of a scalar.
+        """
+        require_root(self, "`clip_grad_norm_()` should only be called on the root FSDP instance")
+        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        return clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce gradients.
+
+        Args:
+            state: its first argument.
+            hook: `hook(state, grad)` under NO_SHARD, else `hook(state, full_grad, own_shard)` that fills `own_shard`;
+                both are flat.
+
+        Raises:
+            AssertionError: on an inner instance, twice, or for a hybrid strategy, with the words of torch.
+            ValueError: it is no function.
+        """
+        arguments.check_comm_hook(self, hook)
+        for _, _, own in instances(self):
+            own.comm_hook, own.comm_hook_state = hook, state
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """A deep copy of a wrapped module, whose parameters are DTensors; what stands before it is copied by its own."""
+    for parameter in module.parameters():
+        if id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            vars(memo[id(parameter)]).update(vars(parameter))
+    return copy.deepcopy(module, memo)
+
+
+def _warn_of_containers(module: nn.Module) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
+            stacklevel=3,
+        )
