@@ -1,7 +1,9 @@
 """`Trainer` against the functions and against one process; as a module; its checkpoints."""
 
+import copy
 import shutil
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +89,28 @@ def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
         trainer.step(*(t[:4] for t in batch))
 
 
-@on_meshes({"fsdp": 2, "tp": 2})
-def test_backward_twice_adds_and_no_sync_has_the_same_sum(mesh: DeviceMesh) -> None:
-    trainer, reference = sf.Trainer(decoder(), mesh, policy()), decoder()
-    for i in range(2):
-        x, y = tokens(i)
-        local_x, local_y = sf.data.local_batch((x, y), mesh)
-        with trainer.no_sync():
-            token_loss(trainer(local_x), local_y).backward()
-        token_loss(reference(x), y).backward()
+@on_meshes({"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2}, {"fsdp": 3})
+def test_gradients_held_back_under_no_sync_are_reduced_with_the_next(mesh: DeviceMesh) -> None:
+    chosen = policy() if "tp" in (mesh.mesh_dim_names or ()) else sf.Policy()
+    trainer, reference = sf.Trainer(decoder(), mesh, chosen), decoder()
+    for order in ("held held reduced", "reduced held reduced", "reduced reduced"):
+        trainer.zero_grad()
+        reference.zero_grad()
+        for i, how in enumerate(order.split()):
+            x, y = tokens(i)
+            local_x, local_y = sf.data.local_batch((x, y), mesh)
+            with trainer.no_sync() if how == "held" else nullcontext():
+                loss = token_loss(trainer(local_x), local_y)
+            with count_collectives() as counts:
+                loss.backward()
+            token_loss(reference(x), y).backward()
+            if how == "held" and trainer.plan.roles.compute == ():
+                assert counts.total == counts.all_gather, counts
+            assert all(p.grad is None or p.grad.shape == p.shape for p in trainer.parameters())
+        _assert_grads(trainer, reference)
+
+
+def _assert_grads(trainer: sf.Trainer, reference: nn.Module) -> None:
     grads = trainer.params.like((n, p.grad) for n, p in trainer.params.items() if p.grad is not None)
     expected = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
     full = sf.gather(grads)
@@ -103,6 +118,34 @@ def test_backward_twice_adds_and_no_sync_has_the_same_sum(mesh: DeviceMesh) -> N
     assert_parity(
         {n: g for n, g in full.items() if n not in noise}, {n: g for n, g in expected.items() if n not in noise}
     )
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, layers: int) -> Tensor:
+        for layer in self.layers[:layers]:
+            x = layer(x)
+        return x
+
+
+@on_meshes({"fsdp": 4})
+def test_a_unit_that_the_last_backward_does_not_reach_is_reduced_too(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Branches()
+    reference = copy.deepcopy(model)
+    trainer = sf.Trainer(model, mesh, sf.Policy())
+    for i, layers in enumerate((3, 2)):
+        x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        with trainer.no_sync() if layers == 3 else nullcontext():
+            trainer(sf.data.local_batch(x, mesh), layers).square().mean().backward()
+        reference(x, layers).square().mean().backward()
+        if layers == 3:
+            with pytest.raises(sf.ShardError, match="a sum that is still pending"):
+                _assert_grads(trainer, reference)
+    _assert_grads(trainer, reference)
 
 
 @on_meshes({"fsdp": 4, "tp": 1})

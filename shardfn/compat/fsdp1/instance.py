@@ -127,7 +127,7 @@ def policy_of(module: nn.Module, *, ignore: set[int], full_precision: bool = Fal
         if name:
             units[pattern(name)] = _unit_settings(instance.settings, full_precision)
         if not instance.settings.shards:
-            whole += [pattern(full) for full in _own_names(name, inside)]
+            whole += [pattern(full) for full in _own_names(name, inside, ignore)]
     settings = own.settings
     mixed = settings.mixed_precision
     ignored = [pattern(name) for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignore]
@@ -164,12 +164,12 @@ def _require_alike(name: str, own: Instance, inner: Instance) -> None:
         )
 
 
-def _own_names(name: str, module: nn.Module) -> Iterator[str]:
+def _own_names(name: str, module: nn.Module, ignore: set[int]) -> Iterator[str]:
     """Parameters of an instance that no deeper one has, under the names of the tree."""
     prefix = f"{name}." if name else ""
     inner = [f"{path}." for path, _, _ in instances(module) if path]
-    for own, _ in module.named_parameters(remove_duplicate=False):
-        if not any(own.startswith(path) for path in inner):
+    for own, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in ignore and not any(own.startswith(path) for path in inner):
             yield prefix + own
 
 
