@@ -1,0 +1,5 @@
+"""`import shardfn.compat.auto` first, and imports of `torch.distributed.fsdp` find our class. Layer 6."""
+
+from shardfn.compat import switch
+
+switch.on()
