@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from shardfn._torch import buffers_of, children_of, parameters_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
-from shardfn.core.plan import Plan
+from shardfn.core.plan import Plan, Reduction
 from shardfn.core.tree import Params
 
 STANDS_FOR = "_shardfn_stands_for"  # on a whole parameter: the leaf that it stands for
@@ -46,7 +46,7 @@ class Held:
             return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
         return found
 
-    def params(self, model: nn.Module, reduction: Literal["mean", "sum"] | None = "mean") -> Params:
+    def params(self, model: nn.Module, reduction: Reduction | None = "mean") -> Params:
         """The tree, with the module's buffers; `reduction` is what a backward does with its gradients."""
         if len(self._buffers) != sum(map(len, self._buffer_tables)):
             self._find_buffers(model)

@@ -25,7 +25,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.layout import Leaf, clear_padding_
 from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host, host_of, stored_on
-from shardfn.core.plan import Bucket, Plan
+from shardfn.core.plan import Bucket, Plan, Reduction
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
 from shardfn.core.pure_crossing import PureCrossing, apart_again, together
 from shardfn.core.storage import split_flat
@@ -259,9 +259,7 @@ class BucketOnGrid:
             return self.unmoved(shards)
         return self.wholes_of(finished(self.gather_steps(shards))[0])
 
-    def reduce_steps(
-        self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
-    ) -> Steps:
+    def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
 
         A missing gradient counts as zeros. One reduce-scatter over the axes that split the bucket, one all-reduce over
@@ -269,6 +267,9 @@ class BucketOnGrid:
         """
         dtype = self.bucket.dtype
         dtype = (self.bucket.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+        if callable(op):
+            flat, shards = self._reduced_by(op, wholes, dtype)
+            return (yield from self._finished_shards(flat, shards, dtypes))
         tensors: Sequence[Tensor | None] = wholes
         shards: Callable[[Tensor], list[Tensor]]
         if self.crossings:
@@ -293,6 +294,23 @@ class BucketOnGrid:
         if op == "mean" and ranks > 1:
             flat = flat.div(ranks) if self.grid.pure else flat.div_(ranks)
         return (yield from self._finished_shards(flat, shards, dtypes))
+
+    def _reduced_by(
+        self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+        """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
+        if self.grid.pure or len(self.crossings) > 1 or (self.crossings and self._sum_axes):
+            raise ShardError("a reduction of your own works over one data axis, on real ranks")
+        if not self.crossings:
+            flat, places = _side_by_side(self._whole_shapes, dtype, self._results)
+            _fill(places, wholes)
+            reduce(flat, None)
+            return flat, partial(split_flat, shapes=self._shard_shapes)
+        crossing = self.crossings[0]
+        assert isinstance(crossing, Crossing)
+        flat = self._results.tensor(crossing.numel, dtype)
+        reduce(crossing.parts_for_ranks(wholes, dtype, self._results), flat)
+        return flat, crossing.shards_of
 
     def _finished_shards(
         self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]

@@ -220,6 +220,12 @@ class Crossing:
         finally:
             staging.release()
 
+    def parts_for_ranks(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Tensor:
+        """Gradients as one flat tensor [W * n], part i for rank i: what a reduction of the user's own begins with."""
+        staging = buffers.take(self.ranks * self.numel, dtype)
+        self._fill(staging, wholes, 0)
+        return staging.flat
+
     def _sendable(self, index: int, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A gradient that can be sent from where it is."""
         if whole is None:

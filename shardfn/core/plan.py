@@ -26,6 +26,10 @@ from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.registered import registered
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
 
+# Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
+# rank i, it fills this rank's flat shard with what counts; where nothing is split, `reduce(flat, None)` works in place.
+Reduction = Literal["mean", "sum"] | Callable[[torch.Tensor, torch.Tensor | None], None]
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -75,7 +79,7 @@ class Plan:
     policy: Policy
     info: ModelInfo = field(repr=False)
     activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
-    reduction: Literal["mean", "sum"] | None = "mean"  # what the backward of a gather does with pending gradients
+    reduction: "Reduction | None" = "mean"  # what the backward of a gather does with pending gradients
     vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
 
     @cached_property
@@ -129,7 +133,7 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def with_reduction(self, reduction: Literal["mean", "sum"] | None) -> "Plan":
+    def with_reduction(self, reduction: "Reduction | None") -> "Plan":
         """The same plan with another reduction in the backward; equal to this one, and made once."""
         made: dict[Any, Plan] = self.__dict__.setdefault("_with_reduction", {self.reduction: self})
         if reduction not in made:

@@ -21,9 +21,11 @@ from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
+from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
 
 Reduction = Literal["mean", "sum"] | None
+Reduced = PlanReduction | None
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
@@ -420,7 +422,7 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     return Params(leaves, plan, tree.mesh, tree.buffers)
 
 
-def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:
+def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, reduce: Reduced) -> Tensor:
     """What the engine reduced, plus what reached the leaf without it."""
     return local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
 
@@ -438,7 +440,7 @@ def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool
     return wrap_local(per_rank(places, zeros, [])[0], spec)
 
 
-def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduction) -> Tensor:
+def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduced) -> Tensor:
     """A gradient that arithmetic on the DTensor itself made, in its parameter's placements."""
     if not isinstance(gradient, DTensor):
         raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")

@@ -73,8 +73,7 @@ class Instance:
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
-    comm_hook: Any = None
-    comm_hook_state: Any = None
+    comm_hook: Callable[[torch.Tensor, torch.Tensor | None], None] | None = None
     buffers_are_low: bool | None = None  # whether they were cast to `buffer_dtype`; None before the first forward
     held: dict[bool, Held] = field(default_factory=dict)  # of the tree below, by whether it is in full precision
     full_precision_in_eval: bool = field(default_factory=lambda: os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1")

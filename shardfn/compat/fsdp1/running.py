@@ -52,7 +52,7 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     cast_buffers(module, not full_precision)
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    params = held.params(module, reduction="mean" if own.syncs else None)
+    params = held.params(module, (own.comm_hook or "mean") if own.syncs else None)
     try:
         return apply(module, params, *args, method="forward", **kwargs)
     finally:

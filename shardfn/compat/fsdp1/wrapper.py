@@ -120,6 +120,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     limit_all_gathers = _Known(lambda own: own.settings.limit_all_gathers)
     backward_prefetch = _Known(lambda own: own.settings.backward_prefetch)
     forward_prefetch = _Known(lambda own: own.settings.forward_prefetch)
+    _comm_hook = _Known(lambda own: own.comm_hook.hook if own.comm_hook is not None else None)
+    _comm_hook_state = _Known(lambda own: own.comm_hook.state if own.comm_hook is not None else None)
     _use_orig_params = _Known(lambda own: own.settings.use_orig_params)
     _device_mesh = _Known(lambda own: own.mesh)
     _inter_node_pg = _Known(lambda own: own.mesh.get_group("replicate"))
@@ -351,7 +353,17 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         arguments.check_comm_hook(self, hook)
         for _, _, own in instances(self):
-            own.comm_hook, own.comm_hook_state = hook, state
+            own.comm_hook = _Hook(state, hook)
+
+
+class _Hook:
+    """A communication hook as a reduction of the engine's."""
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        self.state, self.hook = state, hook
+
+    def __call__(self, flat: Tensor, shard: Tensor | None) -> None:
+        _ = self.hook(self.state, flat) if shard is None else self.hook(self.state, flat, shard)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
