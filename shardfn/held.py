@@ -37,6 +37,7 @@ class Held:
         self._buffers: list[tuple[str, Slot]] = []
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
+        self._dtypes = self._dtypes_now()
         self._find_buffers(model)
 
     def leaves(self) -> dict[str, Any]:
@@ -72,7 +73,11 @@ class Held:
     def fits(self) -> bool:
         """Whether the module has the structure that the plan was made for."""
         now = self._structure_now()
-        return len(now) == len(self._structure) and all(map(is_, now, self._structure))
+        same = len(now) == len(self._structure) and all(map(is_, now, self._structure))
+        return same and self._dtypes == self._dtypes_now()
+
+    def _dtypes_now(self) -> list[torch.dtype]:
+        return [leaf.dtype for leaf in self.leaves().values()]
 
     def _structure_now(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._children)))

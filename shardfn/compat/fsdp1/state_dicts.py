@@ -153,6 +153,14 @@ class StateDicts:
         with _alone(), _undone_on_error(self):
             return plain(self, converted, strict=strict)
 
+    def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """What `load_state_dict` of a module around calls: the values for this tree become shards first."""
+        if not _collecting.get():
+            own = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
+            with _alone():
+                state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
+        type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+
 
 @contextmanager
 def _alone() -> Iterator[None]:

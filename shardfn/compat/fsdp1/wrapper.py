@@ -15,6 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from shardfn.compat.fsdp1 import arguments, meshes
 from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
+from shardfn.compat.fsdp1.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp1.construction import shard_now
 from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
@@ -36,6 +38,7 @@ from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, w
 from shardfn.compat.fsdp1.wrapping import wrap_inside
 from shardfn.core.shadow import WRAPPED, unwrapped
 
+_applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
 _FLAT = ("_flat_param", "_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle", "_unshard")
 
@@ -228,6 +231,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         return any(True for _ in self.parameters())
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_torchdynamo_orig_callable":
+            expect_graphs()  # torch.compile asks this of what it is given
         if name in _FLAT:
             raise AttributeError(arguments.why_not_flat(name))
         try:
@@ -267,7 +272,11 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        return run(self, args, kwargs)
+        return (OUTSIDE.get("run") or run)(self, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` the forward of every unit; gathers stay outside of the graphs."""
+        compile_units(self, *args, **kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
@@ -290,10 +299,15 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Raises:
             ValueError: inside `summon_full_params`.
         """
-        own = self.__dict__[INSTANCE]
-        own.require(TrainingState.IDLE)
-        with whole_parameters(self, writeback=True):
+        if _applying.get():
             return nn.Module.apply(self, fn)
+        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        token = _applying.set(True)
+        try:
+            with whole_parameters(self, writeback=True):
+                return nn.Module.apply(self, fn)
+        finally:
+            _applying.reset(token)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
 
