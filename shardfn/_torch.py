@@ -679,6 +679,11 @@ def out_of_inference_mode() -> Iterator[None]:
         yield
 
 
+def grad_dtype_of(leaf: Tensor) -> torch.dtype:
+    """The dtype of a leaf's gradient, which may be set to another one than the leaf's own."""
+    return leaf.grad_dtype or leaf.dtype
+
+
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Whether hooks of a leaf wait for its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

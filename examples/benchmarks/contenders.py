@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfn as sf
+from shardfn.compat import fsdp1 as compat
 
 # Weights that are split on their first dim only travel without copies, so that is asked for where whole heads allow it.
 RULES = {
@@ -192,6 +193,13 @@ def fsdp1(job: Job, mesh: DeviceMesh) -> Contender:
     return _train_module(job, wrapped, mesh)
 
 
+def shardfn_fsdp1(job: Job, mesh: DeviceMesh) -> Contender:
+    """This library's FSDP1 class, used as torch's."""
+    group = mesh["fsdp"].get_group()
+    policy = ModuleWrapPolicy({Layer})
+    return _train_module(job, compat.FullyShardedDataParallel(make_model(job), group, auto_wrap_policy=policy), mesh)
+
+
 def ddp(job: Job, mesh: DeviceMesh) -> Contender:
     """`DistributedDataParallel`: whole weights on every rank."""
     wrapped = DistributedDataParallel(
@@ -214,6 +222,7 @@ def unsharded(job: Job, mesh: DeviceMesh) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Job, DeviceMesh], Contender]] = {
     "shardfn": shardfn,
+    "shardfn_fsdp1": shardfn_fsdp1,
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,
     "ddp": ddp,

@@ -45,7 +45,19 @@ def shard_now(module: nn.Module) -> None:
     for name, parameter in before:
         if id(parameter) not in ignored | done:
             vars(parameter)[REPLACED] = name
+    _set_dtypes_of_gradients(module)
     _watch_optimizers()
+
+
+def _set_dtypes_of_gradients(module: nn.Module) -> None:
+    """`keep_low_precision_grads`: gradients stay in the dtype in which they are reduced."""
+    for _, inside, own in instances(module):
+        mixed = own.settings.mixed_precision
+        if mixed.keep_low_precision_grads and (mixed.reduce_dtype or mixed.param_dtype):
+            inner = {id(p) for name, deeper, _ in instances(inside) if name for p in deeper.parameters()}
+            for parameter in inside.parameters():
+                if isinstance(parameter, DTensor) and id(parameter) not in inner:
+                    parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
 
 
 def _require_own_shards(module: nn.Module, done: set[int]) -> None:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import accumulates, foreach, has_gradient_hooks, spec_of, unwrap_local, wrap_local
+from shardfn._torch import (
+    accumulates,
+    foreach,
+    grad_dtype_of,
+    has_gradient_hooks,
+    spec_of,
+    unwrap_local,
+    wrap_local,
+)
 from shardfn.core.buckets import BucketOnGrid, Flight
 from shardfn.core.collectives import finished
 from shardfn.core.errors import ShardError
@@ -51,10 +59,11 @@ def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Sequence[Te
         if had is not None and is_held_back(had):
             unwrap_local(had).add_(grad)
             continue
-        whole = torch.empty_like(grad, dtype=leaf.dtype, memory_format=torch.contiguous_format).copy_(grad)
+        dtype = grad_dtype_of(leaf)
+        whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
             _own_part(spot, index, whole).add_(unwrap_local(had), alpha=_ways(spot, index))
-        leaf.grad = wrap_local(whole, spot.spec(index, leaf.dtype, True))
+        leaf.grad = wrap_local(whole, spot.spec(index, dtype, True))
 
 
 def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
@@ -103,10 +112,10 @@ def reduce_held_back(spot: BucketOnGrid, leaves: Sequence[Tensor], names: Collec
     own = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
     part, op = spot.part(wanted), spot.plan.reduction
     assert op is not None
-    dtypes = [leaf.dtype for leaf in own]
+    dtypes = [grad_dtype_of(leaf) for leaf in own]
     shards = finished(part.reduce_steps(with_held_back(own, [None] * len(own)), dtypes, op))
     for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
-        leaf.grad = wrap_local(shard, part.spec(index, leaf.dtype, False))
+        leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
 
 
 class Reductions:

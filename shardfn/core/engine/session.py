@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardfn._torch import (
     after_backward,
     backward_id,
+    grad_dtype_of,
     in_backward,
     in_transform,
     out_of_inference_mode,
@@ -550,7 +551,7 @@ class _Gathered:
         spot = self.spot.part(needed)
         pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
-        dtypes = [leaf.dtype for leaf in leaves]
+        dtypes = [grad_dtype_of(leaf) for leaf in leaves]
         nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
         if goes_into_grad(nodes) and spot.plan.reduction is None:
             hold_back(spot, leaves, pending)
