@@ -679,6 +679,11 @@ def out_of_inference_mode() -> Iterator[None]:
         yield
 
 
+def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Scale gradients of one device and dtype in place; `found_inf` becomes 1 when one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)  # pyright: ignore
+
+
 def grad_dtype_of(leaf: Tensor) -> torch.dtype:
     """The dtype of a leaf's gradient, which may be set to another one than the leaf's own."""
     return leaf.grad_dtype or leaf.dtype

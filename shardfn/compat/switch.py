@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1 import _runtime_utils, wrap
+from shardfn.compat.fsdp1 import _runtime_utils, sharded_grad_scaler, wrap
 
 # Modules of torch that look at the class when they are imported: to them ours is a module like any other.
 _KNOW_THE_CLASS = (
@@ -28,6 +28,7 @@ _PUT: dict[str, dict[str, Any]] = {
         "ConfigAutoWrap": wrap.ConfigAutoWrap,
         "ParamExecOrderWrapPolicy": wrap.ParamExecOrderWrapPolicy,
     },
+    "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
     "torch.distributed.fsdp._runtime_utils": {"_lazy_init": _runtime_utils._lazy_init},
 }
 _before: list[tuple[ModuleType, str, Any]] = []

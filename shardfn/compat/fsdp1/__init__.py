@@ -2,16 +2,23 @@
 
     from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
 
-The config classes and enums are torch's own. docs/howto/from-fsdp1.md lists what each argument and method does here.
+The config classes and enums are torch's own, and so is what belongs to FSDP2. `FlatParameter` is there for
+`isinstance`, which is False of every parameter here. docs/howto/from-fsdp1.md lists what each argument and method does.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload as CPUOffload
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
+from torch.distributed.fsdp import FlatParameter as FlatParameter
+from torch.distributed.fsdp import FSDPModule as FSDPModule
 from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
 from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
 from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
 from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
 from torch.distributed.fsdp import MixedPrecision as MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
 from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
 from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
@@ -20,5 +27,9 @@ from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
+from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.distributed.fsdp import fully_shard as fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
+from torch.distributed.fsdp import share_comm_ctx as share_comm_ctx
 
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel

@@ -66,6 +66,7 @@ class Instance:
     device: torch.device
     ignored_modules: set[nn.Module] = field(default_factory=set)
     ignored_params: list[nn.Parameter] = field(default_factory=list)
+    given_mesh: bool = False  # whether the constructor was given a `device_mesh`
     inner: bool = False  # whether another instance holds it
     is_root: bool | None = None
     training_state: TrainingState = TrainingState.IDLE

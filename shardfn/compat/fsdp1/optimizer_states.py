@@ -17,6 +17,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardfn._torch import pytree
+from shardfn.compat.fsdp1.foreign import whole_of
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.state_dicts import on_host
 from shardfn.core.errors import ShardError, did_you_mean
@@ -314,6 +315,7 @@ def _to_load(
 
 def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
     """One value of a state with the layout of its parameter, or of what the optimizer has there."""
+    value = whole_of(value)
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     model_of = parameter if tuple(value.shape) == tuple(parameter.shape) and value.dim() else like

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local, wrap_local
 from shardfn.compat.fsdp1.buffers import as_before
+from shardfn.compat.fsdp1.foreign import FLAT, whole_of, without_flat_parameters
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.running import held_now, own_of
 from shardfn.core.buckets import leaf_spec
@@ -211,6 +213,11 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     """The values of a collected state dict in the flavour that is wanted."""
     own, held = own_of(module), held_now(module)
     kind, config = kind_wanted(own), own.state_dict_config
+    if kind == StateDictType.LOCAL_STATE_DICT and own.given_mesh:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
+            "state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict."
+        )
     host = bool(getattr(config, "offload_to_cpu", False))
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     on_first = kind == StateDictType.FULL_STATE_DICT and bool(getattr(config, "rank0_only", False))
@@ -254,15 +261,17 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     params = held.params(module)
     problems: list[str] = []
-    found: dict[str, Any] = OrderedDict(state)
+    flat = any(key.rpartition(".")[2] == FLAT for key in state)
+    found: dict[str, Any] = OrderedDict(without_flat_parameters(module, state) if flat else state)
     for key, leaf in template.items():
-        value = found.get(key)
+        value, foreign = found.get(key), flat or isinstance(found.get(key), ShardedTensor)
         if id(leaf) not in names or not isinstance(value, Tensor):
             continue
-        problem = _misfit(key, leaf, value, kind)
+        value = whole_of(value)
+        problem = _misfit(key, leaf, value, StateDictType.FULL_STATE_DICT if foreign else kind)
         if problem is not None:
             problems.append(problem)
-        elif kind == StateDictType.LOCAL_STATE_DICT and not isinstance(value, DTensor):
+        elif kind == StateDictType.LOCAL_STATE_DICT and not foreign and not isinstance(value, DTensor):
             spec = leaf_spec(held.plan, places, names[id(leaf)], value.dtype)
             found[key] = wrap_local(value.to(unwrap_local(leaf).device), spec)
         else:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,15 @@ from shardfn.core.shadow import WRAPPED, unwrapped
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
-_FLAT = ("_flat_param", "_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle", "_unshard")
+_FLAT = (
+    "flat_param",
+    "_flat_param",
+    "_handle",
+    "_handles",
+    "_all_handles",
+    "_fully_sharded_module_to_handle",
+    "_unshard",
+)
 
 
 class _Known:
@@ -187,7 +196,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         device = meshes.compute_device(module, set(map(id, parameters)), device_id)
         mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type)
         _warn_of_containers(module)
-        self._begin(module, Instance(arguments.clamped(settings, mesh), mesh, device, modules, parameters))
+        settings = arguments.clamped(settings, mesh)
+        self._begin(module, Instance(settings, mesh, device, modules, parameters, device_mesh is not None))
         if policy is not None:
             self._wrap_inside(policy, settings, mixed_precision)
         shard_now(self)
@@ -209,7 +219,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         def wrap(module: nn.Module, **given: Any) -> nn.Module:
             made = type(self).__new__(type(self), module)
             inner = arguments.clamped(arguments.settings_of(given), own.mesh, quiet=True)
-            made._begin(module, Instance(inner, own.mesh, own.device, own.ignored_modules, own.ignored_params, True))
+            _warn_of_containers(module)
+            made._begin(module, replace(own, settings=inner, inner=True, held={}))
             return made
 
         wrap_inside(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
@@ -228,7 +239,13 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     @property
     def _has_params(self) -> bool:
-        return any(True for _ in self.parameters())
+        inner = {id(p) for name, inside, _ in instances(self) if name for p in inside.parameters()}
+        return any(id(p) not in inner for p in self.parameters())
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_torchdynamo_orig_callable":

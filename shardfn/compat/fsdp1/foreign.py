@@ -1,0 +1,83 @@
+"""What torch's own FSDP1 writes: `ShardedTensor`s, and flat parameters of its LOCAL_STATE_DICT. Layer 6.
+
+A flat parameter is all parameters of one instance, end to end in the order of its modules; with `use_orig_params` each
+begins at a multiple of 16 bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from shardfn.compat.fsdp1.instance import instances
+from shardfn.core.errors import ShardError
+
+FLAT = "_flat_param"
+_ALIGNED = 16  # bytes
+
+
+def whole_of(value: Any) -> Any:
+    """The whole tensor in a `ShardedTensor`; other values as they are.
+
+    Communication: one all-reduce of the whole tensor over the ranks that share it.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    metadata, shards = value.metadata(), value.local_shards()
+    device = shards[0].tensor.device if shards else _device_of(value)
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for shard in shards:
+        part = whole
+        for dim, (start, length) in enumerate(
+            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        ):
+            part = part.narrow(dim, start, length)
+        part.copy_(shard.tensor)
+    dist.all_reduce(whole, group=value._process_group)
+    return whole
+
+
+def _device_of(value: ShardedTensor) -> torch.device:
+    placement = value.metadata().shards_metadata[0].placement
+    kind = placement.device().type if placement is not None else "cpu"
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def without_flat_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors under the model's names in the place of flat parameters.
+
+    Raises:
+        ShardError: a flat parameter of an instance that the model does not have, or of another size.
+    """
+    found = dict(state)
+    prefixes = {f"{name}." if name else "": inside for name, inside, _ in instances(module)}
+    for key in [key for key in state if key.rpartition(".")[2] == FLAT]:
+        prefix = key.removesuffix(FLAT)
+        if prefix not in prefixes:
+            raise ShardError(f"load_state_dict: {key!r} is of an instance that this model does not have; wrap it alike")
+        flat = whole_of(found.pop(key))
+        found |= {prefix + name: part for name, part in _unflattened(key, flat, prefixes[prefix]).items()}
+    return found
+
+
+def _unflattened(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    inner = {id(one) for name, inside, _ in instances(module) if name for one in inside.modules()}
+    own: dict[int, tuple[str, Tensor]] = {}
+    for path, inside in module.named_modules(remove_duplicate=False):
+        if id(inside) not in inner:
+            for name, parameter in inside.named_parameters(recurse=False):
+                own.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+    sizes = [parameter.numel() for _, parameter in own.values()]
+    step = 1 if sum(sizes) == flat.numel() else max(1, _ALIGNED // flat.element_size())
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, parameter in own.values():
+        start = -(-start // step) * step
+        found[name] = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    if start > flat.numel():
+        raise ShardError(f"load_state_dict: {key!r} has {flat.numel()} elements, this model's instance has {start}")
+    return found
