@@ -1,0 +1,111 @@
+"""Scripts in the style of torch 1.11 to 2.13 train on FSDP1's stand-in as one process trains without it.
+
+Each script in tests/scripts imports FSDP from torch and has two ways to reach ours: its import lines are changed, or
+the import switch runs it unchanged.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = SCRIPTS.parents[1]
+WAYS = ("import",)  # and "switch": `python -m shardfn.compat script.py`
+# How far float rounding may move a loss or a weight: two scripts compute in float64, the others in float32.
+TOLERANCES = {
+    "fsdp_torch_1_11": 1e-9,
+    "fsdp_torch_1_13": 1e-9,
+    "fsdp_torch_2_0": 1e-4,
+    "fsdp_torch_2_13": 1e-4,
+    "fsdp_torch_2_13_fully_shard": 1e-4,
+}
+TIMEOUT = 120
+
+
+def _with_our_imports(source: str) -> str:
+    """The script with its import lines changed, and nothing else."""
+    begins = ("from torch.distributed.fsdp", "import torch.distributed.fsdp")
+    return "".join(
+        line.replace("torch.distributed.fsdp", "shardfn.compat.fsdp1", 1) if line.startswith(begins) else line
+        for line in source.splitlines(keepends=True)
+    )
+
+
+def _run(command: list[str], folder: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+
+
+def _changed(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(_with_our_imports((SCRIPTS / path.name).read_text()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Call with a script's name and a number of ranks: what one process finds with the plain model.
+
+    The copy with changed imports serves here, too: names of old versions are in it, and nothing is wrapped.
+    """
+
+    @cache
+    def run(name: str, ranks: int) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        _run([str(_changed(name, folder)), "--reference", str(ranks), str(folder / "result.pt")], folder)
+        return torch.load(folder / "result.pt")
+
+    return run
+
+
+def _assert_close(found: Any, expected: Any, tolerance: float, where: str) -> None:
+    if isinstance(expected, Tensor):
+        assert type(found) is Tensor, f"{where}: {type(found)}"
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where}: {m}")
+    elif isinstance(expected, dict):
+        assert sorted(found) == sorted(expected), where
+        for key, value in expected.items():
+            _assert_close(found[key], value, tolerance, f"{where}[{key!r}]")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            _assert_close(found[index], value, tolerance, f"{where}[{index}]")
+    else:
+        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), where
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_script_trains_as_one_process_does(name: str, ranks: int, way: str, tmp_path: Path, reference: Any) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun += ["--nproc-per-node", str(ranks)]
+    script = (
+        [str(_changed(name, tmp_path))] if way == "import" else ["-m", "shardfn.compat", str(SCRIPTS / f"{name}.py")]
+    )
+    _run([*torchrun, *script, str(tmp_path / "result.pt")], tmp_path)
+    found, expected = torch.load(tmp_path / "result.pt"), reference(name, ranks)
+    assert sorted(found) == sorted(expected)
+    for what, value in expected.items():
+        _assert_close(found[what], value, TOLERANCES[name], what)
+    assert expected["losses"][-1] < expected["losses"][0]
+
+
+def test_only_import_lines_change() -> None:
+    for name in TOLERANCES:
+        source = (SCRIPTS / f"{name}.py").read_text().splitlines()
+        changed = _with_our_imports("\n".join(source)).splitlines()
+        lines = [(old, new) for old, new in zip(source, changed, strict=True) if old != new]
+        assert lines
+        assert all(new == old.replace("torch.distributed.fsdp", "shardfn.compat.fsdp1", 1) for old, new in lines)
+        assert all(old.startswith(("from ", "import ")) for old, _ in lines)
