@@ -17,7 +17,7 @@ from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = SCRIPTS.parents[1]
-WAYS = ("import",)  # and "switch": `python -m shardfn.compat script.py`
+WAYS = ("import", "switch")  # and "switch": `python -m shardfn.compat script.py`
 # How far float rounding may move a loss or a weight: two scripts compute in float64, the others in float32.
 TOLERANCES = {
     "fsdp_torch_1_11": 1e-9,

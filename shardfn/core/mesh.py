@@ -9,6 +9,7 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -246,10 +247,13 @@ def per_rank(
 
 
 class _Grids(dict[tuple[Any, ...], Grid]):
-    """The grids of one mesh, kept on the mesh so that they die with it; copies and pickles of the mesh start empty."""
+    """The grids of one mesh, kept on the mesh so that they die with it; copies of the mesh start without any.
 
-    def __reduce__(self) -> tuple[type["_Grids"], tuple[()]]:
-        return _Grids, ()
+    In a pickle stands an `OrderedDict`, which `torch.load` takes for safe: checkpoints must not need this class.
+    """
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        return OrderedDict, ()
 
     def __deepcopy__(self, memo: object) -> "_Grids":
         return _Grids()
@@ -262,7 +266,9 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
         ShardError: this process is not part of the mesh.
     """
     attributes: dict[str, Any] = vars(mesh)
-    cache: _Grids = attributes.setdefault("shardfn_grids", _Grids())
+    cache = attributes.get("shardfn_grids")
+    if not isinstance(cache, _Grids):
+        cache = attributes["shardfn_grids"] = _Grids()
     key = (*order, has_no_memory())
     if key not in cache:
         if has_no_memory():

@@ -5,8 +5,6 @@ python fsdp_torch_1_11.py --reference 4 result.pt    # one process, no FSDP, the
 """
 
 # The names and argument orders are those of torch 1.11, which later stubs do not know:
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import argparse
 import contextlib

@@ -5,7 +5,6 @@ python fsdp_torch_2_0.py --reference 4 result.pt     # one process, no FSDP, the
 """
 
 # Arguments are in the order of torch 2.0, which later stubs do not know:
-# pyright: reportArgumentType=false, reportPrivateImportUsage=false
 
 import argparse
 import functools

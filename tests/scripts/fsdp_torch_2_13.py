@@ -5,7 +5,6 @@ python fsdp_torch_2_13.py --reference 4 result.pt     # one process, no FSDP, th
 """
 
 # `torch.distributed.checkpoint` has no `__all__`:
-# pyright: reportPrivateImportUsage=false
 
 import argparse
 import os

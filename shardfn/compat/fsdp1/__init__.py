@@ -32,4 +32,8 @@ from torch.distributed.fsdp import fully_shard as fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
 from torch.distributed.fsdp import share_comm_ctx as share_comm_ctx
 
+from shardfn.compat.fsdp1 import api as api
+from shardfn.compat.fsdp1 import fully_sharded_data_parallel as fully_sharded_data_parallel
+from shardfn.compat.fsdp1 import sharded_grad_scaler as sharded_grad_scaler
+from shardfn.compat.fsdp1 import wrap as wrap
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
