@@ -686,7 +686,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
 
 def grad_dtype_of(leaf: Tensor) -> torch.dtype:
     """The dtype of a leaf's gradient, which may be set to another one than the leaf's own."""
-    return leaf.grad_dtype or leaf.dtype
+    return (leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:

@@ -5,6 +5,7 @@ imported later. torch's parts that know FSDP1 by its class are imported before, 
 """
 
 import importlib
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -39,8 +40,10 @@ def on() -> None:
     """From here on imports find our names; a second call changes nothing."""
     if _before:
         return
-    for name in _KNOW_THE_CLASS:
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
+        for name in _KNOW_THE_CLASS:
+            importlib.import_module(name)
     for name, values in _PUT.items():
         module = importlib.import_module(name)
         for key, value in values.items():

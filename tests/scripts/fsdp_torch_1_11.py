@@ -4,8 +4,6 @@ torchrun --standalone --nproc-per-node 4 fsdp_torch_1_11.py result.pt
 python fsdp_torch_1_11.py --reference 4 result.pt    # one process, no FSDP, the whole batch
 """
 
-# The names and argument orders are those of torch 1.11, which later stubs do not know:
-
 import argparse
 import contextlib
 import functools

@@ -314,16 +314,18 @@ def _to_load(
 
 
 def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
-    """One value of a state with the layout of its parameter, or of what the optimizer has there."""
+    """A copy of one value of a state with the layout of its parameter, or of what the optimizer has there."""
     value = whole_of(value)
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor):
         return value
+    if not isinstance(parameter, DTensor):
+        return value.clone()
     model_of = parameter if tuple(value.shape) == tuple(parameter.shape) and value.dim() else like
     if not isinstance(model_of, DTensor):
-        return value
+        return value.clone()
     if isinstance(value, DTensor):
         if value.placements == model_of.placements and value.device_mesh == model_of.device_mesh:
-            return value
+            return value.clone()
         value = value.full_tensor()
     value = value.to(model_of.device_mesh.device_type)
     return distribute_tensor(value, model_of.device_mesh, model_of.placements, src_data_rank=None)

@@ -90,7 +90,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
         >>> model(torch.ones(3, 4)).sum().backward()
         >>> optimizer.step()
-        >>> model.state_dict()["bias"].shape
+        >>> with FSDP.summon_full_params(model):
+        ...     model.bias.shape
         torch.Size([2])
 
     Args:
