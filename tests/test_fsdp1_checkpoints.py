@@ -203,10 +203,14 @@ FLAGS = (
 
 
 def _options() -> list[dict[str, bool]]:
-    """Every combination that torch allows: `broadcast_from_rank0` is for whole state dicts only."""
+    """Every combination that torch serves: `broadcast_from_rank0` is for whole state dicts, flat ones are sharded.
+
+    A whole and flat optimizer state cannot be loaded, of any model: torch 2.13 has a KeyError for its own.
+    """
     found: list[dict[str, bool]]
     found = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=len(FLAGS))]
-    return [flags for flags in found if flags["full_state_dict"] or not flags["broadcast_from_rank0"]]
+    refused = "broadcast_from_rank0", "flatten_optimizer_state_dict"
+    return [flags for flags in found if not flags[refused[flags["full_state_dict"]]]]
 
 
 def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
@@ -230,7 +234,7 @@ def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
     assert bool(state) is not first_only
     if state and not flags["full_state_dict"]:
         assert isinstance(state["emb.weight"], DTensor)
-    if first_only and not flags["broadcast_from_rank0"]:
+    if flags["full_state_dict"] and flags["cpu_offload"] and not flags["broadcast_from_rank0"]:
         return  # only the first rank has something to load: that is for files
     set_model_state_dict(loaded, state, options=options)
     set_optimizer_state_dict(loaded, loader, optimizer_state, options=options)
