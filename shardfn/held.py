@@ -7,6 +7,7 @@ that functions take.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfn._torch import buffers_of, children_of, parameters_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
+from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan, Reduction
 from shardfn.core.tree import Params
 
+REPLACED = "_shardfn_replaced"  # on a parameter whose place a shard took: its name
 STANDS_FOR = "_shardfn_stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
@@ -111,7 +115,11 @@ def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
 
 
 def install(model: nn.Module, params: Params) -> Held:
-    """Put the shards of a tree into its model: they become its parameters, with the attributes that those had."""
+    """Put the shards of a tree into its model: they become its parameters, with the attributes that those had.
+
+    An optimizer that has the old ones is told so when it steps.
+    """
+    _watch_optimizers()
     made: dict[str, nn.Parameter] = {}
     for path, attribute, name in owned(params.plan):
         table = parameters_of(model.get_submodule(path))
@@ -120,6 +128,7 @@ def install(model: nn.Module, params: Params) -> Held:
             if leaf.name not in made:
                 made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
                 vars(made[leaf.name]).update(vars(before))
+            vars(before)[REPLACED] = name
             table[attribute + leaf.name.removeprefix(name)] = made[leaf.name]
     for name, buffer in params.buffers.items():
         path, _, key = name.rpartition(".")
@@ -171,3 +180,30 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
         for table, had in zip(tables, before, strict=True):
             table.clear()
             table.update(had)
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Look at the parameters of every torch optimizer when it steps."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would train nothing, or with gradients of this rank only.
+
+    Raises:
+        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`.
+    """
+    name = type(optimizer).__name__
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if REPLACED in vars(parameter):
+            raise ShardError(
+                f"{name}.step: the optimizer was made before the model was sharded: it has "
+                f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
+                "Make the optimizer from the sharded model's parameters()."
+            )
+        if is_held_back(parameter.grad):
+            raise ShardError(
+                f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
+                "step outside of no_sync()"
+            )

@@ -56,7 +56,7 @@ class Trainer(nn.Module):
         accumulate: microbatches a step: `step` cuts its batch on dim 0 into so many equal parts.
         clip: largest global norm of the gradients.
         ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
-        compile: not available yet: True is an error.
+        compile: compiles the forward of every unit, or says how: `Policy(compile=...)` for a policy without it.
         init: as for `shard`.
         src: as for `shard`.
 
@@ -76,15 +76,15 @@ class Trainer(nn.Module):
         accumulate: int = 1,
         clip: float | None = None,
         ema: float | None = None,
-        compile: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         init: Callable[[Any], Any] | None = None,
         src: int | None = None,
     ) -> None:
         super().__init__()
-        _check_settings(model, accumulate, clip, ema, compile)
+        _check_settings(model, accumulate, clip, ema)
         _check_optimizer(optimizer)
         mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
-        params = shard(model, mesh, policy if policy is not None else Policy(), init=init, src=src)
+        params = shard(model, mesh, _compiling(policy, compile), init=init, src=src)
         self.plan, self.mesh = params.plan, mesh
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
@@ -340,7 +340,16 @@ class Trainer(nn.Module):
                 unwrap_local(average).lerp_(unwrap_local(params[name]).detach(), 1 - self.ema_decay)
 
 
-def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None, compile: bool) -> None:
+def _compiling(policy: Policy | Plan | None, compile: bool | Mapping[str, Any]) -> Policy | Plan:
+    """The policy, with the wish to compile in it."""
+    if not compile:
+        return policy if policy is not None else Policy()
+    if isinstance(policy, Plan):
+        raise ValueError("Trainer(compile=...): the plan has decided that; make it with Policy(compile=...)")
+    return (policy or Policy()) | Policy(compile=compile)
+
+
+def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -349,10 +358,6 @@ def _check_settings(model: object, accumulate: int, clip: float | None, ema: flo
         raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
     if ema is not None and not 0 <= ema < 1:
         raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
-    if compile:
-        raise ShardError(
-            "Trainer(compile=True): compiling the whole step is not available yet; Policy(compile=True) compiles units"
-        )
 
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:

@@ -321,12 +321,41 @@ def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
         ({"accumulate": 0}, ValueError, "at least 1"),
         ({"clip": -1.0}, ValueError, "above 0"),
         ({"ema": 1.0}, ValueError, r"\[0, 1\)"),
-        ({"compile": True}, sf.ShardError, "not available yet"),
+        ({"compile": {"nonsense": 1}}, TypeError, "torch.compile has"),
     ],
 )
 def test_settings_that_mean_nothing(fields: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), **fields)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_compiled_units_train_alike(mesh: DeviceMesh) -> None:
+    losses = []
+    for compile in (False, {"backend": "eager"}):
+        model = decoder()
+        optimizer = sf.optim.adamw(1e-2)
+        trainer = sf.Trainer(model, mesh, policy(), optimizer=optimizer, loss_fn=_loss(model), compile=compile)
+        losses.append([float(trainer.step(*sf.data.local_batch(tokens(i), mesh))["loss"]) for i in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    with pytest.raises(ValueError, match="the plan has decided that"):
+        sf.Trainer(decoder(), mesh, sf.plan(decoder(), mesh, policy()), compile=True)
+
+
+@on_meshes({"fsdp": 2})
+def test_an_optimizer_made_before_is_told_so_when_it_steps(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 4)
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = sf.Trainer(model, mesh)
+    late = torch.optim.SGD(trainer.parameters(), 0.1)
+    with trainer.no_sync():
+        trainer(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(sf.ShardError, match=r"SGD.step: the optimizer was made before the model .* 'weight' as it was"):
+        early.step()
+    with pytest.raises(sf.ShardError, match=r"SGD.step: a gradient was only added up under no_sync\(\), never reduced"):
+        late.step()
+    trainer(torch.ones(2, 4)).sum().backward()
+    late.step()
 
 
 def test_a_step_needs_a_loss_and_an_optimizer() -> None:

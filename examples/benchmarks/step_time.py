@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 PEERS = {
     "fsdp2": "FSDP2",
     "fsdp1": "FSDP1",
+    "shardfn": "shardfn's functions",
     "ddp": "DDP",
     "tp": "parallelize_module",
     "floor": "its floor",
@@ -44,10 +45,12 @@ class Case:
     ranks: int
     options: dict[str, Any]
     bars: Mapping[str, float | None]
+    ours: str = "shardfn"
 
 
 CASES = [
     Case("2 ranks", 2, {"tokens": 64}, {"fsdp2": 0.57, "fsdp1": None, "ddp": None, "floor": 1.15}),
+    Case("2 ranks, FSDP1's class", 2, {"tokens": 64}, {"shardfn": 1.03, "fsdp2": 0.60}, ours="shardfn_fsdp1"),
     Case("2 ranks", 2, {"tokens": 512}, {"fsdp2": 0.74, "floor": 1.15}),
     Case("4 ranks", 4, {"tokens": 64}, {"fsdp2": 0.66, "floor": 1.15}),
     Case("2 x 2 (fsdp, tp)", 4, {"tokens": 64, "mesh": "fsdp=2,tp=2"}, {"fsdp2": 0.50}),
@@ -67,7 +70,7 @@ def cases(quick: bool) -> Cases:
 
 def run_case(what: str, case: Case, options: Mapping[str, Any]) -> list[Row]:
     """A row for each peer of a case."""
-    names = ",".join(["shardfn", *case.bars])
+    names = ",".join([case.ours, *case.bars])
     seconds = launch(__file__, case.ranks, {**options, "contenders": names})
     times = {name: [1e3 * t for t in values] for name, values in seconds.items()}
     over = " + parallelize_module" if "tp=2" in str(options.get("mesh")) else ""
@@ -76,7 +79,7 @@ def run_case(what: str, case: Case, options: Mapping[str, Any]) -> list[Row]:
             what=what,
             peer=PEERS[peer] + (over if peer == "fsdp2" else ""),
             unit="ms",
-            ours=times["shardfn"],
+            ours=times[case.ours],
             theirs=times[peer],
             bar=bar,
         )

@@ -1,6 +1,5 @@
 """Cutting the parameters of a new instance into shards, in place. Layer 6."""
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfn._torch import buffers_of
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
-from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.held import install
-
-REPLACED = "_shardfn_replaced"  # on a parameter whose place a shard took: its name
 
 
 def shard_now(module: nn.Module) -> None:
@@ -37,16 +32,11 @@ def shard_now(module: nn.Module) -> None:
     _move_ignored(own)
     src = _source(own, module, ignored)
     policy = policy_of(module, ignore=ignored | done)
-    before = list(module.named_parameters())
     init = _init(own) if _has_meta(module, ignored) and src is None else None
     params = shard_own(module, own.mesh, policy, init=init, src=src)
     params.buffers = {name: new for name, new in params.buffers.items() if _must_move(module, name, own, src)}
     install(module, params)
-    for name, parameter in before:
-        if id(parameter) not in ignored | done:
-            vars(parameter)[REPLACED] = name
     _set_dtypes_of_gradients(module)
-    _watch_optimizers()
 
 
 def _set_dtypes_of_gradients(module: nn.Module) -> None:
@@ -140,25 +130,3 @@ def _must_move(module: nn.Module, name: str, own: Instance, src: int | None) -> 
     path, _, key = name.rpartition(".")
     there: Tensor | None = buffers_of(module.get_submodule(path)).get(key)
     return there is None or there.is_meta or there.device != own.device or src is not None
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Look at every optimizer's parameters when it steps: those that a shard replaced would never train."""
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if REPLACED in vars(parameter):
-                raise ShardError(
-                    f"{type(optimizer).__name__}.step: the optimizer was made before FullyShardedDataParallel: it has "
-                    f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
-                    f"Make the optimizer from the wrapped model's parameters()."
-                )
-            if is_held_back(parameter.grad):
-                raise ShardError(
-                    f"{type(optimizer).__name__}.step: a gradient was only added up under no_sync(), never reduced; "
-                    f"run the last backward of a step outside of no_sync()"
-                )
