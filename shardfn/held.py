@@ -5,7 +5,8 @@ optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` know
 that functions take.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -24,6 +25,7 @@ from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan, Reduction
+from shardfn.core.shadow import submodule, unwrapped
 from shardfn.core.tree import Params
 
 REPLACED = "_shardfn_replaced"  # on a parameter whose place a shard took: its name
@@ -51,12 +53,20 @@ class Held:
             return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
         return found
 
-    def params(self, model: nn.Module, reduction: Reduction | None = "mean") -> Params:
-        """The tree, with the module's buffers; `reduction` is what a backward does with its gradients."""
+    def params(
+        self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[], bool] | None = None
+    ) -> Params:
+        """The tree, with the module's buffers.
+
+        `reduction` is what a backward does with its gradients, and `holds_back` says, when they come, whether they stay
+        unreduced.
+        """
         if len(self._buffers) != sum(map(len, self._buffer_tables)):
             self._find_buffers(model)
         buffers = {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
-        return Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
+        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
+        params.holds_back = holds_back
+        return params
 
     def keep_buffers(self, model: nn.Module, params: Params) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
@@ -97,7 +107,7 @@ class Held:
 def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     for name, value in buffers.items():
         owner, _, key = name.rpartition(".")
-        buffers_of(model.get_submodule(owner))[key] = value
+        buffers_of(submodule(model, owner))[key] = value
 
 
 def owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -108,7 +118,7 @@ def owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     for path, attribute, name in owned(plan):
-        table = parameters_of(model.get_submodule(path))
+        table = parameters_of(submodule(model, path))
         for leaf in plan.layouts[name].leaves:
             slots.setdefault(leaf.name, (table, attribute + leaf.name.removeprefix(name)))
     return {name: slots[name] for name in plan.leaves}
@@ -122,7 +132,7 @@ def install(model: nn.Module, params: Params) -> Held:
     _watch_optimizers()
     made: dict[str, nn.Parameter] = {}
     for path, attribute, name in owned(params.plan):
-        table = parameters_of(model.get_submodule(path))
+        table = parameters_of(submodule(model, path))
         before = table.pop(attribute)
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
@@ -130,10 +140,26 @@ def install(model: nn.Module, params: Params) -> Held:
                 vars(made[leaf.name]).update(vars(before))
             vars(before)[REPLACED] = name
             table[attribute + leaf.name.removeprefix(name)] = made[leaf.name]
+    _warn_of_references(model)
     for name, buffer in params.buffers.items():
         path, _, key = name.rpartition(".")
-        buffers_of(model.get_submodule(path))[key] = buffer
+        buffers_of(submodule(model, path))[key] = buffer
     return Held(model, params.plan, params.mesh)
+
+
+def _warn_of_references(model: nn.Module) -> None:
+    """Lists and dicts in attributes keep the parameters that shards have replaced."""
+    for path, module in model.named_modules():
+        for attribute, value in unwrapped(module).__dict__.items():
+            items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            for item in () if attribute == "_parameters" else items:
+                if isinstance(item, nn.Parameter) and REPLACED in vars(item):
+                    where = f"{path}.{attribute}" if path else attribute
+                    warnings.warn(
+                        f"'{where}' holds the parameter '{vars(item)[REPLACED]}' as it was before it was sharded: a "
+                        "forward that uses it from there trains nothing. Reach parameters through their modules.",
+                        stacklevel=4,
+                    )
 
 
 def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
@@ -166,7 +192,7 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
     for path, attribute, name in owned(held.plan):
         if name not in full:
             continue
-        table = parameters_of(model.get_submodule(path))
+        table = parameters_of(submodule(model, path))
         leaves = [attribute + leaf.name.removeprefix(name) for leaf in held.plan.layouts[name].leaves]
         if name not in made:
             made[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
@@ -176,10 +202,26 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
         table[attribute] = made[name]
     try:
         yield made
+        _note_replaced(model, made, held)
     finally:
         for table, had in zip(tables, before, strict=True):
             table.clear()
             table.update(had)
+
+
+def _note_replaced(model: nn.Module, made: dict[str, nn.Parameter], held: Held) -> None:
+    """Take note of whole parameters that were replaced by others.
+
+    Raises:
+        ShardError: by something that cannot be cut into the shards.
+    """
+    for path, attribute, name in owned(held.plan):
+        now = parameters_of(submodule(model, path)).get(attribute)
+        if name not in made or now is made[name]:
+            continue
+        if now is None or now.shape != made[name].shape:
+            raise ShardError(f"'{name}' was replaced by {None if now is None else tuple(now.shape)} while it was whole")
+        made[name] = now
 
 
 @cache

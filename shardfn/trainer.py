@@ -24,6 +24,7 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
+from shardfn.core.shadow import submodule
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
 from shardfn.held import install, owned
@@ -110,7 +111,7 @@ class Trainer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`."""
-        params = self._held.params(self.module, reduction="mean" if self._syncs else None)
+        params = self._held.params(self.module, holds_back=lambda: not self._syncs)
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:
@@ -295,7 +296,7 @@ class Trainer(nn.Module):
         for path, attribute, name in owned(self.plan):
             layout = self.plan.layouts[name]
             made.setdefault(name, nn.Parameter(full[name].detach().clone(), layout.trainable))
-            held = parameters_of(self.module.get_submodule(path))
+            held = parameters_of(submodule(self.module, path))
             for key in [key for key in held if key == attribute or key.startswith(f"{attribute}[")]:
                 del held[key]
             held[attribute] = made[name]

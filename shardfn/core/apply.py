@@ -26,6 +26,7 @@ from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.recording import recording
+from shardfn.core.shadow import submodule
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
@@ -235,7 +236,7 @@ class _Current:
                 bound = self.bound() if self.bound is not None else None
                 if session.computes_again(unit) and bound is not None and not bound.hooked(unit):
                     try:
-                        return self._recomputed(session, unit, bound.root.get_submodule(unit), inner, args, kwargs)
+                        return self._recomputed(session, unit, submodule(bound.root, unit), inner, args, kwargs)
                     except Borrowed:
                         session.runtime.recomputable.discard(unit)
                 session.enter(unit)

@@ -22,6 +22,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.__dict__.get(WRAPPED, module)
 
 
+def submodule(module: nn.Module, path: str) -> Any:
+    """The module at a path, by the tables of children: a class may have a property of a child's name."""
+    for name in path.split(".") if path else ():
+        child = children_of(module)[name]
+        assert child is not None
+        module = child
+    return module
+
+
 def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> Any:
     """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
     module = unwrapped(module)

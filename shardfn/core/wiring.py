@@ -14,6 +14,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
+from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
 
 Around = Callable[[Forward], Forward]
@@ -91,7 +92,7 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
         )
     for module in modules:
         split = any(_compute_split(plan, name) for _, name in module.params)
-        if split and kind_of(model.get_submodule(module.name)) != module.kind:
+        if split and kind_of(submodule(model, module.name)) != module.kind:
             raise ShardError(
                 f"apply: {module.name!r} splits its weights and has another forward than when its plan was made (a "
                 f"patched one, or another class); give it a parallel forward: Policy(compute={{{module.name!r}: fn}})"

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
 from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.core.engine.gradients import is_held_back
+from shardfn.core.errors import ShardError
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
@@ -22,6 +24,11 @@ def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
     own = own_of(module)
     group, rank = own.mesh.get_group("fsdp"), dist.get_rank()
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if any(map(is_held_back, grads)):
+        raise ShardError(
+            "clip_grad_norm_: gradients were only added up under no_sync(), never reduced; run the last backward of a "
+            "step outside of no_sync()"
+        )
     split = [unwrap_local(grad) for grad in grads if isinstance(grad, DTensor) and _is_split(grad)]
     whole = [unwrap_local(grad) for grad in grads if not (isinstance(grad, DTensor) and _is_split(grad))]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in module.parameters()) else torch.float32

@@ -13,6 +13,7 @@ from shardfn._torch import buffers_of
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
+from shardfn.core.shadow import submodule
 from shardfn.held import install
 
 
@@ -56,8 +57,9 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:
             raise ShardError(
-                f"FullyShardedDataParallel: '{name}' is a DTensor of another library ({parameter.placements}). Split "
-                f"it here instead, by a rule: sf.Trainer(model, mesh, sf.Policy(rules=...)); see docs/guide.md."
+                f"FullyShardedDataParallel: '{name}' is a DTensor already ({parameter.placements}): of another model "
+                "that holds this module, or of tensor parallelism. Wrap the module that both share, once, by itself; "
+                "split tensors by a rule: sf.Trainer(model, mesh, sf.Policy(rules=...))."
             )
 
 
@@ -128,5 +130,5 @@ def _reset(module: Any) -> None:
 def _must_move(module: nn.Module, name: str, own: Instance, src: int | None) -> bool:
     """Whether a buffer cannot stay the tensor that it is."""
     path, _, key = name.rpartition(".")
-    there: Tensor | None = buffers_of(module.get_submodule(path)).get(key)
+    there: Tensor | None = buffers_of(submodule(module, path)).get(key)
     return there is None or there.is_meta or there.device != own.device or src is not None

@@ -71,6 +71,7 @@ class Instance:
     is_root: bool | None = None
     training_state: TrainingState = TrainingState.IDLE
     syncs: bool = True
+    whole_everywhere: bool = False  # whether `summon_full_params` made parameters whole on all ranks
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
@@ -155,7 +156,7 @@ def _require_alike(name: str, own: Instance, inner: Instance) -> None:
     if inner.mesh != own.mesh:
         raise ShardError(
             f"FullyShardedDataParallel: {name!r} was wrapped over other process groups ({inner.mesh}) than the module "
-            f"around it ({own.mesh}); use the same ones, or pass it to ignored_modules"
+            f"around it ({own.mesh}); use the same ones"
         )
     if inner.settings.cpu_offload != own.settings.cpu_offload:
         raise ShardError(

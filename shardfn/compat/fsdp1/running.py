@@ -3,12 +3,14 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import pytree
 from shardfn.compat.fsdp1.buffers import cast_buffers
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
 from shardfn.core.apply import apply
 from shardfn.core.plan import plan
+from shardfn.core.shadow import unwrapped
 from shardfn.held import Held, adopt
 
 
@@ -52,7 +54,9 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     cast_buffers(module, not full_precision)
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    params = held.params(module, (own.comm_hook or "mean") if own.syncs else None)
+    if own.training_state == TrainingState.SUMMON_FULL_PARAMS and own.whole_everywhere:
+        return unwrapped(module).forward(*args, **kwargs)
+    params = held.params(module, own.comm_hook or "mean", holds_back=lambda: not own.syncs)
     try:
         return apply(module, params, *args, method="forward", **kwargs)
     finally:

@@ -32,7 +32,8 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import unwrap_local, with_local, wrap_local
 from shardfn.compat.fsdp1.buffers import as_before
@@ -44,7 +45,7 @@ from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.mesh import grid
-from shardfn.core.shadow import WRAPPED
+from shardfn.core.shadow import WRAPPED, unwrapped
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -151,8 +152,9 @@ class StateDicts:
         plain = type(self.__dict__[WRAPPED]).load_state_dict
         if _collecting.get():
             return plain(self, state_dict, strict=strict)
-        converted = _as_shards(self, state_dict)
-        with _alone(), _undone_on_error(self):
+        renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
+        converted = state_dict if renamed else _as_shards(self, state_dict)
+        with _alone(), _undone_on_error(self), _CopiesIntoShards():
             return plain(self, converted, strict=strict)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +164,26 @@ class StateDicts:
             with _alone():
                 state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
         type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+
+
+def _has_load_hooks(module: nn.Module) -> bool:
+    """Whether names and shapes in a state dict are only known after hooks, or methods, of the user's modules."""
+    theirs = nn.Module._load_from_state_dict
+    found = (unwrapped(inside) for inside in module.modules())
+    return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
+
+
+class _CopiesIntoShards(TorchFunctionMode):
+    """Within it, copying a whole tensor into a shard takes this rank's part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
+            own: DTensor = args[0]
+            whole = whole_of(args[1]).detach().to(unwrap_local(own).device)
+            part = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+            unwrap_local(own).copy_(unwrap_local(part))
+            return own
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

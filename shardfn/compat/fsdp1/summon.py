@@ -47,7 +47,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Within it, `named_parameters()` of the instances in `module` are whole and ordinary.
 
-    A forward inside computes with the shards: what was changed counts when the context ends.
+    A forward inside computes with them; with `rank0_only` it computes with the shards, on all ranks.
 
     Args:
         module: an instance, or a module that holds some.
@@ -128,7 +128,7 @@ def whole_parameters(
     here = everywhere or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
     states = [own for _, _, own in instances(module)] if recurse else [own_of(module)]
     for own in states:
-        own.training_state = TrainingState.SUMMON_FULL_PARAMS
+        own.training_state, own.whole_everywhere = TrainingState.SUMMON_FULL_PARAMS, everywhere
     try:
         with whole(module, full if here else {}, held) as made:
             for name, grad in grads.items():

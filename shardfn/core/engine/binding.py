@@ -34,7 +34,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import shallow_copy, unwrapped
+from shardfn.core.shadow import shallow_copy, submodule, unwrapped
 
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
@@ -141,7 +141,7 @@ class Bound:
 
     def hooked(self, path: str) -> bool:
         """Whether hooks run around a module in the copy at `path`, or around it."""
-        return any(has_forward_hooks(module) for module in self.root.get_submodule(path).modules())
+        return any(has_forward_hooks(module) for module in submodule(self.root, path).modules())
 
     @property
     def untouched(self) -> bool:

@@ -22,7 +22,7 @@ from the buckets' pool, which hands it out again when nobody refers to it.
 """
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,6 +126,10 @@ class _Runtime:
             self._in_the_air.pop(0).finish()
 
 
+def _never() -> bool:
+    return False
+
+
 def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
     axis = plan.keep_axis
     counts = {unit.name: plan.kept_over(unit) for unit in plan.units if unit.name and not grid.pure}
@@ -151,6 +155,7 @@ class Session:
         self.plan, self.leaves, self.gradients = plan, leaves, gradients
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
+        self.holds_back: Callable[[], bool] = getattr(leaves, "holds_back", None) or _never
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
@@ -553,7 +558,7 @@ class _Gathered:
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         dtypes = [grad_dtype_of(leaf) for leaf in leaves]
         nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
-        if goes_into_grad(nodes) and spot.plan.reduction is None:
+        if goes_into_grad(nodes) and (spot.plan.reduction is None or self.session.holds_back()):
             hold_back(spot, leaves, pending)
             return [None] * len(needed)
         if goes_into_grad(nodes):

@@ -1,0 +1,223 @@
+"""FSDP1's class in models that have bitten somebody, against one process."""
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import shardfn as sf
+from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.testing import assert_close, run
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.fc(x))
+
+
+class Nested(nn.Module):
+    """Children with the names of properties that the class has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.module = nn.Linear(5, 5)
+        self.rank = Block()
+        self.norm = nn.BatchNorm1d(5)
+        self.training_state = nn.BatchNorm1d(5, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.training_state(self.norm(self.rank(self.module(x @ self.weight))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Linear(5, 5)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _pair(cls: Any, policy: Any = None, **given: Any) -> tuple[Any, Any]:
+    """A wrapped model, and the same model."""
+    torch.manual_seed(0)
+    model = cls().double()
+    plain = copy.deepcopy(model)
+    return FSDP(model, auto_wrap_policy=policy, **given), plain
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    """This rank's part, and the whole."""
+    x = torch.randn(4 * dist.get_world_size(), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x.chunk(dist.get_world_size())[dist.get_rank()], x
+
+
+def _at(model: Any, name: str) -> Any:
+    return dict(model.named_parameters())[name]
+
+
+def _children_named_like_properties() -> None:
+    for policy in (None, ModuleWrapPolicy({Block})):
+        model, plain = _pair(Nested, policy)
+        model.eval(), plain.eval()
+        x, whole = _batch()
+        model(x).square().mean().backward()
+        plain(whole).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
+        assert model.module is not model and isinstance(model.module, Nested)
+
+
+def test_children_may_have_the_names_of_properties() -> None:
+    run(_children_named_like_properties, ranks=2)
+
+
+def _changes_inside_summon() -> None:
+    model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    x, _ = _batch()
+    for recurse in (True, False):
+        with FSDP.summon_full_params(model, recurse=recurse, writeback=False), torch.no_grad():
+            model.emb.weight.mul_(2)
+            changed = copy.deepcopy(plain)
+            changed.emb.weight.mul_(2)
+            assert_close(model(x), changed(x), rtol=1e-10, atol=1e-12)
+        assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+    with FSDP.summon_full_params(model):
+        model.emb.weight = nn.Parameter(torch.ones(5, 5, dtype=torch.float64))
+    assert bool(model.state_dict()["emb.weight"].eq(1).all())
+    with pytest.raises(sf.ShardError, match=r"'emb.weight' was replaced by \(2, 5\) while it was whole"):
+        with FSDP.summon_full_params(model):
+            model.emb.weight = nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
+    assert bool(model.state_dict()["emb.weight"].eq(1).all())
+
+
+def test_what_changes_inside_summon_is_what_a_forward_there_sees() -> None:
+    run(_changes_inside_summon, ranks=2)
+
+
+def _loads_with_hooks() -> None:
+    model, plain = _pair(Net)
+
+    def rename(state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in [key for key in state if "gamma" in key]:
+            state[key.replace("gamma", "weight")] = state.pop(key)
+
+    model.emb._register_load_state_dict_pre_hook(rename)
+    old = {key.replace("emb.weight", "emb.gamma"): 2 * value for key, value in plain.state_dict().items()}
+    model.load_state_dict(old)
+    assert_close(model.state_dict()["emb.weight"], old["emb.gamma"], rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"size mismatch for emb.weight"):
+        model.load_state_dict({**old, "emb.gamma": torch.ones(2, 2)})
+    assert_close(model.state_dict()["layers.0.fc.weight"], old["layers.0.fc.weight"], rtol=0, atol=0)
+
+
+def test_hooks_that_rename_work_when_a_state_dict_is_loaded() -> None:
+    run(_loads_with_hooks, ranks=2)
+
+
+def _decides_when_the_gradient_comes() -> None:
+    model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    x, whole = _batch()
+    with model.no_sync():
+        loss = model(x).square().mean()
+    loss.backward()
+    plain(whole).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+    with model.no_sync():
+        model(x).square().mean().backward()
+        with pytest.raises(sf.ShardError, match="never reduced"):
+            model.clip_grad_norm_(1.0)
+
+
+def test_a_backward_outside_of_no_sync_reduces() -> None:
+    run(_decides_when_the_gradient_comes, ranks=2)
+
+
+def _checkpointed() -> None:
+    for outside in (True, False):
+        torch.manual_seed(0)
+        model: Any = Net().double()
+        plain = copy.deepcopy(model)
+        wrapper = partial(checkpoint_wrapper, preserve_rng_state=False)
+        if not outside:
+            apply_activation_checkpointing(model, wrapper, check_fn=lambda m: isinstance(m, Block))
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        if outside:
+            apply_activation_checkpointing(model, wrapper, check_fn=lambda m: isinstance(m, Block))
+        x, whole = _batch()
+        for _ in range(2):
+            model(x).square().mean().backward()
+            plain(whole).square().mean().backward()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        for name, parameter in plain.named_parameters():
+            own = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
+            assert_close(own[name].grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_activation_checkpointing_around_and_inside_of_units() -> None:
+    run(_checkpointed, ranks=2)
+
+
+def _keeps_a_reference() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(5, 5)
+            self.kept = [self.fc.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.fc(x), self.kept[0])
+
+    with pytest.warns(UserWarning, match=r"'kept' holds the parameter 'fc.weight' as it was before it was sharded"):
+        FSDP(Keeps())
+
+
+def test_a_parameter_in_a_list_is_told_of() -> None:
+    run(_keeps_a_reference, ranks=2)
+
+
+def _compiles() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+        compiled: Any = torch.compile(model, backend=backend)
+        x, whole = _batch()
+        for _ in range(2):
+            compiled(x).square().mean().backward()
+            plain(whole).square().mean().backward()
+    assert len(graphs) == 1, "both blocks share one graph"
+    for name, parameter in plain.named_parameters():
+        assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_torch_compile_makes_a_graph_of_every_unit() -> None:
+    run(_compiles, ranks=2)
