@@ -61,7 +61,7 @@ class Held:
         `reduction` is what a backward does with its gradients, and `holds_back` says, when they come, whether they stay
         unreduced.
         """
-        if len(self._buffers) != sum(map(len, self._buffer_tables)):
+        if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
             self._find_buffers(model)
         buffers = {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
         params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
@@ -74,13 +74,14 @@ class Held:
             value = params.buffers.get(name)
             if value is not None and table.get(key) is not value:
                 table[key] = value
-        if len(params.buffers) > len(self._buffers):
-            _add_buffers(model, params.buffers)
+        known = {name for name, _ in self._buffers}
+        _add_buffers(model, {name: value for name, value in params.buffers.items() if name not in known})
 
     def _find_buffers(self, model: nn.Module) -> None:
         named = model.named_modules(remove_duplicate=False)
         tables = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
         self._buffer_tables = [table for _, table in tables]
+        self._buffer_keys = list(chain.from_iterable(self._buffer_tables))
         self._buffers = [(prefix + key, (table, key)) for prefix, table in tables for key in table]
 
     @property

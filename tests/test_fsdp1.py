@@ -79,7 +79,8 @@ def _at(model: Any, name: str) -> Any:
 def _children_named_like_properties() -> None:
     for policy in (None, ModuleWrapPolicy({Block})):
         model, plain = _pair(Nested, policy)
-        model.eval(), plain.eval()
+        model.eval()
+        plain.eval()
         x, whole = _batch()
         model(x).square().mean().backward()
         plain(whole).square().mean().backward()
@@ -221,3 +222,27 @@ def _compiles() -> None:
 
 def test_torch_compile_makes_a_graph_of_every_unit() -> None:
     run(_compiles, ranks=2)
+
+
+def _writes_in_place() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.ones(6, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.codes.mul_(0.5)
+            return x @ self.codes.T
+
+    model = FSDP(Codebook())
+    with pytest.raises(RuntimeError, match=r"'codes' was changed in place by the forward, .* the change is lost"):
+        model(torch.ones(2, 5))
+    assert bool(model.state_dict()["codes"].eq(1).all())
+    limited = FSDP(nn.Sequential(nn.Embedding(6, 4, max_norm=0.1)))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was changed in place"):
+        limited(torch.arange(6))
+
+
+def test_a_parameter_written_by_a_forward_is_an_error() -> None:
+    run(_writes_in_place, ranks=2)

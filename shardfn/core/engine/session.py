@@ -21,6 +21,7 @@ they are. A bucket that needs no collective (one data rank, or replicated weight
 from the buckets' pool, which hands it out again when nobody refers to it.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -130,6 +131,15 @@ def _never() -> bool:
     return False
 
 
+def _refuse(written: str | None) -> None:
+    """Raise for a weight that a forward has written in place, unless the forward raises itself."""
+    if written is not None and sys.exception() is None:
+        raise RuntimeError(
+            f"'{written}' was changed in place by the forward, in the copy that was gathered for it: the change is "
+            "lost. Make it a buffer, or update the tree of parameters between steps."
+        )
+
+
 def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
     axis = plan.keep_axis
     counts = {unit.name: plan.kept_over(unit) for unit in plan.units if unit.name and not grid.pure}
@@ -166,6 +176,7 @@ class Session:
         self.masks: Masks | None = None  # those of a `dropout_seed`
         self._at: dict[str, Hashable] = {c: (c, mode, self._differentiates) for c in ("weights", "gradients")}
         self._weights: dict[str, Tensor] = {}  # of all live units
+        self._versions: dict[str, int] = {}  # of their whole leaves, when they were gathered
         self._live: set[str] = set()
         self._depth: dict[str, int] = {}
         self._started: dict[Event, Flight] = {}
@@ -203,17 +214,17 @@ class Session:
         """The forward of a unit ends: let go of its weights, also after an exception."""
         self._depth[unit] -= 1
         if self._depth[unit] == 0:
-            self._free(unit)
+            _refuse(self._free(unit))
 
     def close(self) -> None:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
-        for unit in list(self._live):
-            self._free(unit)
+        written = [self._free(unit) for unit in list(self._live)]
         self._started.clear()
         with out_of_inference_mode():
             self.runtime.settle()
         if self.runtime.host is not None:
             self.runtime.host.settle()
+        _refuse(next(filter(None, written), None))
 
     def computes_again(self, unit: str) -> bool:
         """Whether the unit saves only inputs and shards for its derivatives: inside transforms, when it can."""
@@ -265,6 +276,8 @@ class Session:
             return dict(zip(bucket.leaves, wholes, strict=True))
         gathered = _Gathered(self, event, leaves, self._start(event, leaves))
         wholes = _Gather.apply(gathered, *leaves)
+        if gathered.spot.moves:
+            self._versions |= zip(bucket.leaves, map(version_of, wholes), strict=True)
         if gathered.frees and wholes[0].untyped_storage().nbytes():
             gathered.note(wholes)
             self._by_storage[storage_key(wholes[0])] = gathered
@@ -320,17 +333,27 @@ class Session:
             waiting.pop()
         return waiting[-1]() if waiting else None
 
-    def _free(self, unit: str) -> None:
+    def _free(self, unit: str) -> str | None:
+        """Let go of the weights of a unit; returns one that was written in place since it was gathered."""
+        written = None
         if unit in self._live:
             self._live.discard(unit)
-            gone_names = (name for bucket in self.runtime.units[unit].buckets for name in bucket.leaves)
-            for name in (*gone_names, *self.runtime.units[unit].params):
+            names = [name for bucket in self.runtime.units[unit].buckets for name in bucket.leaves]
+            written = self._written_in_place(names)
+            for name in (*names, *self.runtime.units[unit].params):
                 self._weights.pop(name, None)
         gone = {at: gathered for at, gathered in self._by_storage.items() if gathered.event.unit == unit}
         for at, gathered in gone.items():
             del self._by_storage[at]
             gathered.leave()
             self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
+        return written
+
+    def _written_in_place(self, names: Sequence[str]) -> str | None:
+        """The first gathered leaf that has another version than it was gathered with."""
+        known, weights = self._versions, self._weights
+        held = [name for name in names if name in known and name in weights]
+        return next((name for name in held if version_of(weights[name]) != known.pop(name)), None)
 
     # -- between forward and backward ---------------------------------------------------------------------------------
 
