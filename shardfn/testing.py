@@ -965,7 +965,9 @@ def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None 
 
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        from shardfn.core.whole import whole
+
+        value = whole(value)
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

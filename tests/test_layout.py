@@ -47,6 +47,7 @@ LAYERS = {
     "shardfn.core.pure_crossing": 3,
     "shardfn.core.initialize": 3,
     "shardfn.core.relayout": 3,
+    "shardfn.core.whole": 3,
     "shardfn.core.functional": 3,
     "shardfn.core.engine": 3,
     "shardfn.core.tensor_parallel": 4,

@@ -37,6 +37,7 @@ from shardfn.core.mesh import Grid, chunk, grid
 from shardfn.core.offload import stored_on
 from shardfn.core.storage import map_runs
 from shardfn.core.tree import Params
+from shardfn.core.whole import whole
 
 STEP = "step-{:08d}"
 
@@ -71,9 +72,9 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
         if own is not None and isinstance(value, DTensor) and tuple(value.placements) == own.placements:
             leaves[layout.name] = wrap_local(unwrap_local(value), own)
             continue
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        for leaf, whole in zip(layout.leaves, to_leaves(layout, full), strict=True):
-            local = local_slice(leaf, whole, places.sizes, places.coords).detach()
+        full = whole(value) if isinstance(value, DTensor) else value
+        for leaf, part in zip(layout.leaves, to_leaves(layout, full), strict=True):
+            local = local_slice(leaf, part, places.sizes, places.coords).detach()
             local = local.to(stored_on(like.plan.policy, places.device))
             spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
             leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)

@@ -21,6 +21,7 @@ from shardfn.compat.fsdp1.foreign import whole_of
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.state_dicts import on_host
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.whole import whole
 
 _OptimInput = Iterable[Any] | None
 
@@ -268,8 +269,8 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor) and full:
-        whole = value.full_tensor().detach()
-        return whole.to("cpu", copy=True) if host else whole.clone()
+        found = whole(value)
+        return found.cpu() if host else found
     return on_host(value.detach(), host)
 
 
@@ -326,7 +327,7 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
     if isinstance(value, DTensor):
         if value.placements == model_of.placements and value.device_mesh == model_of.device_mesh:
             return value.clone()
-        value = value.full_tensor()
+        value = whole(value)
     value = value.to(model_of.device_mesh.device_type)
     return distribute_tensor(value, model_of.device_mesh, model_of.placements, src_data_rank=None)
 
@@ -345,10 +346,10 @@ def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             found.append(value)
             continue
-        whole = torch.empty(value.shape, dtype=value.dtype, device=own.device)
+        given = torch.empty(value.shape, dtype=value.dtype, device=own.device)
         if first:
-            whole.copy_(leaves[index])
+            given.copy_(leaves[index])
         for axis in own.mesh.mesh_dim_names or ():
-            dist.broadcast(whole, group=own.mesh.get_group(axis), group_src=0)
-        found.append(whole if value.dim() else whole.cpu())
+            dist.broadcast(given, group=own.mesh.get_group(axis), group_src=0)
+        found.append(given if value.dim() else given.cpu())
     return pytree.tree_unflatten(found, spec)
