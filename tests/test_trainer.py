@@ -99,9 +99,8 @@ def test_gradients_held_back_under_no_sync_are_reduced_with_the_next(mesh: Devic
         for i, how in enumerate(order.split()):
             x, y = tokens(i)
             local_x, local_y = sf.data.local_batch((x, y), mesh)
-            with trainer.no_sync() if how == "held" else nullcontext():
-                loss = token_loss(trainer(local_x), local_y)
-            with count_collectives() as counts:
+            loss = token_loss(trainer(local_x), local_y)
+            with trainer.no_sync() if how == "held" else nullcontext(), count_collectives() as counts:
                 loss.backward()
             token_loss(reference(x), y).backward()
             if how == "held" and trainer.plan.roles.compute == ():
