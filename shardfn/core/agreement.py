@@ -109,12 +109,13 @@ def _lines(made: Plan) -> list[str]:
         f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
         for x in made.layouts.values()
     ]
-    units = [
-        f"unit '{unit.name}' of {list(unit.params)}, regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, "
-        f"reduced in {[b.reduce_dtype for b in unit.buckets]}"
+    units = [f"unit '{unit.name}' of {list(unit.params)}" for unit in made.units]
+    own = [
+        f"unit '{unit.name}' with regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, reduced in "
+        f"{[b.reduce_dtype for b in unit.buckets]}"
         for unit in made.units
     ]
-    return [*params, *units, *settings]
+    return [*params, *units, *settings, *own]
 
 
 def _mesh_lines(mesh: DeviceMesh) -> list[str]:
