@@ -28,6 +28,7 @@ from shardfn.core.shadow import submodule
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
 from shardfn.held import install, owned
+from shardfn.others import OTHERS, Saved, load_into, memory_for
 
 
 class Trainer(nn.Module):
@@ -171,20 +172,32 @@ class Trainer(nn.Module):
             count = pmean(torch.as_tensor(count, dtype=total.dtype, device=total.device), self.mesh, axis)
         return {"loss": total / count, "tokens": self._tokens(batch)}
 
-    def save(self, directory: str | os.PathLike[str]) -> Path:
+    def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
+
+        Args:
+            directory: where the checkpoints of a run are.
+            **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
+                optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
         Returns:
             the new checkpoint's path.
 
         Communication: see `sf.checkpoint.save`.
         """
-        return checkpoint.save(Path(directory) / checkpoint.STEP.format(self.steps), self._state())
+        saved = {name: Saved(other, name, self.params) for name, other in others.items()}
+        path = Path(directory) / checkpoint.STEP.format(self.steps)
+        state = self._state() | {OTHERS: {name: each.tensors for name, each in saved.items()}}
+        return checkpoint.save(path, state, self.mesh, notes={name: each.notes for name, each in saved.items()})
 
-    def load(self, directory: str | os.PathLike[str]) -> Path:
+    def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
 
         Nothing changes unless everything was read.
+
+        Args:
+            directory: a checkpoint, or where those of a run are.
+            **others: what `save` was given, under the same names.
 
         Returns:
             the path that was read.
@@ -196,7 +209,15 @@ class Trainer(nn.Module):
         path = Path(directory) if (Path(directory) / ".metadata").is_file() else checkpoint.latest(directory)
         if path is None:
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
-        state = checkpoint.load(path, self._state(), whole=("params", "optimizer"))
+        notes = checkpoint.notes(path)
+        if missing := [name for name in others if name not in notes]:
+            raise ShardError(
+                f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes) or 'no others'}"
+            )
+        like = {name: memory_for(notes[name], name, self.params) for name in others}
+        state = checkpoint.load(path, self._state() | {OTHERS: like}, self.mesh, whole=("params", "optimizer"))
+        for name, other in others.items():
+            load_into(other, name, notes[name], state[OTHERS][name], self.params)
         self._held.copy_in(state["params"])
         for name, buffer in self.module.named_buffers():
             buffer.copy_(state["buffers"][name])

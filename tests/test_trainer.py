@@ -296,6 +296,54 @@ def _load_bad(directory: str, kind: str) -> None:
         assert all(torch.equal(v, before[n]) for n, v in sf.gather(trainer.params).items())
 
 
+def _with_others(mesh: DeviceMesh) -> tuple[sf.Trainer, dict[str, Any]]:
+    trainer = sf.Trainer(decoder(), mesh, policy())
+    optimizer = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], 1e-2, betas=(0.8, 0.9))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False)
+    return trainer, {"optimizer": optimizer, "schedule": schedule}
+
+
+def _steps(trainer: sf.Trainer, others: dict[str, Any], mesh: DeviceMesh, numbers: range) -> None:
+    for i in numbers:
+        x, y = sf.data.local_batch(tokens(i), mesh)
+        others["optimizer"].zero_grad()
+        token_loss(trainer(x), y).backward()
+        others["optimizer"].step()
+        others["schedule"].step()
+
+
+def _goes_on_with_others(directory: str, axes: dict[str, int]) -> None:
+    mesh = sf.make_mesh("cpu", **axes)
+    trainer, others = _with_others(mesh)
+    if axes == {"fsdp": 4, "tp": 1}:
+        _steps(trainer, others, mesh, range(3))
+        trainer.save(directory, **others)
+    else:
+        trainer.load(directory, **others)
+        assert others["schedule"].last_epoch == 3 and others["optimizer"].param_groups[0]["betas"] == (0.8, 0.9)
+    _steps(trainer, others, mesh, range(3, 6))
+    reference, wanted = _with_others(sf.make_mesh("cpu", fsdp=4, tp=1))
+    _steps(reference, wanted, reference.mesh, range(6))
+    assert_parity(_full(trainer), _full(reference), tol=1e-9)
+    with pytest.raises(sf.ShardError, match=r"was saved without \['scaler'\]; it has \['optimizer', 'schedule'\]"):
+        trainer.load(directory, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_torch_optimizers_and_schedules_are_saved_by_name(tmp_path: Path) -> None:
+    for axes in ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}):
+        run(_goes_on_with_others, str(tmp_path), axes, ranks=4)
+
+
+def test_what_json_cannot_hold_is_named() -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    odd: Any = type("Odd", (), {"state_dict": lambda self: {"a": [1, object()]}})()
+    with pytest.raises(TypeError, match=r"checkpoint: 'odd.a.1' is a object; it holds tensors, numbers"):
+        trainer.save("nowhere", odd=odd)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(sf.ShardError, match=r"SGD has parameters that are not the trainer's"):
+        trainer.save("nowhere", stranger=stranger)
+
+
 def test_bad_checkpoints_change_nothing(tmp_path: Path) -> None:
     run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
     run(_load_bad, str(tmp_path), "saved", ranks=2)

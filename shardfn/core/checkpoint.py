@@ -5,6 +5,7 @@ and is renamed into place when every rank has written, so that a name always sta
 written has the model's names and shapes, whatever the layout.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from shardfn.core.tree import Params
 from shardfn.core.whole import whole
 
 STEP = "step-{:08d}"
+_NOTES = "notes.json"
 
 
 def to_state_dict(params: Params, aliases: bool = True) -> dict[str, Tensor]:
@@ -99,7 +101,9 @@ def _split_evenly(full: Tensor, params: Params, places: Grid) -> Tensor:
     )
 
 
-def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None) -> Path:
+def save(
+    path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None, *, notes: Mapping[str, Any] | None = None
+) -> Path:
     """Write a tree into a new checkpoint directory; it appears under its name when it is whole.
 
         >>> import tempfile, shardfn as sf
@@ -114,6 +118,7 @@ def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None
         path: the directory to make; the same for every rank, on storage that all see. One that exists is replaced.
         tree: `Params`, and containers of them, of tensors and of numbers.
         mesh: whose ranks save together; default: that of the first `Params` in the tree.
+        notes: what JSON can hold, of the first rank; `notes(path)` reads it again.
 
     Returns:
         the path.
@@ -133,6 +138,7 @@ def save(path: str | os.PathLike[str], tree: Any, mesh: DeviceMesh | None = None
     _barrier()
     state_dict_saver.save(state, checkpoint_id=str(temporary))
     if first:
+        (temporary / _NOTES).write_text(json.dumps(dict(notes or {})), encoding="utf-8")
         _rename(temporary, target)
     _barrier()
     return target
@@ -163,6 +169,12 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     state_dict_loader.load(state, storage_reader=reader)
     flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
     return pytree.tree_unflatten([_restored(_name(key), leaf, state) for key, leaf in flat], spec)
+
+
+def notes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint was saved with besides its tree; nothing in older ones."""
+    file = Path(path) / _NOTES
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:

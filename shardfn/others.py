@@ -1,0 +1,87 @@
+"""Other objects in a checkpoint of a `Trainer`: torch optimizers, schedules, scalers. Layer 5.
+
+What a torch optimizer has for each parameter is a tree like the parameters, and saved as one: under the model's names
+and in its shapes, so that it can be loaded on another mesh. The rest is tensors and JSON, see `core/states.py`.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn.core.errors import ShardError
+from shardfn.core.states import joined, split, tensors_like
+from shardfn.core.tree import Params, map_local
+
+OTHERS = "others"  # where a checkpoint has their tensors
+
+
+class Saved:
+    """What is saved of an object: `tensors`, a tree for a checkpoint, and `notes`, for JSON."""
+
+    def __init__(self, other: Any, name: str, params: Params) -> None:
+        """`params` are those of the trainer."""
+        state, trees = other.state_dict(), {}
+        if isinstance(other, torch.optim.Optimizer):
+            state, trees = _apart(state, names_of(other, params), params)
+        rest: dict[str, Tensor] = {}
+        skeleton = split(state, name, rest)
+        self.tensors: dict[str, Any] = {"rest": rest, "trees": trees}
+        dtypes = {key: str(next(iter(tree.values())).dtype).removeprefix("torch.") for key, tree in trees.items()}
+        self.notes = {"state": skeleton, "trees": {key: [dtypes[key], list(tree)] for key, tree in trees.items()}}
+
+
+def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]:
+    """Number of a parameter in an optimizer -> its name.
+
+    Raises:
+        ShardError: it is not one of the trainer's.
+    """
+    known = {id(leaf): name for name, leaf in params.items()}
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in known for parameter in found):
+        raise ShardError(
+            f"Trainer: {type(optimizer).__name__} has parameters that are not the trainer's; make it from "
+            "trainer.parameters()"
+        )
+    return {number: known[id(parameter)] for number, parameter in enumerate(found)}
+
+
+def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, dict[str, Params]]:
+    """A state dict by names without what is laid out as the parameters, and that as trees by key."""
+    trees: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    rest: dict[str, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        name = names[number]
+        alike = {k: v for k, v in values.items() if isinstance(v, DTensor) and v.shape == params[name].shape}
+        rest[name] = {key: value for key, value in values.items() if key not in alike}
+        for key, value in alike.items():
+            trees[key][name] = value
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": rest, "param_groups": groups}, {key: params.like(leaves) for key, leaves in trees.items()}
+
+
+def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
+    """Memory for the `tensors` of a `Saved`."""
+    rest = tensors_like(notes["state"], name, lambda _, meta: torch.empty_like(meta, device="cpu"))
+    trees = {}
+    for key, (dtype, leaves) in notes["trees"].items():
+        own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
+        trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), own)
+    return {"rest": rest, "trees": trees}
+
+
+def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], params: Params) -> None:
+    """Give an object the state that was saved."""
+    state = joined(notes["state"], name, tensors["rest"])
+    if isinstance(other, torch.optim.Optimizer):
+        numbers = {own: number for number, own in names_of(other, params).items()}
+        for key, tree in tensors["trees"].items():
+            for leaf, value in tree.items():
+                state["state"][leaf][key] = value
+        groups = [{**group, "params": [numbers[leaf] for leaf in group["params"]]} for group in state["param_groups"]]
+        state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
+    other.load_state_dict(state)
