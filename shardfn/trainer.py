@@ -24,10 +24,9 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import submodule
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
-from shardfn.held import install, owned
+from shardfn.held import install, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
 
 
@@ -312,23 +311,11 @@ class Trainer(nn.Module):
         Communication: one all-gather a bucket and axis on entry.
         """
         full = gather(self.params)
-        tables = [(parameters_of(owner), dict(parameters_of(owner))) for owner in self.module.modules()]
-        made: dict[str, nn.Parameter] = {}
-        for path, attribute, name in owned(self.plan):
-            layout = self.plan.layouts[name]
-            made.setdefault(name, nn.Parameter(full[name].detach().clone(), layout.trainable))
-            held = parameters_of(submodule(self.module, path))
-            for key in [key for key in held if key == attribute or key.startswith(f"{attribute}[")]:
-                del held[key]
-            held[attribute] = made[name]
-        try:
+        held = self._held
+        with whole(self.module, {name: full[name].detach().clone() for name in self.plan.layouts}, held) as made:
             yield
-        finally:
-            for held, before in tables:
-                held.clear()
-                held.update(before)
         if writeback:
-            self._held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
+            held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
