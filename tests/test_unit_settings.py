@@ -84,6 +84,17 @@ def test_a_unit_with_a_dtype_of_its_own_casts_at_its_borders(mesh: DeviceMesh) -
         _step(model, mesh, quiet)
 
 
+@on_meshes({"fsdp": 4})
+def test_a_unit_reduces_in_a_dtype_of_its_own(mesh: DeviceMesh) -> None:
+    model = _net()
+    _, exact, _ = _step(model, mesh, sf.Policy(units="layers.*"))
+    units = {"layers.*": {}, "layers.1": {"reduce_dtype": torch.bfloat16}}
+    _, found, _ = _step(model, mesh, sf.Policy(units=units))
+    for name, grad in exact.items():
+        error = float((found[name] - grad).norm() / grad.norm())
+        assert (1e-4 < error < 2e-2) if name.startswith("layers.1.") else error < 1e-6, (name, error)
+
+
 def test_a_callable_gives_settings_and_the_rest_keep_the_policys() -> None:
     model = _net()
     chosen = sf.Policy(
