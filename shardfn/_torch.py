@@ -43,7 +43,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = ["DTensorSpec", "pytree"]
 
@@ -290,6 +290,11 @@ def storage_key(x: Tensor) -> int:
     """The same number for tensors of one storage, and another one for every other storage in use."""
     storage = x.untyped_storage()
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
+
+
+def wraps(x: Tensor) -> bool:
+    """Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill."""
+    return is_traceable_wrapper_subclass(x)
 
 
 # Collectives as operations of a graph: what is started here is there after `waited`.

@@ -24,6 +24,7 @@ from shardfn.core.buckets import leaf_spec
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
+from shardfn.core.model import PLACED
 from shardfn.core.plan import Plan, Reduction
 from shardfn.core.shadow import submodule, unwrapped
 from shardfn.core.tree import Params
@@ -138,7 +139,7 @@ def install(model: nn.Module, params: Params) -> Held:
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
                 made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
-                vars(made[leaf.name]).update(vars(before))
+                vars(made[leaf.name]).update(vars(before) | {PLACED: params.plan.layouts[name].placed})
             vars(before)[REPLACED] = name
             table[attribute + leaf.name.removeprefix(name)] = made[leaf.name]
     _warn_of_references(model)

@@ -206,13 +206,13 @@ def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> N
         raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}")
 
 
-def wrong_inputs(batch: Any, device: torch.device) -> str | None:
-    """Why the inputs of `apply` cannot be used on this rank."""
+def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> str | None:
+    """Why the inputs of `apply` cannot be used on this rank; whether `dtensors` may be among them."""
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
             continue
         name = pytree.keystr(path[1:])  # path[0] tells positional arguments from others
-        if isinstance(leaf, DTensor):
+        if isinstance(leaf, DTensor) and not dtensors:
             return (
                 f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch: pass "
                 f"x.to_local()"

@@ -109,7 +109,9 @@ class _Call:
         self.plan = params.plan
         self.grid = grid(params.mesh, self.plan.roles.storage)
         self.record = _record(model, self.plan)
-        self.compute = [axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1]
+        # Ranks along them work on the same samples; what DTensors are split over, their modules decide.
+        several = (axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1)
+        self.compute = [axis for axis in several if axis not in self.plan.placed_axes]
 
     def prepare(self, args: Any, kwargs: Any) -> Adjustments:
         """Check everything that can be checked without data, and find what the derivation needs.
@@ -128,7 +130,7 @@ class _Call:
         try:
             self._require_leaves()
             self._require_own_samples()
-            if why := wrong_inputs((args, kwargs), self.grid.device):
+            if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
                 _signature(type(self.model).forward).bind(self.model, *args, **kwargs)

@@ -34,6 +34,7 @@ from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
+from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
 
@@ -59,8 +60,9 @@ def shard(
         'f32[o@tp c@fsdp]'
 
     Args:
-        model: a module, or a mapping of names to tensors of any dtype.
-        mesh: a `DeviceMesh` with named axes.
+        model: a module, or a mapping of names to tensors of any dtype. Parameters that torch's `parallelize_module`
+            has made DTensors stay split so, and its modules get them as such.
+        mesh: a `DeviceMesh` with named axes; all of them, when it is one of several that `model` is split over.
         policy: the layout, or a `Plan` already made for this model and mesh.
         init: fills meta tensors: called once for every module that owns some, with that module's own tensors on the
             mesh's device, under a seed of its own (drawn from torch's seed on the first rank and the module's name), so
@@ -177,9 +179,8 @@ def _facts(model: object, init: Any, src: int | None, alike: bool) -> list[str]:
     lines += [f"src={src}", "an init function" if init is not None else "no init function"]
     if alike and src is None and isinstance(model, nn.Module | Mapping):
         held = {**dict(_named_tensors(model)), **buffers}
-        lines += [
-            f"{VALUES} '{name}' {_sampled(x)}" for name, x in held.items() if isinstance(x, Tensor) and not x.is_meta
-        ]
+        mine = {n: x for n, x in held.items() if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta}
+        lines += [f"{VALUES} '{name}' {_sampled(x)}" for name, x in mine.items()]
     return lines
 
 
@@ -223,7 +224,11 @@ def _full_tensors(
             del full
     for layout in made.layouts.values():
         if layout.name not in done:
-            yield layout, _from_src(named[layout.name], layout.shape, layout.dtype, src, places)
+            value = named[layout.name]
+            if isinstance(value, DTensor) and not value.is_meta:
+                value = whole(value)
+            yield layout, _from_src(value, layout.shape, layout.dtype, src, places)
+            del value
     for name, buffer in own_buffers.items():
         own = _from_src(buffer, tuple(buffer.shape), buffer.dtype, src, places)
         buffers[name] = torch.empty_like(own, device=places.device).copy_(own)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import shallow_copy
@@ -61,7 +62,9 @@ def _blanks(own: Mapping[str, Tensor | None], device: torch.device) -> dict[str,
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
-    if not tensor.is_meta:
+    if isinstance(tensor, DTensor):
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).fill_(float("nan"))
+    elif not tensor.is_meta:
         blank = tensor.detach().to(device, copy=True)
     elif tensor.is_floating_point():
         blank = torch.full_like(tensor, float("nan"), device=device)

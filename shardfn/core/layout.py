@@ -106,6 +106,8 @@ class Layout:
     # (axis, n) of `kv@tp?` on dim 0 when its n parts do not divide: whole in storage, and where the model meets it
     # with values that are split over the axis, each rank takes the part that its share of them belongs to
     shared: tuple[tuple[str, int], ...] = ()
+    # (axis, dim it splits or None) when modules compute with a DTensor over these axes, see `ParamInfo.placed`
+    placed: tuple[tuple[str, int | None], ...] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:

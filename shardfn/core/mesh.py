@@ -252,11 +252,33 @@ class _Grids(dict[tuple[Any, ...], Grid]):
     In a pickle stands an `OrderedDict`, which `torch.load` takes for safe: checkpoints must not need this class.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[tuple[str, ...], DeviceMesh] = {}  # see `use_part`
+
     def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
         return OrderedDict, ()
 
     def __deepcopy__(self, memo: object) -> "_Grids":
         return _Grids()
+
+
+def _grids_of(mesh: DeviceMesh) -> _Grids:
+    attributes: dict[str, Any] = vars(mesh)
+    if not isinstance(attributes.get("shardfn_grids"), _Grids):
+        attributes["shardfn_grids"] = _Grids()
+    return attributes["shardfn_grids"]
+
+
+def use_part(mesh: DeviceMesh, axes: tuple[str, ...], part: DeviceMesh) -> None:
+    """Have `part` be the mesh along some axes of `mesh`: torch takes equal meshes that were made apart for others."""
+    _grids_of(mesh).parts[axes] = part
+
+
+def part_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh along some axes of `mesh`, this rank among them."""
+    part = _grids_of(mesh).parts.get(axes)
+    return part if part is not None else mesh[axes] if len(axes_of(mesh)) > len(axes) else mesh
 
 
 def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
@@ -265,10 +287,7 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     Raises:
         ShardError: this process is not part of the mesh.
     """
-    attributes: dict[str, Any] = vars(mesh)
-    cache = attributes.get("shardfn_grids")
-    if not isinstance(cache, _Grids):
-        cache = attributes["shardfn_grids"] = _Grids()
+    cache = _grids_of(mesh)
     key = (*order, has_no_memory())
     if key not in cache:
         if has_no_memory():

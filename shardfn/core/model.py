@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from shardfn.core.errors import ShardError
 from shardfn.core.shadow import unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
+PLACED = "_shardfn_placed"  # on a parameter that is a shard: how it was placed before, None for a plain tensor
+Placed = tuple[tuple[str, int | None], ...]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class ParamInfo:
     dtype: torch.dtype
     trainable: bool
     aliases: tuple[str, ...] = ()
+    # a DTensor before it is sharded, as `parallelize_module` makes them: (mesh axis, the dim it splits), None for whole
+    placed: Placed | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,10 +92,32 @@ def _tied(items: Iterable[tuple[str, torch.Tensor]]) -> tuple[ParamInfo, ...]:
         tensors[id(tensor)] = tensor
     return tuple(
         ParamInfo(
-            all_names[0], tuple(tensors[key].shape), tensors[key].dtype, _trainable(tensors[key]), tuple(all_names[1:])
+            all_names[0],
+            tuple(tensors[key].shape),
+            tensors[key].dtype,
+            _trainable(tensors[key]),
+            tuple(all_names[1:]),
+            placed_of(all_names[0], tensors[key]),
         )
         for key, all_names in names.items()
     )
+
+
+def placed_of(name: str, tensor: torch.Tensor) -> Placed | None:
+    """How a tensor lies on a mesh before it is sharded; None for a plain one.
+
+    Raises:
+        ShardError: in a way that shards do not have, or on a mesh without names.
+    """
+    if not isinstance(tensor, DTensor) or PLACED in vars(tensor):
+        return vars(tensor).get(PLACED)
+    axes, placements = tensor.device_mesh.mesh_dim_names, tensor.placements
+    if axes is None or any(type(p) is not Shard and not p.is_replicate() for p in placements):
+        raise ShardError(
+            f"'{name}' is a DTensor with {list(placements)} on {tensor.device_mesh}: one that is sharded further must "
+            "have Shard and Replicate only, on a mesh with axis names"
+        )
+    return tuple((axis, p.dim if isinstance(p, Shard) else None) for axis, p in zip(axes, placements, strict=True))
 
 
 def _trainable(tensor: torch.Tensor) -> bool:

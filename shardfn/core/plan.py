@@ -100,9 +100,22 @@ class Plan:
 
     @cached_property
     def splits_compute(self) -> bool:
-        """Whether some parameter is split over a compute axis of several ranks."""
-        compute = {axis for axis in self.roles.compute if self.axes[axis] > 1}
-        return any(compute.intersection(layout.axes) for layout in self.layouts.values())
+        """Whether a rule splits some parameter over a compute axis of several ranks."""
+        return any(self.compute_axes(layout) for layout in self.layouts.values())
+
+    def compute_axes(self, layout: Layout, dim: int | None = None) -> list[str]:
+        """The compute axes of several ranks by which a rule splits a parameter, or one of its dims; outermost first.
+
+        None for a parameter that is a DTensor over them: its modules know what to do.
+        """
+        found = layout.axes if dim is None else layout.model_axes(dim)
+        several = (axis for axis in self.roles.compute if axis in found and self.axes[axis] > 1)
+        return [] if layout.placed is not None else list(several)
+
+    @cached_property
+    def placed_axes(self) -> frozenset[str]:
+        """The axes over which modules compute with DTensors."""
+        return frozenset(axis for layout in self.layouts.values() for axis, _ in layout.placed or ())
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -113,7 +126,8 @@ class Plan:
             tuple(self.axes.items()),
             self.roles,
             tuple(
-                (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim) for n, x in self.layouts.items()
+                (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim, x.placed)
+                for n, x in self.layouts.items()
             ),
             self.units,
             settings,
@@ -420,6 +434,8 @@ def _rules(
             else:
                 spec = _with_logical_axes(parse(policy.rules[pattern]), policy).expand(len(param.shape))
                 found[param.name] = (spec, f"rule {pattern!r}")
+            if param.placed is not None:
+                found[param.name] = _where_placed(param, *found[param.name], axes, role)
         except ShardError as error:
             problems.append(f"{param.name} {param.shape}: {error}")
             continue
@@ -437,6 +453,32 @@ def _rules(
     return found
 
 
+def _where_placed(param: ParamInfo, spec: Spec, source: str, axes: Mapping[str, int], role: Roles) -> tuple[Spec, str]:
+    """A rule with the splits that a DTensor has already, which are those over compute axes."""
+    dims = list(spec.dims)
+    if compute := [axis for factor in spec.factors for axis in factor.axes if axis in role.compute]:
+        raise ShardError(f"the rule '{spec}' splits it over '{compute[0]}', but it is a DTensor split by itself")
+    for axis, dim in reversed(param.placed or ()):
+        if axis not in role.compute:
+            why = "splits the batch" if axis in axes else f"is no axis of the mesh {dict(axes)}"
+            raise ShardError(
+                f"it is a DTensor over '{axis}', which {why}. Shard over the whole mesh, with that axis by its name, "
+                "such as sf.make_mesh(fsdp=2, tp=2) whose mesh['tp'] parallelize_module was given"
+            )
+        if dim is not None:
+            over = prod(axes[a] for a, d in param.placed or () if d == dim)
+            if param.shape[dim] % over:
+                raise ShardError(
+                    f"it is a DTensor whose dim {dim} is split unevenly, {param.shape[dim]} % {over} = "
+                    f"{param.shape[dim] % over}; let parallelize_module leave it whole"
+                )
+            outer, *others = dims[dim].factors
+            split = replace(outer, axes=(axis, *outer.axes))
+            dims[dim] = Dim((Block((split, *others)),))
+    placed = replace(spec, dims=tuple(dims))
+    return replace(placed, source=str(placed)), f"{source}, on a DTensor"
+
+
 def _conflicts(param: ParamInfo, policy: Policy) -> list[str]:
     """A tied parameter whose names match rules that differ."""
     chosen = {name: policy.rules[p] for name in param.names if (p := first_match(policy.rules, [name])) is not None}
@@ -451,10 +493,13 @@ def _bias_rules(
 ) -> dict[str, tuple[Spec, str]]:
     """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
     derived: dict[str, tuple[Spec, str]] = {}
+    placed = {param.name for param in info.params if param.placed is not None}
     for module in info.modules:
         names = dict(module.params)
         weight, bias = names.get("weight", ""), names.get("bias", "")
         if module.kind != "linear" or weight not in found or bias not in found or policy.default == "error":
+            continue
+        if weight in placed or bias in placed:
             continue
         dim = found[weight][0].dims[0]
         if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith(
@@ -576,6 +621,7 @@ class _LayoutBuilder:
             leaves,
             fused,
             shared=self._shared(rule),
+            placed=param.placed,
         )
 
     def _shared(self, rule: Spec) -> tuple[tuple[str, int], ...]:
@@ -770,7 +816,7 @@ def _uncomputable(
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
     problems = []
     for module in info.modules:
-        names = dict(module.params)
+        names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
         bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
         if module.kind == "linear" and bias is not None and weight is not None:
             have, want = ([a for a in x.model_axes(0) if a in role.compute and axes[a] > 1] for x in (bias, weight))
@@ -781,10 +827,10 @@ def _uncomputable(
                 )
         if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
             continue
-        for attribute, name in module.params:
-            layout = layouts.get(name)
-            split = [axis for axis in (layout.axes if layout else ()) if axis in role.compute and axes[axis] > 1]
-            if split and layout:
+        for attribute, name in names.items():
+            layout = layouts[name]
+            split = [axis for axis in layout.axes if axis in role.compute and axes[axis] > 1]
+            if split:
                 where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
                 problems.append(
                     f"{name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "

@@ -121,7 +121,7 @@ def parallel_forwards(
         custom = first_match(plan.policy.compute, [module.name])
         if custom is not None:
             forwards[module.name] = _custom(module, plan, axes.mesh, weight, plan.policy.compute[custom])
-        elif any(_split(plan, plan.layouts[name]) for _, name in module.params):
+        elif any(plan.compute_axes(plan.layouts[name]) for _, name in module.params):
             names = dict(module.params)
             layout = plan.layouts[names["weight"]]
             if module.kind == "linear":
@@ -129,12 +129,6 @@ def parallel_forwards(
             elif module.kind == "embedding":
                 forwards[module.name] = _embedding(module, layout, plan, axes, weight)
     return forwards
-
-
-def _split(plan: Plan, layout: Layout, dim: int | None = None) -> list[str]:
-    """The compute axes of more than one rank that split a parameter, or one of its dims; outermost first."""
-    found = layout.axes if dim is None else layout.model_axes(dim)
-    return [axis for axis in plan.roles.compute if axis in found and plan.axes[axis] > 1]
 
 
 class Layouts(dict[str, Layout]):
@@ -167,7 +161,7 @@ def _linear(
     adjust: Adjustments,
 ) -> Forward:
     """Column-parallel, row-parallel or both, by the axes on the out and in dims of the weight."""
-    columns, rows = _split(plan, layout, 0), _split(plan, layout, 1)
+    columns, rows = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
     gathers = module.name in adjust.gather
     act = first_match(plan.policy.acts, [module.name])
     out_features = layout.shape[0]
@@ -238,7 +232,7 @@ def _embedding(
     module: ModuleInfo, layout: Layout, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor]
 ) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
-    vocab, columns = _split(plan, layout, 0), _split(plan, layout, 1)
+    vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:

@@ -91,7 +91,7 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
             f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model"
         )
     for module in modules:
-        split = any(_compute_split(plan, name) for _, name in module.params)
+        split = any(plan.compute_axes(plan.layouts[name]) for _, name in module.params)
         if split and kind_of(submodule(model, module.name)) != module.kind:
             raise ShardError(
                 f"apply: {module.name!r} splits its weights and has another forward than when its plan was made (a "
@@ -100,17 +100,12 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 
-def _compute_split(plan: Plan, name: str) -> list[str]:
-    """The compute axes of several ranks that split a parameter."""
-    return [axis for axis in plan.layouts[name].axes if axis in plan.roles.compute and plan.axes[axis] > 1]
-
-
 def _refusal(plan: Plan) -> Callable[[str, str, str], str | None]:
     """A weight split over a compute axis is used by its derived forward, not read as an attribute."""
 
     def why(path: str, attribute: str, name: str) -> str | None:
         layout = plan.layouts[name]
-        split = _compute_split(plan, name)
+        split = plan.compute_axes(layout)
         if not split or first_match(plan.policy.compute, [path]) is not None:
             return None
         return (

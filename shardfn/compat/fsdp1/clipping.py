@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
@@ -15,45 +16,79 @@ from shardfn.compat.fsdp1.running import held_now, own_of
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 
+Axes = frozenset[str]  # that split a gradient
+
 
 def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
     """Scale the gradients of shards, and of ignored parameters, to a total p-norm of at most `max_norm`.
 
     Returns the norm before; a gradient that several ranks have whole counts once.
+
+    Communication: one small all-reduce an axis that splits any parameter.
     """
     own = own_of(module)
-    group, rank = own.mesh.get_group("fsdp"), dist.get_rank()
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if any(map(is_held_back, grads)):
         raise ShardError(
             "clip_grad_norm_: gradients were only added up under no_sync(), never reduced; run the last backward of a "
             "step outside of no_sync()"
         )
-    split = [unwrap_local(grad) for grad in grads if isinstance(grad, DTensor) and _is_split(grad)]
-    whole = [unwrap_local(grad) for grad in grads if not (isinstance(grad, DTensor) and _is_split(grad))]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in module.parameters()) else torch.float32
-    total = _sum_of_powers(split, p, wide, own.device)
-    if any("fsdp" in layout.axes for layout in held_now(module).plan.layouts.values()):
-        dist.all_reduce(total, dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
-    rest = _sum_of_powers(whole, p, wide, own.device)
-    total = torch.maximum(total, rest) if p == math.inf else (total + rest) ** (1 / p)
+    parts: dict[Axes, list[Tensor]] = {axes: [] for axes in _splits(module)}
+    for grad in grads:
+        parts.setdefault(_split_axes(grad), []).append(unwrap_local(grad))
+    sums = {axes: _sum_of_powers(locals_, p, wide, own.device) for axes, locals_ in parts.items()}
+    total = _over_ranks(sums, own.mesh, p)
     total = total.cpu() if own.settings.cpu_offload.offload_params else total
-    locals_ = [*split, *whole]
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if not grads:
         warnings.warn(
-            f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in the "
-            f"default dtype {total.dtype}",
+            f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total norm in "
+            f"the default dtype {total.dtype}",
             stacklevel=4,
         )
         return total
-    for grad in locals_:
+    for grad in map(unwrap_local, grads):
         grad.mul_(factor.to(grad.device, grad.dtype))
     return total.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
 
 
-def _is_split(grad: DTensor) -> bool:
-    return any(placement.is_shard() for placement in grad.placements)
+def _splits(module: nn.Module) -> list[Axes]:
+    """The sets of axes that split parameters: the same on every rank, whichever gradients it has."""
+    plan = held_now(module).plan
+    found = {frozenset(axis for axis in leaf.axes if plan.axes[axis] > 1) for _, leaf in plan.leaves.values()}
+    return sorted(found, key=sorted)
+
+
+def _split_axes(grad: Tensor) -> Axes:
+    if not isinstance(grad, DTensor):
+        return frozenset()
+    mesh = grad.device_mesh
+    named = zip(mesh.mesh_dim_names or (), grad.placements, mesh.shape, strict=True)
+    return frozenset(axis for axis, placement, size in named if placement.is_shard() and size > 1)
+
+
+def _over_ranks(sums: dict[Axes, Tensor], mesh: DeviceMesh, p: float) -> Tensor:
+    """The norm, from sums over this rank's parts of gradients that are split over some axes.
+
+    Communication: one small all-reduce an axis that splits any.
+    """
+    op = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
+    for axis in mesh.mesh_dim_names or ():
+        split = [axes for axes in sums if axis in axes]
+        if not split:
+            continue
+        reduced = torch.stack([sums.pop(axes) for axes in split])
+        dist.all_reduce(reduced, op, group=mesh.get_group(axis))
+        for axes, total in zip(split, reduced.unbind(), strict=True):
+            rest = sums.get(axes - {axis})
+            sums[axes - {axis}] = total if rest is None else _joined([total, rest], p)
+    total = _joined(list(sums.values()), p)
+    return total if p == math.inf else total ** (1 / p)
+
+
+def _joined(sums: Sequence[Tensor], p: float) -> Tensor:
+    return torch.stack(list(sums)).max() if p == math.inf else torch.stack(list(sums)).sum()
 
 
 def _sum_of_powers(tensors: Sequence[Tensor], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from shardfn._torch import buffers_of
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
+from shardfn.core.model import PLACED
 from shardfn.core.shadow import submodule
 from shardfn.held import install
 
@@ -27,7 +28,7 @@ def shard_now(module: nn.Module) -> None:
     own = instance_of(module)
     assert own is not None
     ignored = {id(p) for p in own.ignored_params}
-    done = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
+    done = {id(p) for p in module.parameters() if isinstance(p, DTensor) and PLACED in vars(p)}
     _require_own_shards(module, done)
     _refuse_scalars(module, ignored)
     _move_ignored(own)
@@ -57,9 +58,8 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:
             raise ShardError(
-                f"FullyShardedDataParallel: '{name}' is a DTensor already ({parameter.placements}): of another model "
-                "that holds this module, or of tensor parallelism. Wrap the module that both share, once, by itself; "
-                "split tensors by a rule: sf.Trainer(model, mesh, sf.Policy(rules=...))."
+                f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
+                "that holds this module. Wrap the module that both share, once, by itself."
             )
 
 

@@ -28,6 +28,7 @@ from shardfn.held import Held
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+OWN_AXES = ("replicate", "fsdp")  # of the mesh of an instance, the second alone where nothing is replicated
 INSTANCE = "_shardfn_fsdp1"  # the key of an `Instance` in the dict of its module
 
 
@@ -67,6 +68,7 @@ class Instance:
     ignored_modules: set[nn.Module] = field(default_factory=set)
     ignored_params: list[nn.Parameter] = field(default_factory=list)
     given_mesh: bool = False  # whether the constructor was given a `device_mesh`
+    placed: DeviceMesh | None = None  # of the parameters that `parallelize_module` had split before
     inner: bool = False  # whether another instance holds it
     is_root: bool | None = None
     training_state: TrainingState = TrainingState.IDLE
@@ -141,6 +143,7 @@ def policy_of(module: nn.Module, *, ignore: set[int], full_precision: bool = Fal
         reduce_dtype=None if full_precision else mixed.reduce_dtype,
         cast_inputs=mixed.cast_root_forward_inputs,
         offload="cpu" if settings.cpu_offload.offload_params else None,
+        batch=[axis for axis in OWN_AXES if axis in (own.mesh.mesh_dim_names or ())],
     )
 
 

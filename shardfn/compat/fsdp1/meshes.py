@@ -11,8 +11,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from shardfn.compat.fsdp1.instance import HYBRID
+from shardfn.compat.fsdp1.instance import HYBRID, OWN_AXES, instances
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import use_part
+from shardfn.core.model import PLACED
+
+ONE_MESH = (
+    "Make one mesh, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), give parallelize_module its "
+    "mesh['tp'], and FSDP device_mesh=mesh['dp']."
+)
 
 
 def check_groups(
@@ -47,9 +56,21 @@ def _is_pair(groups: Any) -> bool:
 
 
 def make_mesh(
-    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, device_type: str
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    strategy: ShardingStrategy,
+    device_type: str,
+    placed: DeviceMesh | None,
 ) -> DeviceMesh:
-    """The mesh over the ranks of a process group, of a pair `(shard, replicate)`, of a mesh, or over all ranks."""
+    """The mesh over the ranks of a process group, of a pair `(shard, replicate)`, of a mesh, or over all ranks.
+
+    Args:
+        process_group, device_mesh, strategy: as the constructor has them.
+        device_type: of the mesh.
+        placed: the mesh of parameters that `parallelize_module` has split already; its axes come last, by their names.
+    """
+    if device_mesh is not None and placed:
+        return _with_placed(device_mesh, placed, device_type)
     if strategy not in HYBRID:
         if device_mesh is not None:
             group = device_mesh.get_group(0)
@@ -64,9 +85,52 @@ def make_mesh(
         return _hybrid(shard, replicate, device_type, None)
     _get_default_group()  # raises when there is none
     per_node = ranks_per_node()
-    return init_device_mesh(
-        device_type, (dist.get_world_size() // per_node, per_node), mesh_dim_names=("replicate", "fsdp")
-    )
+    return init_device_mesh(device_type, (dist.get_world_size() // per_node, per_node), mesh_dim_names=OWN_AXES)
+
+
+def placed_mesh(module: nn.Module, ignored: set[int], device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors before they are sharded.
+
+    Raises:
+        ShardError: there are several, or no `device_mesh` to which it can be added.
+    """
+    found = {
+        parameter.device_mesh: name
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) and PLACED not in vars(parameter) and id(parameter) not in ignored
+    }
+    for inner in (own for _, _, own in instances(module)):
+        if inner.placed is not None:
+            found.setdefault(inner.placed, "an instance inside")
+    if not found:
+        return None
+    (mesh, name), *others = found.items()
+    if others or device_mesh is None:
+        why = f"and {others[0][1]!r} on {others[0][0]}" if others else "but there is no device_mesh beside it"
+        raise ShardError(f"FullyShardedDataParallel: {name!r} is a DTensor on {mesh}, {why}. {ONE_MESH}")
+    return mesh
+
+
+def _with_placed(device_mesh: DeviceMesh, placed: DeviceMesh, device_type: str) -> DeviceMesh:
+    """The mesh over both: the axes of FSDP, then those over which parameters are split already.
+
+    Raises:
+        ShardError: they do not cross.
+    """
+    groups = [mesh.get_group(axis) for mesh in (device_mesh, placed) for axis in range(mesh.ndim)]
+    names = (*OWN_AXES[-device_mesh.ndim :], *(placed.mesh_dim_names or ()))
+    own = dist.get_rank()
+    ranks = torch.tensor(own, dtype=torch.int)
+    for group in groups:  # [..., W]: neighbours along one axis are as far apart everywhere
+        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - own
+    if len(set(names)) < len(names) or len(set(ranks.flatten().tolist())) < ranks.numel():
+        raise ShardError(
+            f"FullyShardedDataParallel: parameters are DTensors on {placed}, which device_mesh={device_mesh} does not "
+            f"cross. {ONE_MESH}"
+        )
+    made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    use_part(made, tuple(placed.mesh_dim_names or ()), placed)
+    return made
 
 
 def ranks_per_node() -> int:
@@ -81,7 +145,7 @@ def _hybrid(shard: ProcessGroup, replicate: ProcessGroup, device_type: str, rank
         row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
         own = dist.get_rank()
         ranks = torch.tensor([[first + other - own for other in row] for first in column], dtype=torch.int)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=("replicate", "fsdp"))
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=OWN_AXES)
 
 
 def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.device | None) -> torch.device:

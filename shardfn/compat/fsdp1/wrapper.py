@@ -195,10 +195,11 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         modules, parameters = arguments.ignored_in(module, *named)
         meshes.check_groups(process_group, device_mesh, settings.sharding_strategy, policy is not None)
         device = meshes.compute_device(module, set(map(id, parameters)), device_id)
-        mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type)
+        placed = meshes.placed_mesh(module, set(map(id, parameters)), device_mesh)
+        mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
         settings = arguments.clamped(settings, mesh)
-        self._begin(module, Instance(settings, mesh, device, modules, parameters, device_mesh is not None))
+        self._begin(module, Instance(settings, mesh, device, modules, parameters, device_mesh is not None, placed))
         if policy is not None:
             self._wrap_inside(policy, settings, mixed_precision)
         shard_now(self)

@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import (
+    DTensorSpec,
     after_backward,
     backward_id,
     grad_dtype_of,
@@ -40,10 +42,14 @@ from shardfn._torch import (
     in_transform,
     out_of_inference_mode,
     simulated,
+    spec_of,
     storage_key,
     tensor_in,
+    unwrap_local,
     unwrap_locals,
     version_of,
+    wrap_local,
+    wraps,
 )
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
 from shardfn.core.collectives import Steps
@@ -61,6 +67,7 @@ from shardfn.core.engine.gradients import (
 )
 from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event, Order
+from shardfn.core.engine.placed import AsPlaced, placed_specs
 from shardfn.core.engine.remat import Borrowed
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
@@ -91,6 +98,7 @@ class _Runtime:
             for name, x in plan.layouts.items()
             if len(x.leaves) == 1
         }
+        self.placed = placed_specs(plan, grid)  # parameters that modules use as DTensors
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
         self._in_the_air: list[Flight] = []
         self.accumulations: list[Accumulation] = []
@@ -263,6 +271,9 @@ class Session:
         for name in unit.params:
             if not plain.get(name):
                 wholes[name] = compute_view(layouts[name], [wholes[leaf.name] for leaf in layouts[name].leaves])
+            if name in self.runtime.placed:
+                self._versions.pop(name, None)  # the DTensor counts its changes by itself
+                wholes[name] = AsPlaced.apply(wholes[name], self.runtime.placed[name])
         return wholes
 
     def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:
@@ -366,8 +377,9 @@ class Session:
         def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
             if saved.layout is not torch.strided:
                 return saved
-            gathered = of_storage(storage_key(saved))
-            return saved if gathered is None else gathered.pack(saved)
+            part = saved if type(saved) is Tensor else unwrap_local(saved)
+            gathered = None if type(part) is not Tensor and wraps(part) else of_storage(storage_key(part))
+            return saved if gathered is None else gathered.pack(saved, part)
 
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
@@ -461,6 +473,7 @@ class _Packed(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    spec: DTensorSpec | None  # of the DTensor whose local part it is
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -508,19 +521,23 @@ class _Gathered:
         if self._neighbours is not None and self._flat is not None:
             self._kept, self._flat = self._neighbours.part_of(self._flat, self.spot.buffers), None
 
-    def pack(self, saved: Tensor) -> _Packed | Tensor:
-        """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is."""
-        if saved.dtype != self.spot.bucket.dtype or saved.is_neg() or saved.is_conj():
-            return saved
-        self._require_unchanged(saved)
-        return _Packed(self, saved.shape, saved.stride(), int(saved.storage_offset()))
+    def pack(self, saved: Tensor, part: Tensor) -> "_Packed | Tensor":
+        """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is.
 
-    def _require_unchanged(self, saved: Tensor) -> None:
+        `part` is the view: what is saved, or the local part of it.
+        """
+        if part.dtype != self.spot.bucket.dtype or part.is_neg() or part.is_conj():
+            return saved
+        self._require_unchanged(saved, int(part.storage_offset()))
+        spec = spec_of(saved) if isinstance(saved, DTensor) else None
+        return _Packed(self, part.shape, part.stride(), int(part.storage_offset()), spec)
+
+    def _require_unchanged(self, saved: Tensor, begins: int) -> None:
         """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
-        begins = int(saved.storage_offset())
         if begins not in self._begins:
             begins = max(offset for offset in self._begins if offset <= begins)
-        if version_of(saved) != self._begins[begins]:
+        before = 0 if isinstance(saved, DTensor) else self._begins[begins]  # a DTensor counts its changes by itself
+        if version_of(saved) != before:
             name = self.spot.bucket.leaves[list(self._begins).index(begins)]
             raise RuntimeError(
                 f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
@@ -532,7 +549,8 @@ class _Gathered:
         if not self._awake:
             self._wake()
         assert self._flat is not None
-        return self._flat.as_strided(packed.shape, packed.stride, packed.offset)
+        part = self._flat.as_strided(packed.shape, packed.stride, packed.offset)
+        return part if packed.spec is None else wrap_local(part, packed.spec)
 
     def _wake(self) -> None:
         if self._flat is None:

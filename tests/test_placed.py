@@ -1,0 +1,314 @@
+"""Models that torch's `parallelize_module` has split already, sharded further, against one process."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import shardfn as sf
+from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy
+from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _blocks(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    return {f"blocks.{i}.{name}".removesuffix("."): style for i in range(2) for name, style in styles.items()}
+
+
+def _tensor_parallel() -> dict[str, ParallelStyle]:
+    return _blocks({"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _sequence_parallel() -> dict[str, ParallelStyle]:
+    split = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
+    whole = {"output_layouts": Shard(1), "desired_output_layouts": Shard(1), "use_local_output": True}
+    return {
+        "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        **_blocks(
+            {
+                "": PrepareModuleInputOutput(**split, **whole),
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+        ),
+    }
+
+
+PLANS = {"tensor": _tensor_parallel, "sequence": _sequence_parallel}
+
+
+def _models() -> tuple[Net, Net]:
+    """The same twice."""
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, copy.deepcopy(model)
+
+
+def _batches(ranks: int) -> Tensor:
+    """[step, data rank, sample, token]"""
+    return torch.randint(0, 16, (3, ranks, 3, 4), generator=torch.Generator().manual_seed(1))
+
+
+def _train_plain(model: nn.Module, batches: Tensor, clip: float) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 0.01), []
+    for ids in batches:
+        loss = model(ids.flatten(0, 1)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 2}, {"replicate": 2, "fsdp": 1, "tp": 2}, {"tp": 2, "fsdp": 2})
+def test_trainer_on_a_parallelized_model(mesh: DeviceMesh, kind: str) -> None:
+    model, plain = _models()
+    parallelize_module(model, mesh["tp"], PLANS[kind]())
+    trainer = sf.Trainer(model, mesh, sf.Policy())
+    assert "on a DTensor" in trainer.plan.explain("blocks.0.up.weight")
+    batches = _batches(mesh.size() // 2)
+    own = sum(mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis != "tp")
+    optimizer, losses = torch.optim.AdamW(trainer.parameters(), 0.01), []
+    for ids in batches:
+        loss = trainer(ids[own]).square().mean()
+        loss.backward()
+        trainer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    _require_same(losses, sf.gather(trainer.params), plain, batches)
+
+
+def _require_same(losses: list[Tensor], params: dict[str, Tensor], plain: nn.Module, batches: Tensor) -> None:
+    """The losses are those of one process, and so are the parameters after the steps."""
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    assert_close(mean / dist.get_world_size(), torch.tensor(_train_plain(plain, batches, 0.05), dtype=torch.float64))
+    assert_trees_close(params, dict(plain.named_parameters()), rtol=0, atol=1e-9)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_value_and_grad_of_a_parallelized_model(mesh: DeviceMesh) -> None:
+    model, plain = _models()
+    parallelize_module(model, mesh["tp"], _sequence_parallel())
+    params = sf.shard(model, mesh, sf.Policy())
+    ids = _batches(2)[0]
+
+    def loss_fn(params: sf.Params, ids: Tensor) -> Tensor:
+        return sf.apply(model, params, ids).square().mean()
+
+    loss, grads = sf.value_and_grad(loss_fn)(params, ids[mesh.get_local_rank("fsdp")])
+    expected = plain(ids.flatten(0, 1)).square().mean()
+    expected.backward()
+    assert_close(loss, expected)
+    assert_trees_close(sf.gather(grads), {name: p.grad for name, p in plain.named_parameters()})
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_weights_are_freed_between_forward_and_backward(mesh: DeviceMesh) -> None:
+    """Autograd saves DTensors there, whose local parts are views of what was gathered."""
+    counts = {}
+    for regather in (True, False):
+        model, _ = _models()
+        parallelize_module(model, mesh["tp"], _tensor_parallel())
+        trainer = sf.Trainer(model, mesh, sf.Policy(regather=regather))
+        with count_collectives() as counted:
+            trainer(_batches(2)[0, 0]).sum().backward()
+        counts[regather] = counted.all_gather
+    assert counts[True] == counts[False] + 2, "each block is gathered again"
+
+
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+}
+MESHES = {
+    "dp, tp": ((2, 2), ("dp", "tp")),
+    "tp, dp": ((2, 2), ("tp", "dp")),
+    "pp, dp, tp": ((2, 1, 2), ("pp", "dp", "tp")),
+    "replicate, dp, tp": ((2, 1, 2), ("replicate", "dp", "tp")),
+}
+
+
+def _wrapped(strategy: str, names: str, kind: str, **given: Any) -> tuple[Any, Net, DeviceMesh]:
+    """FSDP1's class around a parallelized model, the plain model, the mesh."""
+    model, plain = _models()
+    shape, axes = MESHES[names]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    parallelize_module(model, mesh["tp"], PLANS[kind]())
+    own = mesh["replicate", "dp"] if strategy == "hybrid" else mesh["dp"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of NO_SHARD, and of one rank
+        fsdp = FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_mesh=own,
+            sharding_strategy=STRATEGIES[strategy],
+            use_orig_params=True,
+            **given,
+        )
+    return fsdp, plain, own
+
+
+def _fsdp1(strategy: str, names: str, kind: str) -> None:
+    warnings.filterwarnings("ignore", "When using ``NO_SHARD``")
+    fsdp, plain, own = _wrapped(strategy, names, kind)
+    batches, optimizer, losses = _batches(own.size()), torch.optim.AdamW(fsdp.parameters(), 0.01), []
+    for ids in batches:
+        loss = fsdp(ids[own.get_local_rank(0)]).square().mean()
+        loss.backward()
+        fsdp.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    _require_same(losses, fsdp.state_dict(), plain, batches)
+    full = get_model_state_dict(fsdp, options=StateDictOptions(full_state_dict=True))
+    assert_trees_close(full, dict(plain.named_parameters()), rtol=0, atol=1e-9)
+    assert_same_after_a_round(fsdp, optimizer, batches[0, 0])
+
+
+def assert_same_after_a_round(fsdp: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    """State dicts of model and optimizer, whole parameters, a copy."""
+    before = fsdp(ids)
+    state, moments = fsdp.state_dict(), FSDP.optim_state_dict(fsdp, optimizer)
+    assert moments["state"]["blocks.0.up.weight"]["exp_avg"].shape == (32, 8)
+    with FSDP.summon_full_params(fsdp):
+        assert fsdp.blocks[0].up.weight.shape == (32, 8)
+        assert not isinstance(fsdp.blocks[0].up.weight, DTensor)
+        fsdp.blocks[0].up.weight.data.zero_()
+    assert not torch.equal(fsdp(ids), before)
+    fsdp.load_state_dict(state)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(fsdp, optimizer, moments))
+    assert_close(fsdp(ids), before)
+    assert_close(copy.deepcopy(fsdp)(ids), before)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("strategy", ["full", "grad_op", "none"])
+def test_fsdp1_around_a_parallelized_model(strategy: str, kind: str) -> None:
+    run(_fsdp1, strategy, "dp, tp", kind, ranks=4)
+
+
+@pytest.mark.parametrize("names", ["tp, dp", "pp, dp, tp"])
+def test_fsdp1_on_slices_of_other_meshes(names: str) -> None:
+    run(_fsdp1, "full", names, "sequence", ranks=4)
+
+
+def test_fsdp1_hybrid_around_a_parallelized_model() -> None:
+    run(_fsdp1, "hybrid", "replicate, dp, tp", "tensor", ranks=4)
+
+
+def _on_meta() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = Net()
+    parallelize_module(model, mesh["tp"], _tensor_parallel())
+    fsdp: Any = FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=ModuleWrapPolicy({Block}))
+    with FSDP.summon_full_params(fsdp):
+        weight = fsdp.blocks[0].up.weight
+        assert weight.std() > 0.1 and weight.unique().numel() == weight.numel(), "no part is like another"
+        everywhere = weight.detach().clone()
+    dist.broadcast(everywhere, 0)
+    with FSDP.summon_full_params(fsdp):
+        assert torch.equal(fsdp.blocks[0].up.weight, everywhere)
+
+
+def test_a_parallelized_model_on_the_meta_device() -> None:
+    run(_on_meta, ranks=4)
+
+
+def _in_bfloat16() -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp, _, own = _wrapped("full", "dp, tp", "sequence", mixed_precision=low, sync_module_states=True)
+    out = fsdp(_batches(2)[0, own.get_local_rank()])
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in fsdp.parameters())
+
+
+def test_mixed_precision_of_a_parallelized_model() -> None:
+    run(_in_bfloat16, ranks=4)
+
+
+def _refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model, _ = _models()
+    parallelize_module(model, mesh["tp"], _tensor_parallel())
+    with pytest.raises(sf.ShardError, match="no device_mesh beside it"):
+        FSDP(model)
+    with pytest.raises(sf.ShardError, match="does not cross"):
+        FSDP(model, device_mesh=mesh["tp"])
+    with pytest.raises(sf.ShardError, match="'tp', which is no axis of the mesh"):
+        sf.shard(model, mesh["dp"], sf.Policy())
+    with pytest.raises(sf.ShardError, match="but it is a DTensor split by itself"):
+        sf.shard(model, mesh, sf.Policy(rules={"blocks.*.up.weight": "o c@tp"}))
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp"))
+    apart, _ = _models()
+    parallelize_module(apart, named["fsdp"], _tensor_parallel())
+    with pytest.raises(sf.ShardError, match="'fsdp', which splits the batch"):
+        sf.shard(apart, named, sf.Policy())
+    parallelize_module(model.head, other, ColwiseParallel())
+    with pytest.raises(sf.ShardError, match=r"and 'head.bias' on"):
+        FSDP(model, device_mesh=mesh["dp"])
+
+
+def test_what_cannot_be_sharded_further_is_an_error() -> None:
+    run(_refused, ranks=4)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_uneven_and_unnamed_dtensors_are_refused(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    with pytest.raises(sf.ShardError, match=r"split unevenly, 3 % 2 = 1"):
+        sf.shard(model, mesh, sf.Policy())
+    nameless = init_device_mesh("cpu", (4,))
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), nameless, [Shard(0)]))
+    with pytest.raises(sf.ShardError, match="on a mesh with axis names"):
+        sf.shard(model, mesh, sf.Policy())
