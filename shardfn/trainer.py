@@ -57,6 +57,9 @@ class Trainer(nn.Module):
         accumulate: microbatches a step: `step` cuts its batch on dim 0 into so many equal parts.
         clip: largest global norm of the gradients.
         ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
+        scaler: a `torch.amp.GradScaler`, for float16: losses are scaled, and a step whose gradients are not finite
+            changes nothing but the scale.
+        callbacks: each is called after every step with the trainer and what `step` returns.
         compile: compiles the forward of every unit, or says how: `Policy(compile=...)` for a policy without it.
         init: as for `shard`.
         src: as for `shard`.
@@ -77,6 +80,8 @@ class Trainer(nn.Module):
         accumulate: int = 1,
         clip: float | None = None,
         ema: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        callbacks: Sequence[Callable[["Trainer", dict[str, Any]], object]] = (),
         compile: bool | Mapping[str, Any] = False,
         init: Callable[[Any], Any] | None = None,
         src: int | None = None,
@@ -89,6 +94,8 @@ class Trainer(nn.Module):
         self.plan, self.mesh = params.plan, mesh
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.callbacks = list(callbacks)
         self.steps = 0
         self._syncs = True
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
@@ -122,7 +129,7 @@ class Trainer(nn.Module):
 
         Returns:
             `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors, `tokens`: elements of
-            the last tensor of the batch, summed over data ranks.
+            the last tensor of the batch, summed over data ranks; with a scaler `scale`, by which this loss was scaled.
 
         Raises:
             ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts.
@@ -132,15 +139,23 @@ class Trainer(nn.Module):
         with torch.no_grad():  # nobody differentiates the gradients
             loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
         self._held.keep_buffers(self.module, params)
+        out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
+        if self.scaler is not None:
+            out["scale"] = self.scaler.get_scale()
+            out["loss"], grads = _scaled(loss, grads, torch.tensor(1 / out["scale"], dtype=torch.float64))
         grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
-        _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
-        self._update_ema(params)
+        out["grad_norm"] = norm
+        if self.scaler is None or _advance(self.scaler, norm):
+            _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
+            self._update_ema(params)
         self.steps += 1
-        return {"loss": loss, "grad_norm": norm, "tokens": self._tokens(batch)}
+        for callback in self.callbacks:
+            callback(self, out)
+        return out
 
     def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
         """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
-        differentiate = differentiator(self._require("loss_fn", self.loss_fn))
+        differentiate = differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
         loss, _, grads, weight = differentiate(params, *parts[0])
         if len(parts) == 1:
             return loss, grads
@@ -179,11 +194,14 @@ class Trainer(nn.Module):
             **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
                 optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
+        The scaler goes with them, as `scaler`.
+
         Returns:
             the new checkpoint's path.
 
         Communication: see `sf.checkpoint.save`.
         """
+        others = self._with_scaler(others)
         saved = {name: Saved(other, name, self.params) for name, other in others.items()}
         path = Path(directory) / checkpoint.STEP.format(self.steps)
         state = self._state() | {OTHERS: {name: each.tensors for name, each in saved.items()}}
@@ -205,6 +223,7 @@ class Trainer(nn.Module):
             FileNotFoundError: there is none.
             ShardError: it is of another model or optimizer.
         """
+        others = self._with_scaler(others)
         path = Path(directory) if (Path(directory) / ".metadata").is_file() else checkpoint.latest(directory)
         if path is None:
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
@@ -222,6 +241,9 @@ class Trainer(nn.Module):
             buffer.copy_(state["buffers"][name])
         self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
         return path
+
+    def _with_scaler(self, others: dict[str, Any]) -> dict[str, Any]:
+        return others if self.scaler is None else {"scaler": self.scaler} | others
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -367,6 +389,31 @@ def _check_settings(model: object, accumulate: int, clip: float | None, ema: flo
         raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
     if ema is not None and not 0 <= ema < 1:
         raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
+
+
+def _scaling(loss_fn: Callable[..., Any], scaler: torch.amp.GradScaler | None) -> Callable[..., Any]:
+    """The loss function, times the scale."""
+    if scaler is None:
+        return loss_fn
+    scale = scaler.get_scale()
+
+    def scaled(params: Params, *batch: Any) -> Any:
+        loss = loss_fn(params, *batch)
+        total = loss.total if isinstance(loss, Mean) else loss
+        wide = total.to(torch.promote_types(total.dtype, torch.float32)) * scale
+        return Mean(wide, loss.count) if isinstance(loss, Mean) else wide
+
+    return scaled
+
+
+def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
+    """Whether the gradients of a step are finite on all ranks, as their global norm says; choose the next scale."""
+    finite, state = bool(norm.isfinite()), scaler.state_dict()
+    good = state["_growth_tracker"] + 1 if finite else 0
+    grows = good == state["growth_interval"]
+    factor = state["growth_factor"] if grows else 1.0 if finite else state["backoff_factor"]
+    scaler.load_state_dict(state | {"scale": state["scale"] * factor, "_growth_tracker": 0 if grows else good})
+    return finite
 
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:

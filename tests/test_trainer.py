@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
-from shardfn._torch import unwrap_locals
+from shardfn._torch import pytree, unwrap_locals
 from shardfn.core.storage import merged
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
@@ -501,3 +501,129 @@ def test_buffers_that_a_forward_replaces_are_kept(mesh: DeviceMesh) -> None:
     trainer.step(x)
     trainer.step(x)
     assert trainer.get_buffer("calls") == 3 and trainer.state_dict()["calls"] == 3
+
+
+def _squares(model: nn.Module) -> Any:
+    return lambda params, x: sf.apply(model, params, x).square().mean()
+
+
+def _scaled_trainer(mesh: DeviceMesh, scale: float | None, **given: Any) -> sf.Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    return sf.Trainer(
+        model,
+        mesh,
+        given.pop("policy", None),
+        optimizer=sf.optim.adamw(1e-2),
+        loss_fn=_squares(model),
+        scaler=scaler,
+        **given,
+    )
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_scaler_changes_no_finite_step(mesh: DeviceMesh) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(mesh.get_local_rank("fsdp")))
+    plain, scaled = _scaled_trainer(mesh, None, clip=0.5), _scaled_trainer(mesh, 1024.0, clip=0.5, accumulate=2)
+    assert "scale" not in _scaled_trainer(mesh, None).step(x)
+    scales = []
+    for _ in range(5):
+        a, b = plain.step(x), scaled.step(x)
+        torch.testing.assert_close(a["loss"], b["loss"])
+        torch.testing.assert_close(a["grad_norm"], b["grad_norm"])
+        scales.append(b["scale"])
+    assert scales == [1024, 1024, 2048, 2048, 4096]
+    torch.testing.assert_close(sf.gather(plain.params), sf.gather(scaled.params))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(mesh: DeviceMesh) -> None:
+    trainer = _scaled_trainer(mesh, 8.0, ema=0.9)
+    x = torch.ones(4, 4)
+    trainer.step(x)
+    before, average = sf.gather(trainer.params), sf.gather(trainer.ema or {})
+    moments = [leaf.clone() for leaf in pytree.tree_leaves(trainer.optimizer_state)]
+    out = trainer.step(x * float("inf") if mesh.get_local_rank("fsdp") == 1 else x)
+    assert not out["grad_norm"].isfinite() and out["scale"] == 8
+    assert all(torch.equal(before[name], value) for name, value in sf.gather(trainer.params).items())
+    assert all(torch.equal(average[name], value) for name, value in sf.gather(trainer.ema or {}).items())
+    leaves = pytree.tree_leaves(trainer.optimizer_state)
+    assert all(torch.equal(a, b) for a, b in zip(unwrap_locals(moments), unwrap_locals(leaves), strict=True))
+    assert [trainer.step(x)["scale"] for _ in range(3)] == [4, 4, 8]
+    assert trainer.steps == 5
+
+
+def test_a_scaler_keeps_small_gradients_of_float16_and_goes_into_checkpoints(tmp_path: Path) -> None:
+    mesh = sf.make_mesh("cpu", fsdp=1)
+    low = sf.Policy(compute_dtype=torch.float16, reduce_dtype=torch.float32)
+    x, norms = torch.full((4, 4), 1e-4), []
+    for scale in (None, 2.0**15):
+        trainer = _scaled_trainer(mesh, scale, policy=low)
+        trainer.loss_fn = lambda params, x, of=trainer: sf.apply(of.module, params, x).mean() * 1e-9
+        norms.append(float(trainer.step(x)["grad_norm"]))
+    assert norms[0] == 0 and 1e-10 < norms[1] < 1e-8
+    trainer.step(x)
+    trainer.save(tmp_path)
+    other = _scaled_trainer(mesh, 2.0, policy=low)
+    other.load(tmp_path)
+    assert trainer.scaler is not None and other.scaler is not None
+    assert other.scaler.state_dict() == trainer.scaler.state_dict() and other.scaler.get_scale() == 2.0**16
+    assert _scaled_trainer(mesh, 1.0, policy=low, ema=None).scaler is not None
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    assert sf.Trainer(nn.Linear(2, 2), mesh, scaler=off).scaler is None
+
+
+def test_callbacks_see_every_step() -> None:
+    seen: list[tuple[int, float]] = []
+    trainer = _scaled_trainer(
+        sf.make_mesh("cpu", fsdp=1),
+        None,
+        callbacks=[
+            lambda trainer, out: out.update(lr=0.1 * trainer.steps),
+            lambda trainer, out: seen.append((trainer.steps, out["lr"])),
+        ],
+    )
+    trainer.step(torch.ones(4, 4))
+    trainer.callbacks.append(lambda trainer, out: seen.append((-1, float(out["loss"]))))
+    out = trainer.step(torch.ones(4, 4))
+    assert seen == [(1, 0.1), (2, 0.2), (-1, float(out["loss"]))] and out["lr"] == 0.2
+
+
+@on_meshes({"fsdp": 2})
+def test_torch_scaler_beside_a_trainer(mesh: DeviceMesh) -> None:
+    """The loop of a script, with a scaler and an optimizer of torch's."""
+    model = nn.Linear(4, 2)
+    torch.manual_seed(0)
+    trainer = sf.Trainer(model, mesh, src=0)
+    optimizer, scaler = torch.optim.SGD(trainer.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = sf.gather(trainer.params)
+    for step, factor in enumerate((float("inf") if dist.get_rank() else 1.0, 1.0)):
+        scaler.scale(trainer(torch.ones(2, 4) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = not torch.equal(sf.gather(trainer.params)["bias"], before["bias"])
+        assert (changed, scaler.get_scale()) == (step == 1, 4), "neither rank steps when one overflows"
+
+
+def _pickled(folder: Path, own: bool) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1))
+    if not (folder / "0").exists():
+        torch.save(trainer.state_dict(), folder / str(dist.get_rank()))
+    dist.barrier()
+    state = torch.load(folder / (str(dist.get_rank()) if own else "0"), weights_only=False)
+    before = sf.gather(trainer.params)
+    with nullcontext() if own or not dist.get_rank() else pytest.raises(sf.ShardError, match="is the part of rank 0"):
+        trainer.load_state_dict(state)
+    assert torch.equal(sf.gather(trainer.params)["weight"], before["weight"])
+
+
+def test_a_pickled_shard_is_that_of_the_rank_which_wrote_it(tmp_path: Path) -> None:
+    run(_pickled, tmp_path, True, ranks=2)
+    run(_pickled, tmp_path, False, ranks=2)
+    with pytest.raises(sf.ShardError, match=r"of ranks \[0, 1\], and this is rank 0 of \[0\]"):
+        sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1)).load_state_dict(
+            torch.load(tmp_path / "0", weights_only=False)
+        )

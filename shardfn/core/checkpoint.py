@@ -63,7 +63,11 @@ def to_state_dict(params: Params, aliases: bool = True) -> dict[str, Tensor]:
 
 
 def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
-    """The tree with the layout of `like` from tensors under the model's names: `DTensor`s or full tensors."""
+    """The tree with the layout of `like` from tensors under the model's names: `DTensor`s or full tensors.
+
+    Raises:
+        ShardError: a `DTensor` that another rank had, or ranks that are not of this mesh, as in a pickled one.
+    """
     places = grid(like.mesh, like.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     for layout in like.plan.layouts.values():
@@ -71,9 +75,11 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             continue
         value = next(state[name] for name in (layout.name, *layout.aliases) if name in state)
         own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
-        if own is not None and isinstance(value, DTensor) and tuple(value.placements) == own.placements:
-            leaves[layout.name] = wrap_local(unwrap_local(value), own)
-            continue
+        if isinstance(value, DTensor):
+            _require_of_this_rank(layout.name, value, places)
+            if own is not None and value.device_mesh == own.mesh and tuple(value.placements) == own.placements:
+                leaves[layout.name] = wrap_local(unwrap_local(value), own)
+                continue
         full = whole(value) if isinstance(value, DTensor) else value
         for leaf, part in zip(layout.leaves, to_leaves(layout, full), strict=True):
             local = local_slice(leaf, part, places.sizes, places.coords).detach()
@@ -81,6 +87,19 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
             leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
     return like.like((name, leaves[name]) for name in like if name in leaves)
+
+
+def _require_of_this_rank(name: str, value: DTensor, places: Grid) -> None:
+    """The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file."""
+    mesh, at = value.device_mesh, value.device_mesh.get_coordinate()
+    ranks = set(mesh.mesh.flatten().tolist())
+    if at is None or int(mesh.mesh[tuple(at)]) != dist.get_rank() or not ranks <= set(places.ranks()):
+        raise ShardError(
+            f"'{name}' is the part of rank {None if at is None else int(mesh.mesh[tuple(at)])} of ranks "
+            f"{sorted(ranks)}, and this is rank {dist.get_rank()} of {sorted(places.ranks())}: torch.save of sharded "
+            "parameters writes one part a rank. Save whole checkpoints: trainer.save, sf.checkpoint.save, "
+            "torch.distributed.checkpoint, or a full state dict."
+        )
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
