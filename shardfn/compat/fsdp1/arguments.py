@@ -206,19 +206,6 @@ def check_comm_hook(module: nn.Module, hook: object) -> None:
         raise ValueError(f"The communication hook must be callable but got {hook}")
 
 
-def refuse_scalars(module: nn.Module, ignored: set[int]) -> None:
-    """torch's FSDP1 has no scalar parameters, and scripts may rely on the words.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and id(parameter) not in ignored:
-            raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
-            )
-
-
 def why_not_flat(name: str) -> str:
     """Why there is nothing that only a flat parameter has."""
     return (
