@@ -4,7 +4,7 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -717,6 +717,7 @@ def default_store() -> Any:
 # Many leaves at a time: `map` in C takes 30 ns a leaf.
 
 _local_of = attrgetter("_local_tensor")
+_dtype_of: Callable[[Any], torch.dtype] = attrgetter("_local_tensor.dtype")
 _spec_of = attrgetter("_spec")
 _shape_of = attrgetter("shape")
 _layout_of = attrgetter("mesh", "placements", "tensor_meta.shape")
@@ -733,6 +734,11 @@ def with_locals(likes: Sequence[Tensor], locals_: Sequence[Tensor]) -> list[Tens
         return list(map(with_local, likes, locals_))
     new, specs = DTensor.__new__, map(_spec_of, likes)
     return [new(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs, strict=True)]
+
+
+def dtypes_of(tensors: Collection[Tensor]) -> list[torch.dtype]:
+    """The dtype of each; twice as fast as asking when all are DTensors."""
+    return list(map(_dtype_of, tensors)) if set(map(type, tensors)) == {DTensor} else [x.dtype for x in tensors]
 
 
 def specs_of(tensors: Sequence[Any]) -> list[DTensorSpec]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardfn._torch import buffers_of, children_of, parameters_of, unwrap_local
+from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
@@ -93,7 +93,7 @@ class Held:
         return same and self._dtypes == self._dtypes_now()
 
     def _dtypes_now(self) -> list[torch.dtype]:
-        return [leaf.dtype for leaf in self.leaves().values()]
+        return dtypes_of(self.leaves().values())
 
     def _structure_now(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._children)))
