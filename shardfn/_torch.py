@@ -116,6 +116,13 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def move_to_mesh(tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Have a DTensor, the same object, say that its local part lies so on another mesh."""
+    meta = tensor._spec.tensor_meta
+    assert meta is not None
+    tensor._spec = dtensor_spec(mesh, placements, meta.shape, meta.dtype)
+
+
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """`local` with the mesh, placements and global shape of `like`; a plain `local` when `like` is plain."""
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local

@@ -243,6 +243,33 @@ def test_fsdp1_hybrid_around_a_parallelized_model() -> None:
     run(_fsdp1, "hybrid", "replicate, dp, tp", "tensor", ranks=4)
 
 
+def _by_hand() -> None:
+    """Instances inside with and without weights that are split already."""
+    model, plain = _models()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model.blocks[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.emb = FSDP(model.emb, device_mesh=mesh["dp"])
+    for i in range(2):
+        model.blocks[i] = FSDP(model.blocks[i], device_mesh=mesh["dp"])
+    early = torch.optim.AdamW(model.emb.parameters(), 0.01)
+    fsdp: Any = FSDP(model, device_mesh=mesh["dp"])
+    optimizers = early, torch.optim.AdamW([p for n, p in fsdp.named_parameters() if "emb" not in n], 0.01)
+    batches, losses = _batches(2), []
+    for ids in batches:
+        loss = fsdp(ids[mesh.get_local_rank("dp")]).square().mean()
+        loss.backward()
+        fsdp.clip_grad_norm_(0.05)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    _require_same(losses, fsdp.state_dict(), plain, batches)
+
+
+def test_instances_by_hand_of_which_some_are_parallelized() -> None:
+    run(_by_hand, ranks=4)
+
+
 def _on_meta() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):

@@ -133,6 +133,11 @@ def _with_placed(device_mesh: DeviceMesh, placed: DeviceMesh, device_type: str) 
     return made
 
 
+def ranks_of(mesh: DeviceMesh, axis: str) -> list[int] | None:
+    """The ranks along an axis from here; None when the mesh has no such axis."""
+    return dist.get_process_group_ranks(mesh.get_group(axis)) if axis in (mesh.mesh_dim_names or ()) else None
+
+
 def ranks_per_node() -> int:
     """How many ranks share a machine: torchrun says so; else as many as it has devices; else all of them."""
     world = dist.get_world_size()
