@@ -55,12 +55,12 @@ class Held:
         return found
 
     def params(
-        self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[], bool] | None = None
+        self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[str], bool] | None = None
     ) -> Params:
         """The tree, with the module's buffers.
 
-        `reduction` is what a backward does with its gradients, and `holds_back` says, when they come, whether they stay
-        unreduced.
+        `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
+        come, whether they stay unreduced.
         """
         if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
             self._find_buffers(model)

@@ -118,7 +118,7 @@ class Trainer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`apply(module, params, ...)`."""
-        params = self._held.params(self.module, holds_back=lambda: not self._syncs)
+        params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:

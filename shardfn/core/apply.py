@@ -26,7 +26,7 @@ from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.recording import recording
-from shardfn.core.shadow import submodule
+from shardfn.core.shadow import class_of, submodule
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
 from shardfn.core.tree import Params
@@ -133,7 +133,7 @@ class _Call:
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
-                _signature(type(self.model).forward).bind(self.model, *args, **kwargs)
+                _signature(class_of(self.model).forward).bind(self.model, *args, **kwargs)
             adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error

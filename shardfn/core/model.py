@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import unwrapped
+from shardfn.core.shadow import class_of, unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 PLACED = "_shardfn_placed"  # on a parameter that is a shard: how it was placed before, None for a plain tensor
@@ -141,7 +141,7 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         yield ModuleInfo(
             name,
-            tuple(class_name(cls) for cls in type(unwrapped(module)).__mro__),
+            tuple(class_name(cls) for cls in class_of(module).__mro__),
             tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own),
             kind_of(module),
             _list_of(module),
@@ -150,9 +150,8 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
 
 
 def _forward_owner(module: nn.Module) -> str:
-    module = unwrapped(module)
-    own = "forward" in vars(module)
-    return "" if own else next(class_name(cls) for cls in type(module).__mro__ if "forward" in vars(cls))
+    own = "forward" in vars(unwrapped(module))
+    return "" if own else next(class_name(cls) for cls in class_of(module).__mro__ if "forward" in vars(cls))
 
 
 def kind_of(module: nn.Module) -> str:
@@ -161,9 +160,10 @@ def kind_of(module: nn.Module) -> str:
     The forward must be torch's: a subclass that overrides it computes something else. `nn.MultiheadAttention` reads
     the weight of its output projection without calling it, so that projection does not count either.
     """
-    module = unwrapped(module)
-    forward = None if "forward" in vars(module) else type(module).forward
-    if forward is nn.Linear.forward and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    forward = None if "forward" in vars(unwrapped(module)) else class_of(module).forward
+    if forward is nn.Linear.forward and not isinstance(
+        unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear
+    ):
         return "linear"
     return "embedding" if forward is nn.Embedding.forward else "other"
 
@@ -172,7 +172,7 @@ def _list_of(module: nn.Module) -> str | None:
     """The one class of a list's members when they own parameters."""
     if not isinstance(module, LIKE_LISTS):
         return None
-    classes = {type(unwrapped(member)) for member in module}
+    classes = {class_of(member) for member in module}
     if len(classes) != 1 or not any(True for member in module for _ in member.parameters()):
         return None
     return class_name(classes.pop())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardfn._torch import children_of, set_tables
 
 WRAPPED = "_shardfn_wrapped_module"
+CLASS = "_shardfn_class"  # on a module whose class was replaced by one that shards: the class of its model
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -20,6 +21,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     the module behind.
     """
     return module.__dict__.get(WRAPPED, module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class whose forward a module computes, and which its copies are of.
+
+    The compatible classes stand before a module, or replace its class by one derived from it.
+    """
+    module = unwrapped(module)
+    return module.__dict__.get(CLASS, type(module))
 
 
 def submodule(module: nn.Module, path: str) -> Any:
@@ -34,7 +44,7 @@ def submodule(module: nn.Module, path: str) -> Any:
 def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> Any:
     """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
     module = unwrapped(module)
-    copy = object.__new__(type(module))
+    copy = object.__new__(class_of(module))
     copy.__dict__.update(module.__dict__)
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy

@@ -67,7 +67,7 @@ class Params(dict[str, Any]):
         # Where the engine puts gradients of these very leaves; set by a differentiation for its own tree only.
         self.gradients: Any = None
         self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
-        self.holds_back: Callable[[], bool] | None = None  # whether a backward leaves gradients in `.grad` unreduced
+        self.holds_back: Callable[[str], bool] | None = None  # whether a unit's gradients stay unreduced in `.grad`
 
     def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
         """Other leaves under the same plan, mesh and buffers."""

@@ -56,7 +56,7 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
     if own.training_state == TrainingState.SUMMON_FULL_PARAMS and own.whole_everywhere:
         return unwrapped(module).forward(*args, **kwargs)
-    params = held.params(module, own.comm_hook or "mean", holds_back=lambda: not own.syncs)
+    params = held.params(module, own.comm_hook or "mean", holds_back=lambda unit: not own.syncs)
     try:
         return apply(module, params, *args, method="forward", **kwargs)
     finally:

@@ -34,7 +34,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import shallow_copy, submodule, unwrapped
+from shardfn.core.shadow import class_of, shallow_copy, submodule, unwrapped
 
 Forward = Callable[..., Any]
 _FUNCTIONS = (FunctionType, MethodType)
@@ -210,7 +210,7 @@ class Bound:
         if isinstance(module, nn.RNNBase) and path not in wiring.forwards:
             function = _with_flat_weights(function)
         compiles_itself_no_more(copy)
-        if function is type(module).forward and path not in wiring.around:
+        if function is class_of(module).forward and path not in wiring.around:
             return
         forward = _method(function, weakref.ref(copy))
         if inside_graph and path in wiring.forwards:
@@ -354,7 +354,7 @@ def _own_forward(module: nn.Module) -> Forward:
         return call_wrapped
     if isinstance(patched, MethodType) and patched.__self__ is module:
         return patched.__func__
-    return type(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
+    return class_of(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
 
 
 def _with_flat_weights(function: Forward) -> Forward:

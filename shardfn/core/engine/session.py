@@ -135,7 +135,7 @@ class _Runtime:
             self._in_the_air.pop(0).finish()
 
 
-def _never() -> bool:
+def _never(unit: str) -> bool:
     return False
 
 
@@ -173,7 +173,7 @@ class Session:
         self.plan, self.leaves, self.gradients = plan, leaves, gradients
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
-        self.holds_back: Callable[[], bool] = getattr(leaves, "holds_back", None) or _never
+        self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
@@ -599,7 +599,7 @@ class _Gathered:
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         dtypes = [grad_dtype_of(leaf) for leaf in leaves]
         nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
-        if goes_into_grad(nodes) and (spot.plan.reduction is None or self.session.holds_back()):
+        if goes_into_grad(nodes) and (spot.plan.reduction is None or self.session.holds_back(self.event.unit)):
             hold_back(spot, leaves, pending)
             return [None] * len(needed)
         if goes_into_grad(nodes):
