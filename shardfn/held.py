@@ -24,7 +24,7 @@ from shardfn.core.buckets import leaf_spec
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
-from shardfn.core.model import PLACED
+from shardfn.core.model import note_shard
 from shardfn.core.plan import Plan, Reduction
 from shardfn.core.shadow import submodule, unwrapped
 from shardfn.core.tree import Params
@@ -139,9 +139,11 @@ def install(model: nn.Module, params: Params) -> Held:
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
                 made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
-                vars(made[leaf.name]).update(vars(before) | {PLACED: params.plan.layouts[name].placed})
+                vars(made[leaf.name]).update(vars(before))
             vars(before)[REPLACED] = name
-            table[attribute + leaf.name.removeprefix(name)] = made[leaf.name]
+            key = attribute + leaf.name.removeprefix(name)
+            table[key] = made[leaf.name]
+            note_shard(submodule(model, path), key, params.plan.layouts[name].placed)
     _warn_of_references(model)
     for name, buffer in params.buffers.items():
         path, _, key = name.rpartition(".")

@@ -246,3 +246,19 @@ def _writes_in_place() -> None:
 
 def test_a_parameter_written_by_a_forward_is_an_error() -> None:
     run(_writes_in_place, ranks=2)
+
+
+def _in_another_dtype() -> None:
+    fsdp, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    mine, _ = _batch()
+    fsdp(mine)
+    fsdp.float()
+    assert_close(fsdp(mine.float()), plain.float()(mine.float()))
+    fsdp.double()
+    fsdp(mine).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in fsdp.parameters())
+
+
+def test_shards_in_another_dtype_are_shards_still() -> None:
+    """`module.to()` swaps DTensors for new ones."""
+    run(_in_another_dtype, ranks=2)

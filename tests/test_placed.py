@@ -226,6 +226,7 @@ def assert_same_after_a_round(fsdp: Any, optimizer: torch.optim.Optimizer, ids: 
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(fsdp, optimizer, moments))
     assert_close(fsdp(ids), before)
     assert_close(copy.deepcopy(fsdp)(ids), before)
+    assert_close(fsdp.float()(ids), before.float())
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -5,16 +5,20 @@ A plan must be comparable, picklable and free of tensors, so the `nn.Module` its
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardfn._torch import parameters_of
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import class_of, unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
-PLACED = "_shardfn_placed"  # on a parameter that is a shard: how it was placed before, None for a plain tensor
+# On a module that holds shards: attribute -> how the parameter was placed before, None for a plain tensor. Not on the
+# parameter: `module.to()` and `.half()` swap DTensors with new ones, and their attributes go with the old ones.
+PLACED = "_shardfn_placed"
 Placed = tuple[tuple[str, int | None], ...]
 
 
@@ -80,10 +84,31 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
 
 
 def _params(model: nn.Module) -> tuple[ParamInfo, ...]:
-    return _tied(model.named_parameters(remove_duplicate=False))
+    return _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
 
 
-def _tied(items: Iterable[tuple[str, torch.Tensor]]) -> tuple[ParamInfo, ...]:
+def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
+    """(name, placement before) of every parameter that is a shard by now."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, placed in unwrapped(module).__dict__.get(PLACED, {}).items():
+            yield f"{path}.{attribute}" if path else attribute, placed
+
+
+def shards_in(model: nn.Module) -> set[int]:
+    """The ids of the parameters that are shards by now."""
+    held = ((m, attribute) for m in model.modules() for attribute in unwrapped(m).__dict__.get(PLACED, ()))
+    found = (parameters_of(module).get(attribute) for module, attribute in held)
+    return {id(parameter) for parameter in found if isinstance(parameter, DTensor)}
+
+
+def note_shard(module: nn.Module, attribute: str, placed: Placed | None) -> None:
+    """A parameter of a module is a shard from here on."""
+    unwrapped(module).__dict__.setdefault(PLACED, {})[attribute] = placed
+
+
+def _tied(
+    items: Iterable[tuple[str, torch.Tensor]], noted: Mapping[str, Placed | None] = MappingProxyType({})
+) -> tuple[ParamInfo, ...]:
     """One entry a tensor object; its later names are aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -97,20 +122,20 @@ def _tied(items: Iterable[tuple[str, torch.Tensor]]) -> tuple[ParamInfo, ...]:
             tensors[key].dtype,
             _trainable(tensors[key]),
             tuple(all_names[1:]),
-            placed_of(all_names[0], tensors[key]),
+            noted[all_names[0]] if all_names[0] in noted else _placed(all_names[0], tensors[key]),
         )
         for key, all_names in names.items()
     )
 
 
-def placed_of(name: str, tensor: torch.Tensor) -> Placed | None:
-    """How a tensor lies on a mesh before it is sharded; None for a plain one.
+def _placed(name: str, tensor: torch.Tensor) -> Placed | None:
+    """How a tensor that is no shard yet lies on a mesh; None for a plain one.
 
     Raises:
         ShardError: in a way that shards do not have, or on a mesh without names.
     """
-    if not isinstance(tensor, DTensor) or PLACED in vars(tensor):
-        return vars(tensor).get(PLACED)
+    if not isinstance(tensor, DTensor):
+        return None
     axes, placements = tensor.device_mesh.mesh_dim_names, tensor.placements
     if axes is None or any(type(p) is not Shard and not p.is_replicate() for p in placements):
         raise ShardError(

@@ -15,7 +15,7 @@ from shardfn.compat.fsdp1.meshes import ranks_of
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.core.mesh import grid
-from shardfn.core.model import PLACED
+from shardfn.core.model import shards_in
 from shardfn.core.shadow import submodule
 from shardfn.held import install
 
@@ -30,7 +30,7 @@ def shard_now(module: nn.Module) -> None:
     own = instance_of(module)
     assert own is not None
     ignored = {id(p) for p in own.ignored_params}
-    done = {id(p) for p in module.parameters() if isinstance(p, DTensor) and PLACED in vars(p)}
+    done = shards_in(module)
     _require_own_shards(module, done)
     _spread(module, own)
     _refuse_scalars(module, ignored)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardfn.compat.fsdp1.instance import HYBRID, OWN_AXES, instances
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import use_part
-from shardfn.core.model import PLACED
+from shardfn.core.model import shards_in
 
 ONE_MESH = (
     "Make one mesh, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), give parallelize_module its "
@@ -94,10 +94,11 @@ def placed_mesh(module: nn.Module, ignored: set[int], device_mesh: DeviceMesh | 
     Raises:
         ShardError: there are several, or no `device_mesh` to which it can be added.
     """
+    done = ignored | shards_in(module)
     found = {
         parameter.device_mesh: name
         for name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor) and PLACED not in vars(parameter) and id(parameter) not in ignored
+        if isinstance(parameter, DTensor) and id(parameter) not in done
     }
     for inner in (own for _, _, own in instances(module)):
         if inner.placed is not None:
