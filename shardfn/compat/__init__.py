@@ -1,6 +1,7 @@
 """The class APIs that people have scripts for, on shardfn's engine: change one import, keep the script. Layer 6.
 
 fsdp1       `torch.distributed.fsdp.FullyShardedDataParallel`, and everything else in that package and its modules
+fsdp2       `torch.distributed.fsdp.fully_shard`, and what belongs to it
 
 Nothing else in shardfn imports this package. It may use torch's private names: it stands where torch's own code stood.
 """

@@ -90,11 +90,15 @@ def shard_own(
     init: Callable[[Any], Any] | None = None,
     src: int | None = None,
     alike: bool = False,
+    later: bool = False,
 ) -> Params:
-    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`."""
+    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
+
+    With `later`, what is on the meta device stays there, as shards that are filled some other time.
+    """
     made: Plan | Exception
     try:
-        made = _checked_plan(model, mesh, policy, init, src)
+        made = _checked_plan(model, mesh, policy, init, src, later)
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
     seed = agree(mesh, made, _facts(model, init, src, alike))
@@ -103,7 +107,10 @@ def shard_own(
     locals_ = empty_shards(made, places)
     buffers: dict[str, Tensor] = {}
     for layout, full in _full_tensors(model, made, places, init, src, seed, buffers):
-        _cut(layout, full, locals_, places)
+        if full.is_meta:
+            locals_ |= {leaf.name: locals_[leaf.name].to("meta") for leaf in layout.leaves}
+        else:
+            _cut(layout, full, locals_, places)
         del full  # the next tensor is not made before this one is gone
     return _wrapped(locals_, made, places, mesh, buffers)
 
@@ -128,7 +135,12 @@ def _wrapped(
 
 
 def _checked_plan(
-    model: nn.Module | Mapping[str, Tensor], mesh: DeviceMesh, policy: Policy | Plan, init: Any, src: int | None
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    init: Any,
+    src: int | None,
+    later: bool,
 ) -> Plan:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
@@ -146,7 +158,8 @@ def _checked_plan(
     ranks = mesh.mesh.flatten().tolist()
     if src is not None and src not in ranks:
         raise ShardError(f"shard: src={src} is not a rank of the mesh, which has {ranks}")
-    _require_values(model, made, init, src)
+    if not later:
+        _require_values(model, made, init, src)
     return made
 
 
@@ -231,7 +244,7 @@ def _full_tensors(
             del value
     for name, buffer in own_buffers.items():
         own = _from_src(buffer, tuple(buffer.shape), buffer.dtype, src, places)
-        buffers[name] = torch.empty_like(own, device=places.device).copy_(own)
+        buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
 
 
 def _from_src(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, src: int | None, places: Grid) -> Tensor:

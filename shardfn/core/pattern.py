@@ -10,6 +10,16 @@ _PIECE = re.compile(r"\*\*|\*|\{[^{}]*\}|\.|[^*{}.]+|[{}]")
 _ANY = ".*"
 
 
+def exactly(name: str) -> str:
+    """The pattern of one name.
+
+    >>> from shardfn.core.pattern import exactly
+    >>> exactly("layers.0"), exactly("a*")
+    ('layers.0', 're:a\\\\*')
+    """
+    return name if re.fullmatch(r"[\w.]+", name) else "re:" + re.escape(name)
+
+
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern.

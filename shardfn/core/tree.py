@@ -68,6 +68,7 @@ class Params(dict[str, Any]):
         self.gradients: Any = None
         self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
         self.holds_back: Callable[[str], bool] | None = None  # whether a unit's gradients stay unreduced in `.grad`
+        self.scale_of_gradients: Callable[[str], float] | None = None  # by which a backward multiplies those of a unit
 
     def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
         """Other leaves under the same plan, mesh and buffers."""

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from shardfn._torch import buffers_of, move_to_mesh
+from shardfn._torch import buffers_of
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
-from shardfn.compat.fsdp1.meshes import ranks_of
+from shardfn.compat.meshes import spread
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
-from shardfn.core.mesh import grid
 from shardfn.core.model import shards_in
 from shardfn.core.shadow import submodule
 from shardfn.held import install
@@ -67,19 +66,11 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
 
 
 def _spread(module: nn.Module, own: Instance) -> None:
-    """Instances inside that know fewer axes get the mesh of this one; over the others their shards are whole."""
-    mine = own.mesh.mesh_dim_names or ()
+    """Instances inside that know fewer axes get the mesh of this one."""
     for _, inside, inner in instances(module):
-        theirs = inner.mesh.mesh_dim_names or ()
-        more = tuple(axis for axis in mine if axis not in theirs)
-        if not more or any(ranks_of(inner.mesh, axis) != ranks_of(own.mesh, axis) for axis in theirs):
-            continue
-        before, now = grid(inner.mesh, theirs).storage, grid(own.mesh, (*more, *theirs)).storage
-        for parameter in inside.parameters():
-            if isinstance(parameter, DTensor) and parameter.device_mesh == before:
-                move_to_mesh(parameter, now, [Replicate()] * len(more) + list(parameter.placements))
-        inner.mesh, inner.placed = own.mesh, own.placed
-        inner.held.clear()
+        if spread(inside, inner.mesh, own.mesh):
+            inner.mesh, inner.placed = own.mesh, own.placed
+            inner.held.clear()
 
 
 def _refuse_scalars(module: nn.Module, ignored: set[int]) -> None:

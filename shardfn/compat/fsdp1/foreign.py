@@ -7,43 +7,14 @@ begins at a multiple of 16 bytes.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from shardfn.compat.fsdp1.instance import instances
+from shardfn.compat.loading import whole_of
 from shardfn.core.errors import ShardError
 
 FLAT = "_flat_param"
 _ALIGNED = 16  # bytes
-
-
-def whole_of(value: Any) -> Any:
-    """The whole tensor in a `ShardedTensor`; other values as they are.
-
-    Communication: one all-reduce of the whole tensor over the ranks that share it.
-    """
-    if not isinstance(value, ShardedTensor):
-        return value
-    metadata, shards = value.metadata(), value.local_shards()
-    device = shards[0].tensor.device if shards else _device_of(value)
-    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
-    for shard in shards:
-        part = whole
-        for dim, (start, length) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            part = part.narrow(dim, start, length)
-        part.copy_(shard.tensor)
-    dist.all_reduce(whole, group=value._process_group)
-    return whole
-
-
-def _device_of(value: ShardedTensor) -> torch.device:
-    placement = value.metadata().shards_metadata[0].placement
-    kind = placement.device().type if placement is not None else "cpu"
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def without_flat_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What one instance of FSDP1 was asked and knows, and the policy that a tree of them means. Layer 6."""
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn.core.errors import ShardError
+from shardfn.core.pattern import exactly
 from shardfn.core.policy import Policy
 from shardfn.held import Held
 
@@ -128,12 +128,12 @@ def policy_of(module: nn.Module, *, ignore: set[int], full_precision: bool = Fal
     for name, inside, instance in instances(module):
         _require_alike(name, own, instance)
         if name:
-            units[pattern(name)] = _unit_settings(instance.settings, full_precision)
+            units[exactly(name)] = _unit_settings(instance.settings, full_precision)
         if not instance.settings.shards:
-            whole += [pattern(full) for full in _own_names(name, inside, ignore)]
+            whole += [exactly(full) for full in _own_names(name, inside, ignore)]
     settings = own.settings
     mixed = settings.mixed_precision
-    ignored = [pattern(name) for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignore]
+    ignored = [exactly(name) for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignore]
     return Policy(
         rules=dict.fromkeys(whole, "..."),
         units=units,
@@ -175,8 +175,3 @@ def _own_names(name: str, module: nn.Module, ignore: set[int]) -> Iterator[str]:
     for own, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in ignore and not any(own.startswith(path) for path in inner):
             yield prefix + own
-
-
-def pattern(name: str) -> str:
-    """A pattern that matches one name only."""
-    return name if re.fullmatch(r"[\w.]+", name) else "re:" + re.escape(name)

@@ -11,17 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor import DTensor
 
-from shardfn.compat.fsdp1.instance import HYBRID, OWN_AXES, instances
-from shardfn.core.errors import ShardError
-from shardfn.core.mesh import use_part
-from shardfn.core.model import shards_in
-
-ONE_MESH = (
-    "Make one mesh, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), give parallelize_module its "
-    "mesh['tp'], and FSDP device_mesh=mesh['dp']."
-)
+from shardfn.compat.fsdp1.instance import HYBRID, OWN_AXES
+from shardfn.compat.meshes import across
 
 
 def check_groups(
@@ -70,7 +62,7 @@ def make_mesh(
         placed: the mesh of parameters that `parallelize_module` has split already; its axes come last, by their names.
     """
     if device_mesh is not None and placed:
-        return _with_placed(device_mesh, placed, device_type)
+        return across("FullyShardedDataParallel", device_mesh, OWN_AXES[-device_mesh.ndim :], placed)
     if strategy not in HYBRID:
         if device_mesh is not None:
             group = device_mesh.get_group(0)
@@ -86,57 +78,6 @@ def make_mesh(
     _get_default_group()  # raises when there is none
     per_node = ranks_per_node()
     return init_device_mesh(device_type, (dist.get_world_size() // per_node, per_node), mesh_dim_names=OWN_AXES)
-
-
-def placed_mesh(module: nn.Module, ignored: set[int], device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of the parameters that are DTensors before they are sharded.
-
-    Raises:
-        ShardError: there are several, or no `device_mesh` to which it can be added.
-    """
-    done = ignored | shards_in(module)
-    found = {
-        parameter.device_mesh: name
-        for name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor) and id(parameter) not in done
-    }
-    for inner in (own for _, _, own in instances(module)):
-        if inner.placed is not None:
-            found.setdefault(inner.placed, "an instance inside")
-    if not found:
-        return None
-    (mesh, name), *others = found.items()
-    if others or device_mesh is None:
-        why = f"and {others[0][1]!r} on {others[0][0]}" if others else "but there is no device_mesh beside it"
-        raise ShardError(f"FullyShardedDataParallel: {name!r} is a DTensor on {mesh}, {why}. {ONE_MESH}")
-    return mesh
-
-
-def _with_placed(device_mesh: DeviceMesh, placed: DeviceMesh, device_type: str) -> DeviceMesh:
-    """The mesh over both: the axes of FSDP, then those over which parameters are split already.
-
-    Raises:
-        ShardError: they do not cross.
-    """
-    groups = [mesh.get_group(axis) for mesh in (device_mesh, placed) for axis in range(mesh.ndim)]
-    names = (*OWN_AXES[-device_mesh.ndim :], *(placed.mesh_dim_names or ()))
-    own = dist.get_rank()
-    ranks = torch.tensor(own, dtype=torch.int)
-    for group in groups:  # [..., W]: neighbours along one axis are as far apart everywhere
-        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - own
-    if len(set(names)) < len(names) or len(set(ranks.flatten().tolist())) < ranks.numel():
-        raise ShardError(
-            f"FullyShardedDataParallel: parameters are DTensors on {placed}, which device_mesh={device_mesh} does not "
-            f"cross. {ONE_MESH}"
-        )
-    made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-    use_part(made, tuple(placed.mesh_dim_names or ()), placed)
-    return made
-
-
-def ranks_of(mesh: DeviceMesh, axis: str) -> list[int] | None:
-    """The ranks along an axis from here; None when the mesh has no such axis."""
-    return dist.get_process_group_ranks(mesh.get_group(axis)) if axis in (mesh.mesh_dim_names or ()) else None
 
 
 def ranks_per_node() -> int:

@@ -17,9 +17,9 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardfn._torch import pytree
-from shardfn.compat.fsdp1.foreign import whole_of
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.state_dicts import on_host
+from shardfn.compat.loading import whole_of
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.whole import whole
 

@@ -32,14 +32,14 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local, wrap_local
 from shardfn.compat.fsdp1.buffers import as_before
-from shardfn.compat.fsdp1.foreign import FLAT, whole_of, without_flat_parameters
+from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.compat.loading import CopiesIntoShards, whole_of
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
@@ -154,7 +154,7 @@ class StateDicts:
             return plain(self, state_dict, strict=strict)
         renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
         converted = state_dict if renamed else _as_shards(self, state_dict)
-        with _alone(), _undone_on_error(self), _CopiesIntoShards():
+        with _alone(), _undone_on_error(self), CopiesIntoShards():
             return plain(self, converted, strict=strict)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -171,19 +171,6 @@ def _has_load_hooks(module: nn.Module) -> bool:
     theirs = nn.Module._load_from_state_dict
     found = (unwrapped(inside) for inside in module.modules())
     return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
-
-
-class _CopiesIntoShards(TorchFunctionMode):
-    """Within it, copying a whole tensor into a shard takes this rank's part."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
-            own: DTensor = args[0]
-            whole = whole_of(args[1]).detach().to(unwrap_local(own).device)
-            part = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
-            unwrap_local(own).copy_(unwrap_local(part))
-            return own
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

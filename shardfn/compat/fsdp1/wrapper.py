@@ -37,6 +37,7 @@ from shardfn.compat.fsdp1.running import held_now, require_root, run
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.fsdp1.wrapping import wrap_inside
+from shardfn.compat.meshes import placed_mesh
 from shardfn.core.shadow import WRAPPED, unwrapped
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
@@ -195,7 +196,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         modules, parameters = arguments.ignored_in(module, *named)
         meshes.check_groups(process_group, device_mesh, settings.sharding_strategy, policy is not None)
         device = meshes.compute_device(module, set(map(id, parameters)), device_id)
-        placed = meshes.placed_mesh(module, set(map(id, parameters)), device_mesh)
+        inside = [inner.placed for _, _, inner in instances(module)]
+        placed = placed_mesh("FullyShardedDataParallel", module, set(map(id, parameters)), device_mesh, inside)
         mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
         settings = arguments.clamped(settings, mesh)

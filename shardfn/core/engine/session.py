@@ -174,6 +174,7 @@ class Session:
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
         self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
+        self.scale_of_gradients: Callable[[str], float] | None = getattr(leaves, "scale_of_gradients", None)
         self.runtime = _runtime(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
@@ -599,6 +600,9 @@ class _Gathered:
         leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
         dtypes = [grad_dtype_of(leaf) for leaf in leaves]
         nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
+        if self.session.scale_of_gradients is not None:
+            scale = self.session.scale_of_gradients(self.event.unit)
+            pending = [None if grad is None else grad * scale for grad in pending]
         if goes_into_grad(nodes) and (spot.plan.reduction is None or self.session.holds_back(self.event.unit)):
             hold_back(spot, leaves, pending)
             return [None] * len(needed)

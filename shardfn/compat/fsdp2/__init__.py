@@ -1,0 +1,22 @@
+"""FSDP2 of `torch.distributed.fsdp`, on shardfn's engine. Layer 6.
+
+    from shardfn.compat.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+The policy classes are torch's own. docs/howto/from-fsdp2.md lists what each argument and method does.
+"""
+
+from typing import Any
+
+import torch.distributed.fsdp
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+
+from shardfn.compat.fsdp2.fully_sharded import FSDPModule as FSDPModule
+from shardfn.compat.fsdp2.fully_sharded import fully_shard as fully_shard
+from shardfn.compat.fsdp2.fully_sharded import register_fsdp_forward_method as register_fsdp_forward_method
+from shardfn.compat.fsdp2.fully_sharded import share_comm_ctx as share_comm_ctx
+
+# Newer than the oldest torch that this library runs on; None there.
+DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)

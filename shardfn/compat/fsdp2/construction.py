@@ -1,0 +1,112 @@
+"""Cutting the parameters of modules into shards, in place. Layer 6."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardfn.compat.fsdp2.group import Group, group_of, groups, policy_of
+from shardfn.compat.meshes import spread
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import shard_own
+from shardfn.core.model import shards_in
+from shardfn.held import REPLACED, install
+
+
+def check_modules(given: Any) -> tuple[nn.Module, ...]:
+    """What to shard together.
+
+    Raises:
+        ValueError, AssertionError, TypeError: it cannot be, with the words of torch where it has some.
+    """
+    modules = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not modules:
+        raise ValueError("fully_shard: an empty list of modules")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard: expected an nn.Module, or a list of them, got {type(module).__name__}")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+        if group_of(module) is not None:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
+                f"already been applied to the following module:\n{module}"
+            )
+    return _outermost(modules)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those that no other one of them holds, each once."""
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
+    return tuple({id(module): module for module in modules if id(module) not in inside}.values())
+
+
+def container(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module that holds them all."""
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+
+def dims_of(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: int, leave: set[int]) -> dict[int, int]:
+    """The dim of each parameter that `shard_placement_fn` wants split, by id.
+
+    Raises:
+        ValueError: it is no `Shard`, or splits unevenly.
+        ShardError: it asks for a mesh of a parameter's own.
+    """
+    found: dict[int, int] = {}
+    if fn is None:
+        return found
+    for name, parameter in module.named_parameters():
+        placement = fn(parameter) if id(parameter) not in leave else None
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            if hasattr(placement, "mesh_info"):
+                raise ShardError(
+                    f"fully_shard: shard_placement_fn gives {name!r} a mesh of its own; shard its module over that "
+                    "mesh, as a model of its own"
+                )
+            raise ValueError(f"fully_shard: shard_placement_fn returned {placement!r} for {name!r}, not Shard or None")
+        dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+        if not 0 <= dim < parameter.dim():
+            raise ValueError(f"fully_shard: {name!r} of shape {tuple(parameter.shape)} has no dim {placement.dim}")
+        if dim and parameter.shape[dim] % ranks:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {tuple(parameter.shape)} (world size: {ranks})"
+            )
+        found[id(parameter)] = dim
+    return found
+
+
+def shard_now(own: Group) -> None:
+    """Shard what is in the modules of a group, is not ignored, and no group in it has sharded before.
+
+    Raises:
+        ValueError: scalar parameters; parameters that are shared with modules sharded before.
+        ShardError: as `shard`.
+    """
+    module = container(own.modules)
+    ignored, done = {id(p) for p in own.ignored}, shards_in(module)
+    for name, parameter in module.named_parameters():
+        if id(parameter) in ignored | done:
+            continue
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if REPLACED in vars(parameter):
+            raise ValueError(
+                f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For shared/tied "
+                "parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP group."
+            )
+    for _, inside, inner in groups(module):
+        if spread(inside, inner.mesh, own.mesh):
+            inner.mesh, inner.placed = own.mesh, own.placed
+            inner.changed()
+    policy = policy_of(module, own, leave=done)
+    params = shard_own(module, own.mesh, policy, later=True)
+    kept = {id(buffer) for buffer in module.buffers() if buffer.device == own.device or buffer.is_meta}
+    names = {name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) in kept}
+    params.buffers = {name: new for name, new in params.buffers.items() if name not in names}
+    install(module, params)

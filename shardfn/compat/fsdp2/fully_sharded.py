@@ -1,0 +1,362 @@
+"""`fully_shard` and `FSDPModule`: FSDP2 on shardfn's engine. Layer 6.
+
+[Note: a class swapped in place]
+`fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes
+its parameters `nn.Parameter(DTensor)` shards under the same names. The class only overrides `__call__`, which runs the
+module by `apply` with the tree of all groups below; inner groups are its units. Copies that the engine makes are of the
+model's own class (`CLASS` in `core/shadow.py`).
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+
+from shardfn._torch import parameters_of
+from shardfn.compat.fsdp2.construction import check_modules, container, dims_of, shard_now
+from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups
+from shardfn.compat.fsdp2.meshes import data_mesh
+from shardfn.compat.fsdp2.running import held_now, own_of, run
+from shardfn.compat.loading import CopiesIntoShards
+from shardfn.compat.meshes import across, placed_mesh
+from shardfn.core.engine.gradients import is_held_back
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import gather
+from shardfn.core.model import shards_in
+from shardfn.core.shadow import CLASS, submodule
+from shardfn.held import STANDS_FOR, owned
+
+Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, as in torch
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Modules:
+    """Shard the parameters of a module in place, as torch's `fully_shard` does: from the inside out.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> from shardfn.compat.fsdp2 import FSDPModule, fully_shard
+        >>> mesh = sf.make_mesh("cpu", fsdp=1)  # or init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer, mesh=mesh)
+        >>> fully_shard(model, mesh=mesh) is model and isinstance(model, FSDPModule)
+        True
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model[0].weight.grad.placements
+        (Shard(dim=0),)
+
+    Args:
+        module: or a list of modules, which are sharded together.
+        mesh: 1-D shards; 2-D is `(replicate, shard)`. Default: all ranks.
+        reshard_after_forward: whether weights are freed after the forward, or over how many ranks they then stay split;
+            None: unless this is the root.
+        shard_placement_fn: parameter -> `Shard(dim)`, or None for dim 0.
+        mp_policy: dtypes.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the host.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: which axes of `mesh` are the data ranks'.
+
+    Returns:
+        the same object or objects; they are instances of `FSDPModule` now.
+
+    Raises:
+        ValueError, AssertionError: as torch's function does, with its words.
+        ShardError: what cannot be honoured, with what to do instead.
+
+    Communication: one small object exchange.
+    """
+    modules = check_modules(module)
+    data = data_mesh(mesh, dp_mesh_dims)
+    check_reshard(reshard_after_forward, data.size(data.ndim - 1))
+    ignored = list(ignored_params or ())
+    tree, leave = container(modules), {id(p) for p in ignored}
+    placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
+    names = tuple(data.mesh_dim_names or ())
+    own = Group(
+        modules,
+        data if placed is None else across("fully_shard", data, names, placed),
+        names,
+        mp_policy,
+        isinstance(offload_policy, CPUOffloadPolicy),
+        reshard_after_forward,
+        ignored,
+        dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
+        placed,
+    )
+    shard_now(own)
+    for one in modules:
+        one.__dict__[GROUP] = own
+        one.__dict__[CLASS] = type(one)
+        one.__class__ = _class_for(type(one))
+    return module
+
+
+def check_reshard(value: bool | int | None, ranks: int) -> None:
+    """Refuse what is no group size, with the words of torch.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        )
+    if value < 1 or value > ranks or ranks % value:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
+
+
+@functools.cache
+def _class_for(cls: type[nn.Module]) -> Any:
+    metaclass: Any = type(cls)
+    return metaclass(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object) -> Any:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+class FSDPModule(nn.Module):
+    """A module that `fully_shard` has sharded; its class is also that of its model."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Of the model's class: what `nn.Sequential` makes when it is sliced is not sharded by itself."""
+        model: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        made: Any = object.__new__(model)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
+        return run(self, "__call__", args, kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; whole tensors are cut into this rank's parts."""
+        if assign:
+            return super().load_state_dict(state_dict, strict=strict, assign=True)
+        with CopiesIntoShards():
+            return super().load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        return super()._apply(*args, **kwargs)
+
+    # -- whole weights ------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Put whole weights, in the dtype that computes, in the place of this module's own shards; not recursive.
+
+        Communication: one all-gather.
+        """
+        own = own_of(self)
+        if not own.unsharded:
+            held = held_now(self)
+            root = held.plan.units[0]
+            names = root.params if root.name == "" else ()
+            full = gather(held.params(self).like((n, x) for n, x in held.params(self).items() if n in names))
+            made: dict[str, nn.Parameter] = {}
+            for path, attribute, name in owned(held.plan):
+                if name in full:
+                    table = parameters_of(submodule(self, path))
+                    shard = table[attribute]
+                    value = full[name].detach().to(held.plan.compute_dtypes[name])
+                    whole = made.setdefault(name, nn.Parameter(value, held.plan.layouts[name].trainable))
+                    vars(whole)[STANDS_FOR] = shard
+                    own.unsharded.append((table, attribute, shard))
+                    table[attribute] = whole
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Put the shards back; not recursive."""
+        own = own_of(self)
+        while own.unsharded:
+            table, attribute, shard = own.unsharded.pop()
+            table[attribute] = shard
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients; without, they stay on each rank until one does."""
+        for own in _groups(self, recurse):
+            own.syncs = own.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced over the axis that replicates; else they stay on each rank until they are."""
+        for own in _groups(self, recurse):
+            own.all_reduces = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by this, instead of by the number of data ranks."""
+        own = own_of(self)
+        ranks = 1
+        for axis in own.data:
+            ranks *= own.mesh.get_group(axis).size()
+        own.scale = ranks / factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """After an exception: forget gradients that were not reduced. The engine needs no other reset.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        if own_of(self).is_root is False:
+            raise RuntimeError("reset_iter_state() should only be called on the root FSDP module")
+        self.reshard()
+        for parameter in self.parameters():
+            if is_held_back(parameter.grad):
+                parameter.grad = None
+
+    # -- when weights are freed ---------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether weights are freed after the forward.
+
+        Raises:
+            ValueError: it is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for own in _groups(self, recurse):
+            own.reshard = reshard_after_forward
+            own.changed()
+
+    # -- what has no effect: the engine decides by itself -------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """No effect: the engine fetches the next unit while the present one computes.
+
+        Raises:
+            ValueError: something else than an `FSDPModule`.
+        """
+        _require_sharded(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """No effect, as in the forward."""
+        _require_sharded(modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: every backward waits for its reductions."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """No effect: weights are freed after their backward."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: weights are gathered again when the backward asks for them, else not at all."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No effect: gathers wait for what was written before."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect: gradients are summed and then divided."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect: buffers come from the engine's pool."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """No effect: buffers come from the engine's pool."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """No effect: a unit of which no weight was used is not reduced."""
+
+    def set_reduce_scatter_max_input_buffers(self, count: int, *, recurse: bool = True) -> None:
+        """No effect: the engine bounds what is in the air."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """No effect: one process group an axis."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect."""
+
+    # -- what cannot be ------------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError("FSDPModule.set_custom_all_gather: gathers are the engine's own; use torch's fully_shard")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(
+            "FSDPModule.set_custom_reduce_scatter: reductions are the engine's own; use torch's fully_shard, or "
+            "plan.with_reduction(fn) with shardfn's functions"
+        )
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Refused.
+
+        Raises:
+            ShardError: always.
+        """
+        raise ShardError(
+            "FSDPModule.set_all_reduce_hook: reductions are the engine's own; look at gradients after the backward, or "
+            "register_post_accumulate_grad_hook on parameters"
+        )
+
+    def _get_fsdp_state(self) -> Group:
+        return own_of(self)
+
+
+def _groups(module: nn.Module, recurse: bool) -> list[Group]:
+    return [own for _, _, own in groups(module)] if recurse else [own_of(module)]
+
+
+def _require_sharded(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have another method than `forward` run with whole weights; does nothing for a module that is not sharded.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+
+    @functools.wraps(getattr(type(module), method_name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, method_name, args, kwargs)
+
+    now: Any = type(module)
+    module.__class__ = type(now)(now.__name__, (now,), {method_name: method})
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """No effect: models take turns by themselves.
+
+    Raises:
+        ValueError: something else than an `FSDPModule`.
+    """
+    for module in modules:
+        if group_of(module) is None:
+            raise ValueError(f"Expects list of FSDPModules but got {module}")

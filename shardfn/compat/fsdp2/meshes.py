@@ -1,0 +1,76 @@
+"""The meshes that `fully_shard` takes, as meshes whose axes the engine knows by name. Layer 6."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardfn.core.errors import ShardError
+from shardfn.core.mesh import roles
+
+OWN_AXES = ("replicate", "fsdp")
+
+
+def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """The mesh over the data ranks: `(fsdp,)` or `(replicate, fsdp)`, by names of its own where those say the same.
+
+    Raises:
+        ValueError, AssertionError: with the words of torch, what is no such mesh.
+        ShardError: axes that only replicate.
+    """
+    if mesh is None:
+        return _of_all_ranks()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: expected a DeviceMesh, got {type(mesh).__name__}")
+    if dims is not None:
+        mesh = _named_dims(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 2 and names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    if names is not None and roles(names, names).shardable == names[-1:]:
+        return mesh
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return DeviceMesh.from_group(
+        groups if mesh.ndim > 1 else groups[0],
+        mesh.device_type,
+        mesh=mesh.mesh if mesh.ndim > 1 else None,
+        mesh_dim_names=OWN_AXES[-mesh.ndim :],
+    )
+
+
+def _of_all_ranks() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = accelerator.type if accelerator is not None else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """The data dims of a mesh of all dims, as `DataParallelMeshDims` names them."""
+    shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
+    if not shard and not replicate:
+        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*shard, *replicate):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    if not shard:
+        raise ShardError(
+            "fully_shard: dp_mesh_dims names no dim to shard over; replicate by sf.policies.ddp(), or by DDP"
+        )
+    parts = [_one_dim(mesh, names) for names in (replicate, shard) if names]
+    if len(parts) == 1:
+        return parts[0]
+    order = [axis for axis in mesh.mesh_dim_names if axis in (*shard, *replicate)]
+    if len(replicate) == len(shard) == 1 and order == [*replicate, *shard]:
+        return mesh[(*replicate, *shard)]
+    raise ShardError(f"fully_shard: dp_mesh_dims needs one dim each, replicate before shard, got {replicate}, {shard}")
+
+
+def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))

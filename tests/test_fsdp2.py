@@ -1,0 +1,182 @@
+"""FSDP2's `fully_shard` on this engine, in models that train, against one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardfn as sf
+from shardfn.compat.fsdp2 import FSDPModule, fully_shard
+from shardfn.testing import assert_close, assert_trees_close, run
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 15)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """The data mesh, and the whole one."""
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return mesh, mesh
+    if kind == "tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return mesh["dp"], mesh
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return mesh, mesh
+
+
+def _sharded(kind: str, **given: Any) -> tuple[Any, Net, DeviceMesh]:
+    torch.manual_seed(0)
+    plain = Net().double()
+    model: Any = copy.deepcopy(plain)
+    if kind == "meta":
+        with torch.device("meta"):
+            model = Net().double()
+    data, mesh = _meshes(kind)
+    if kind == "tensor":
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for block in model.blocks:
+        fully_shard(block, mesh=data, **given)
+    assert fully_shard(model, mesh=data, **given) is model
+    if kind == "meta":
+        model.to_empty(device="cpu")
+        shards = dict(model.named_parameters())
+        full = {name: distribute_tensor(x, shards[name].device_mesh, shards[name].placements) for name, x in _of(plain)}
+        model.load_state_dict(full, assign=True)
+    return model, plain, data
+
+
+def _of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def _trained(kind: str, **given: Any) -> None:
+    model, plain, data = _sharded(kind, **given)
+    assert isinstance(model, FSDPModule) and isinstance(model, Net) and type(model).__name__ == "FSDPNet"
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain)]
+    index = sum(data.get_local_rank(i) * (2 if i == 0 and data.ndim == 2 else 1) for i in range(data.ndim))
+    batches = torch.randint(0, 16, (4, data.size(), 3, 4), generator=torch.Generator().manual_seed(1))
+    for step, ids in enumerate(batches):
+        model.set_requires_gradient_sync(step != 1)
+        for each, own in ((model, ids[index]), (plain, ids.flatten(0, 1))):
+            each(own).square().mean().backward()
+        if step == 1:
+            continue
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
+        assert_close(norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0], norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_trees_close(full, dict(_of(plain)), rtol=0, atol=1e-9)
+    _goes_round(model, optimizers[0], full, batches[0, 0])
+
+
+def _goes_round(model: Any, optimizer: torch.optim.Optimizer, full: dict[str, Any], ids: Tensor) -> None:
+    """State dicts of model and optimizer; whole weights for a while."""
+    before, moments = model(ids), get_optimizer_state_dict(model, optimizer)
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    assert not torch.equal(model(ids), before)
+    model.load_state_dict(full)
+    assert_close(model(ids), before)
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(model, optimizer, moments)
+    assert_close(model(ids), before)
+    model.unshard()
+    model.blocks[0].unshard()
+    assert not isinstance(model.head.weight, DTensor) and isinstance(model.blocks[1].up.weight, DTensor)
+    assert_close(model.blocks[0].norm.weight.detach(), full["blocks.0.norm.weight"])
+    assert_close(model(ids), before)
+    model.blocks[0].reshard()
+    model.reshard()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "tensor", "meta"])
+def test_trains_as_one_process(kind: str) -> None:
+    run(_trained, kind, ranks=4)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_trains_whatever_is_freed(reshard: bool | int) -> None:
+    run(_trained, "plain", ranks=4, reshard_after_forward=reshard)
+
+
+def _divided() -> None:
+    model, _, data = _sharded("plain")
+    ids = torch.randint(0, 16, (3, 4), generator=torch.Generator().manual_seed(data.get_local_rank()))
+    found = []
+    for factor in (None, 1.0):
+        if factor is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+        model(ids).square().mean().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        model.zero_grad()
+    assert_trees_close({name: 2 * grad for name, grad in found[0].items()}, found[1])
+
+
+def test_gradients_divided_by_a_factor() -> None:
+    run(_divided, ranks=2)
+
+
+def _refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model: Any = Net()
+    with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
+        fully_shard(model.blocks, mesh=mesh)
+    with pytest.raises(ValueError, match="it should be a factor of 2, not 3"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=3)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    fully_shard(model.head, mesh=mesh)
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(model.head, mesh=mesh)
+    tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"Parameter '1.weight' is shared with a parameter already managed"):
+        fully_shard(tied, mesh=mesh)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(model.head)
+    with pytest.raises(sf.ShardError, match="reductions are the engine's own"):
+        model.head.set_all_reduce_hook(lambda grad: None)
+
+
+def test_what_is_refused() -> None:
+    run(_refused, ranks=2)
