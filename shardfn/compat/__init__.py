@@ -2,6 +2,8 @@
 
 fsdp1       `torch.distributed.fsdp.FullyShardedDataParallel`, and everything else in that package and its modules
 fsdp2       `torch.distributed.fsdp.fully_shard`, and what belongs to it
+hfai        `hfai.distributed.fsdp` and `haiscale.fsdp`
+megatron    `megatron.core.distributed.TorchFullyShardedDataParallel`
 
 Nothing else in shardfn imports this package. It may use torch's private names: it stands where torch's own code stood.
 """

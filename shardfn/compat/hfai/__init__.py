@@ -1,0 +1,12 @@
+"""What `hfai.distributed.fsdp` and `haiscale.fsdp` have, on shardfn's engine. Layer 6.
+
+    from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
+
+docs/howto/from-hfai.md lists what each argument and method does.
+"""
+
+from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
+
+from shardfn.compat.hfai import warp as warp
+from shardfn.compat.hfai import wrap as wrap
+from shardfn.compat.hfai.wrapper import FullyShardedDataParallel as FullyShardedDataParallel

@@ -1,0 +1,185 @@
+"""hfai's `FullyShardedDataParallel`: FSDP1's with other arguments, and state dicts of this rank's parts. Layer 6."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp._common_utils import TrainingState
+
+from shardfn.compat import fsdp1
+from shardfn.compat.fsdp1.instance import OWN_AXES, instances
+from shardfn.compat.fsdp1.running import own_of
+from shardfn.core.errors import ShardError
+
+PART = "shardfn"  # in the metadata of a state dict: which part it is
+
+
+class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
+    """hfai's class, also known as `haiscale.fsdp`'s, on shardfn's engine: change the import, keep the script.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> from shardfn.compat.hfai import FullyShardedDataParallel
+        >>> mesh = sf.make_mesh("cpu", fsdp=1)  # or torch.distributed.init_process_group(...)
+        >>> model = FullyShardedDataParallel(nn.Linear(4, 2))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> with model.summon_full_params():
+        ...     model.state_dict()["weight"].shape
+        torch.Size([2, 4])
+
+    Args:
+        module: what to wrap; parameters become shards in place, and `module` itself stays `fsdp.module`.
+        process_group: all ranks that train together. Default: those of the default group.
+        auto_wrap_policy: which modules become units.
+        reshard_after_forward: whether weights are freed after the forward.
+        backward_prefetch: no effect: the engine looks one unit ahead.
+        forward_prefetch: no effect.
+        fsdp_group_size: how many ranks share a copy of the weights; groups of so many replicate it. Default: all.
+        _is_root: no effect.
+
+    Raises:
+        TypeError: an argument of another type.
+        ShardError: a group size that does not divide the ranks; what FSDP1's class refuses.
+
+    Communication: one small object exchange.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        reshard_after_forward: bool = True,
+        backward_prefetch: BackwardPrefetch | None = None,
+        forward_prefetch: bool = False,
+        fsdp_group_size: int | None = None,
+        _is_root: bool = True,
+    ) -> None:
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"FullyShardedDataParallel: reshard_after_forward={reshard_after_forward!r} is no bool")
+        groups = _groups(process_group, fsdp_group_size)
+        frees, keeps = (
+            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+            if isinstance(groups, tuple)
+            else (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+        )
+        with _quiet():
+            super().__init__(
+                module,
+                groups,
+                frees if reshard_after_forward else keeps,
+                auto_wrap_policy=auto_wrap_policy,
+                backward_prefetch=backward_prefetch,
+                forward_prefetch=forward_prefetch,
+                use_orig_params=True,
+            )
+        for _, _, own in instances(self):
+            own.state_dict_type = StateDictType.LOCAL_STATE_DICT
+            own.state_dict_config, own.optim_state_dict_config = LocalStateDictConfig(), LocalOptimStateDictConfig()
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """This rank's parts, as plain tensors under the model's names; in `summon_full_params` whole ones.
+
+        Communication: none, so that one rank may call it alone.
+        """
+        with _quiet():
+            made = super().state_dict(*args, **kwargs)
+        if own_of(self).training_state == TrainingState.IDLE and hasattr(made, "_metadata"):
+            made._metadata[PART] = _part_of(self)
+        return made
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy in what `state_dict` made: outside of `summon_full_params` by this rank, inside by the plain model.
+
+        Raises:
+            ShardError: on all ranks, when one has the file of another.
+
+        Communication: outside of `summon_full_params`, one scalar all-reduce.
+        """
+        if own_of(self).training_state == TrainingState.IDLE:
+            _require_own_part(self, getattr(state_dict, "_metadata", {}).get(PART))
+        with _quiet():
+            return super().load_state_dict(state_dict, strict, assign)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what FSDP1's class says of NO_SHARD, a name that hfai's scripts do not know."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+        warnings.filterwarnings("ignore", "When using ``NO_SHARD``")
+        yield
+
+
+def _groups(base: ProcessGroup | None, size: int | None) -> Any:
+    """The group to shard over, or a pair with that to replicate over.
+
+    Raises:
+        TypeError, ShardError: not a group, or a size that does not fit.
+    """
+    if base is not None and not isinstance(base, ProcessGroup):
+        raise TypeError(f"FullyShardedDataParallel: process_group={base!r} is no process group")
+    if size is None:
+        return base
+    ranks = dist.get_process_group_ranks(base if base is not None else dist.group.WORLD)
+    if not isinstance(size, int) or size < 1 or len(ranks) % size:
+        raise ShardError(
+            f"FullyShardedDataParallel: fsdp_group_size={size!r} must divide the number of ranks, {len(ranks)}"
+            + (f", {len(ranks)} % {size} = {len(ranks) % size}" if isinstance(size, int) and size > 0 else "")
+        )
+    if size == len(ranks):
+        return base
+    rows = torch.tensor(ranks).view(-1, size)
+    return _own_group(rows), _own_group(rows.T)
+
+
+def _own_group(rows: torch.Tensor) -> ProcessGroup:
+    """This rank's group, of those that the rows name; all ranks make all of them."""
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    assert isinstance(own, ProcessGroup)
+    return own
+
+
+def _part_of(module: nn.Module) -> dict[str, Any]:
+    mesh = own_of(module).mesh
+    return {"rank": dist.get_rank(), "of": _ranks(mesh), "shards": mesh.get_group(OWN_AXES[1]).size()}
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
+    own, mesh = _part_of(module), own_of(module).mesh
+    same = part is None or part["rank"] == own["rank"] or _alike(part, own)
+    wrong = torch.tensor([part is not None and (not same or part["shards"] != own["shards"])], dtype=torch.int32)
+    wrong = wrong.to(own_of(module).device)
+    mine = bool(wrong.item())
+    for axis in mesh.mesh_dim_names or ():
+        dist.all_reduce(wrong, group=mesh.get_group(axis))
+    if mine and part is not None:
+        raise ShardError(
+            f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in {part['shards']}, "
+            f"and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load this rank's own file; "
+            "on another number of ranks, or with another fsdp_group_size, load a full one in summon_full_params()."
+        )
+    if bool(wrong.item()):
+        raise ShardError("load_state_dict: another rank has a file that is not its own; its message says which")
+
+
+def _alike(part: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether two ranks have the same part: those that replicate each other."""
+    return part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]

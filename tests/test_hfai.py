@@ -1,0 +1,158 @@
+"""hfai's class in the three programs of its documentation, and against one process."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardfn as sf
+from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
+from shardfn.compat.hfai.warp import size_based_auto_wrap_policy
+from shardfn.testing import assert_trees_close, count_collectives, run
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def _trained(group: int | None = None, *, reshard: bool = True, steps: int = 3) -> tuple[Any, Net]:
+    """A model that has trained, and the same in one process; the arguments stand by place."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    policy = partial(size_based_auto_wrap_policy, min_num_params=40)
+    last = (BackwardPrefetch.BACKWARD_POST, False, group)
+    model = FullyShardedDataParallel(copy.deepcopy(plain), None, policy, reshard, *last)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+    for step in range(steps):
+        x = torch.randn(dist.get_world_size(), 4, 5, generator=torch.Generator().manual_seed(step)).double()
+        for each, own, optimizer in (
+            (model, x[dist.get_rank()], optimizers[0]),
+            (plain, x.flatten(0, 1), optimizers[1]),
+        ):
+            optimizer.zero_grad()
+            each(own).square().mean().backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+    return model, plain
+
+
+def _zeroed(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+
+
+def _require(model: Any, plain: nn.Module) -> None:
+    with model.summon_full_params():
+        found = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert_trees_close(found, {name: value.detach() for name, value in plain.named_parameters()}, rtol=0, atol=1e-9)
+
+
+def _trains(group: int | None, reshard: bool) -> None:
+    model, plain = _trained(group, reshard=reshard)
+    _require(model, plain)
+    meshes = {p.device_mesh.mesh_dim_names for p in model.parameters() if isinstance(p, DTensor)}
+    assert meshes == {("replicate", "fsdp") if group == 2 else ("fsdp",)}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("group", [None, 2, 4])
+def test_trains_as_one_process(group: int | None, reshard: bool) -> None:
+    run(_trains, group, reshard, ranks=4)
+
+
+def _saved_whole(folder: Path) -> None:
+    """Inside `summon_full_params` one rank alone asks for the state dict."""
+    model, plain = _trained()
+    with model.summon_full_params():
+        if dist.get_rank() == 0:
+            with count_collectives() as counted:
+                state = model.state_dict()
+                assert list(state) == list(model.module.state_dict()) == list(plain.state_dict())
+            assert counted.total == 0
+            torch.save(state, folder / "model.pt")
+    dist.barrier()
+    _zeroed(model)
+    state = torch.load(folder / "model.pt", map_location="cpu")
+    with model.summon_full_params():
+        model.load_state_dict(state)
+    _require(model, plain)
+    _zeroed(model)
+    with model.summon_full_params():
+        model.module.load_state_dict(state)
+    _require(model, plain)
+    other = Net().double()
+    other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
+        model.load_state_dict(state)
+    _require(model, plain)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_full_checkpoint(tmp_path: Path, ranks: int) -> None:
+    run(_saved_whole, tmp_path, ranks=ranks)
+
+
+def _saved_in_parts(folder: Path, group: int | None) -> None:
+    model, plain = _trained(group)
+    rank = dist.get_rank()
+    with count_collectives() as counted:
+        state = model.state_dict()
+    assert counted.total == 0 and not any(isinstance(value, DTensor) for value in state.values())
+    torch.save(state, folder / f"model{rank}.pt")
+    dist.barrier()
+    _zeroed(model)
+    model.load_state_dict(torch.load(folder / f"model{rank}.pt", map_location="cpu"))
+    _require(model, plain)
+    wrong = torch.load(folder / "model0.pt", map_location="cpu")
+    words = "this is the part of rank 0" if rank % (group or 4) else "another rank has a file that is not its own"
+    with pytest.raises(sf.ShardError, match=words):
+        model.load_state_dict(wrong)
+    _require(model, plain)
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_a_checkpoint_of_each_rank(tmp_path: Path, group: int | None) -> None:
+    run(_saved_in_parts, tmp_path, group, ranks=4)
+
+
+def _alone(folder: Path) -> None:
+    model, plain = _trained()
+    torch.save(model.state_dict(), folder / "model.pt")
+    _zeroed(model)
+    model.load_state_dict(torch.load(folder / "model.pt"))
+    _require(model, plain)
+
+
+def test_on_one_rank(tmp_path: Path) -> None:
+    run(_alone, tmp_path, ranks=1)
+
+
+def _refused() -> None:
+    with pytest.raises(sf.ShardError, match=r"fsdp_group_size=3 must divide the number of ranks, 4, 4 % 3 = 1"):
+        FullyShardedDataParallel(Net(), fsdp_group_size=3)
+    with pytest.raises(TypeError, match="reshard_after_forward=<BackwardPrefetch"):
+        wrong: Any = BackwardPrefetch.BACKWARD_PRE
+        FullyShardedDataParallel(Net(), None, None, wrong)
+    with pytest.raises(TypeError, match="is no process group"):
+        number: Any = 4
+        FullyShardedDataParallel(Net(), number)
+
+
+def test_what_is_refused() -> None:
+    run(_refused, ranks=4)

@@ -1,0 +1,125 @@
+"""Megatron-core's wrapper, driven as its `get_model` drives it, with objects of the same shape."""
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardfn as sf
+from shardfn.compat.fsdp2 import FSDPModule
+from shardfn.compat.megatron import TorchFullyShardedDataParallel
+from shardfn.testing import assert_trees_close, run
+
+CONFIG = SimpleNamespace(transformer_impl="transformer_engine", recompute_granularity=None)
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class ColumnParallelLinear(nn.Linear):
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+class Special(nn.Linear): ...
+
+
+class Model(nn.Module):
+    _fsdp_modules: ClassVar = [Special]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer() for _ in range(2))
+        self.special = Special(6, 6)
+        self.output_layer = ColumnParallelLinear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.output_layer(self.special(x))
+
+
+WRAP: set[type[nn.Module]] = {TransformerLayer, ColumnParallelLinear}
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def _trains() -> None:
+    plain, whole = _model(), _model()
+    vars(whole.special.weight)["my_attr"] = 7
+    model: Any = TorchFullyShardedDataParallel(
+        config=SimpleNamespace(transformer_impl="transformer_engine", recompute_granularity="full"),
+        ddp_config=SimpleNamespace(reshard_after_forward=True),
+        module=whole,
+        sub_modules_to_wrap=WRAP,
+        disable_bucketing=True,
+    )
+    names = {type(each).__name__ for each in model.modules() if isinstance(each, FSDPModule)}
+    assert names == {"FSDPModel", "FSDPTransformerLayer", "FSDPColumnParallelLinear", "FSDPSpecial"}
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+    for step in range(3):
+        x = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(step)).double()
+        with model.no_sync():
+            model(x[dist.get_rank()]).square().mean().backward()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model.start_grad_sync()
+        model.finish_grad_sync()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.zero_grad_buffer()
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict()) and "output_layer._extra_state" in state
+    assert next(name for name, _ in model.named_parameters()) == "module.layers.0.up.weight"
+    found = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
+    expected = {name: value.detach() for name, value in plain.named_parameters()}
+    assert_trees_close(found, expected, rtol=0, atol=1e-9)
+    assert model.load_state_dict({}) is None
+    assert vars(model.module.special.weight)["my_attr"] == 7
+    assert all(getattr(parameter, "is_torch_fsdp2_param", False) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_trains_as_one_process(ranks: int) -> None:
+    run(_trains, ranks=ranks)
+
+
+def _options() -> None:
+    local = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
+    model: Any = TorchFullyShardedDataParallel(local, SimpleNamespace(reshard_after_forward=False), _model(), WRAP)
+    assert not isinstance(model.module.output_layer, FSDPModule) and isinstance(model.module.special, FSDPModule)
+    assert (model.config, model.process_group) == (local, dist.group.WORLD) and model.device_mesh.size() == 2
+    model.scale_gradients(2.0)
+    model.broadcast_params()
+    assert list(model.state_dict_for_save_checkpoint(prefix="a.")) == list(model.state_dict(prefix="a."))
+    given: dict[str, Any] = {}
+    model.state_dict(given, "b.")
+    assert "b.special.weight" in given
+    default = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), _model())
+    assert isinstance(default.module, FSDPModule)
+    bad = _model()
+    bad.special.__dict__["_fsdp_modules"] = ["Special"]
+    with pytest.raises(sf.ShardError, match="_fsdp_modules of 'special' lists 'Special', which is no class of modules"):
+        TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), bad, WRAP)
+    assert not any(isinstance(parameter, DTensor) for parameter in bad.parameters())
+    with pytest.raises(sf.ShardError, match="is sharded already"):
+        TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), default.module, ())
+
+
+def test_options_and_what_is_refused() -> None:
+    run(_options, ranks=2)
