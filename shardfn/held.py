@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, unwrap_local
+from shardfn._torch import buffers_of, children_of, dtypes_of, move_to_mesh, parameters_of, spec_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
+from shardfn.core.checkpoint import rank_of_part
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
@@ -133,8 +134,12 @@ def install(model: nn.Module, params: Params) -> Held:
     """
     _watch_optimizers()
     made: dict[str, nn.Parameter] = {}
+    done: set[tuple[int, str]] = set()  # several objects may stand before one module, and share its tables
     for path, attribute, name in owned(params.plan):
         table = parameters_of(submodule(model, path))
+        if (id(table), attribute) in done:
+            continue
+        done.add((id(table), attribute))
         before = table.pop(attribute)
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
@@ -248,8 +253,30 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                 "Make the optimizer from the sharded model's parameters()."
             )
+        _require_own_state(name, optimizer.state.get(parameter), parameter)
         if is_held_back(parameter.grad):
             raise ShardError(
                 f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
                 "step outside of no_sync()"
             )
+
+
+def _require_own_state(name: str, state: Mapping[str, Any] | None, parameter: Tensor) -> None:
+    """A pickled state is that of the rank which pickled it, whoever loads it.
+
+    Raises:
+        ShardError: it is that of another rank.
+    """
+    if not isinstance(parameter, DTensor):
+        return
+    own = spec_of(parameter)
+    for key, value in (state or {}).items():
+        if isinstance(value, DTensor) and value.device_mesh is not own.mesh:
+            if foreign := rank_of_part(value, own.mesh.mesh.flatten().tolist()):
+                raise ShardError(
+                    f"{name}.step: '{key}' of a parameter is {foreign}. optimizer.state_dict() has this rank's parts: "
+                    "save it on every rank and load each its own, or whole by FSDP.optim_state_dict, "
+                    "get_optimizer_state_dict or trainer.save(..., optimizer=optimizer)."
+                )
+            if value.device_mesh == own.mesh:  # seen once is enough
+                move_to_mesh(value, own.mesh, value.placements)

@@ -90,16 +90,32 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
 
 
 def _require_of_this_rank(name: str, value: DTensor, places: Grid) -> None:
-    """The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file."""
-    mesh, at = value.device_mesh, value.device_mesh.get_coordinate()
-    ranks = set(mesh.mesh.flatten().tolist())
-    if at is None or int(mesh.mesh[tuple(at)]) != dist.get_rank() or not ranks <= set(places.ranks()):
+    if foreign := rank_of_part(value, places.ranks()):
         raise ShardError(
-            f"'{name}' is the part of rank {None if at is None else int(mesh.mesh[tuple(at)])} of ranks "
-            f"{sorted(ranks)}, and this is rank {dist.get_rank()} of {sorted(places.ranks())}: torch.save of sharded "
-            "parameters writes one part a rank. Save whole checkpoints: trainer.save, sf.checkpoint.save, "
-            "torch.distributed.checkpoint, or a full state dict."
+            f"'{name}' is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints: "
+            "trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict."
         )
+
+
+def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
+    """Whose part a DTensor is, in words, when it is not this rank's of a mesh over some of `ranks`.
+
+    The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file.
+    """
+    mesh = value.device_mesh
+    at, of = mesh.get_coordinate(), sorted(mesh.mesh.flatten().tolist())
+    rank = None if at is None else int(mesh.mesh[tuple(at)])
+    if rank == dist.get_rank() and set(of) <= set(ranks) and (len(of) == len(ranks) or _is_alive(mesh)):
+        return None
+    return f"the part of rank {rank} of ranks {of}, and this is rank {dist.get_rank()} of {sorted(ranks)}"
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has process groups: one that was read from a file has none."""
+    try:
+        return all(mesh.get_group(axis) is not None for axis in range(mesh.ndim))
+    except (RuntimeError, KeyError, ValueError):
+        return False
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
@@ -135,7 +151,7 @@ def save(
 
     Args:
         path: the directory to make; the same for every rank, on storage that all see. One that exists is replaced.
-        tree: `Params`, and containers of them, of tensors and of numbers.
+        tree: `Params`, and containers of them, of tensors and of numbers; of plain tensors the first rank's count.
         mesh: whose ranks save together; default: that of the first `Params` in the tree.
         notes: what JSON can hold, of the first rank; `notes(path)` reads it again.
 
@@ -154,8 +170,9 @@ def save(
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-    _barrier()
-    state_dict_saver.save(state, checkpoint_id=str(temporary))
+    _require_one_path("checkpoint.save", str(target))
+    mine = {name: value for name, value in state.items() if first or isinstance(value, DTensor)}
+    state_dict_saver.save(mine, checkpoint_id=str(temporary))
     if first:
         (temporary / _NOTES).write_text(json.dumps(dict(notes or {})), encoding="utf-8")
         _rename(temporary, target)
@@ -180,9 +197,11 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
         ShardError: naming the leaves that are missing or have another shape or dtype, before anything is read.
     """
     _is_first(like, mesh)
-    reader = FileSystemReader(str(path))
-    if not (Path(path) / ".metadata").is_file():
+    found = (Path(path) / ".metadata").is_file()
+    _require_one_path("checkpoint.load", str(path) if found else None)
+    if not found:
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
+    reader = FileSystemReader(str(path))
     state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=_is_params))
     _require_same(str(path), reader.read_metadata(), state, whole)
     state_dict_loader.load(state, storage_reader=reader)
@@ -280,6 +299,24 @@ def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
             "load together"
         )
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _require_one_path(verb: str, path: str | None) -> None:
+    """Ranks that write to, or read from, different places would wait for each other, or mix checkpoints.
+
+    Raises:
+        ShardError: on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    paths: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(paths, path)
+    if len(set(paths)) > 1:
+        other = next(rank for rank, one in enumerate(paths) if one != paths[0])
+        raise ShardError(
+            f"{verb}: rank 0 has '{paths[0]}' and rank {other} '{paths[other]}' (None: no checkpoint there); give all "
+            "ranks one directory that all see, not tempfile.mkdtemp() of each"
+        )
 
 
 def _barrier() -> None:

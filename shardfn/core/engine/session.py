@@ -89,7 +89,9 @@ class _Runtime:
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
-        self.frees = {name for name, unit in self.units.items() if name and unit.regather and not simulated()}
+        moving = {bucket.unit for bucket, spot in self.spots.items() if spot.moves}
+        regather = {name for name, unit in self.units.items() if name and unit.regather}
+        self.frees = regather & moving if not simulated() else set[str]()
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
         self.recomputable = {name for name in self.frees if self._stands_alone(name)}
         # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
@@ -170,7 +172,7 @@ class Session:
         self, plan: Plan, grid: Grid, leaves: Mapping[str, Tensor], gradients: Gradients | None, mode: Hashable
     ) -> None:
         """`mode` tells apart calls that may ask for units in different orders."""
-        self.plan, self.leaves, self.gradients = plan, leaves, gradients
+        self.plan, self.grid, self.leaves, self.gradients = plan, grid, leaves, gradients
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
         self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
@@ -190,6 +192,7 @@ class Session:
         self._depth: dict[str, int] = {}
         self._started: dict[Event, Flight] = {}
         self._by_storage: dict[int, _Gathered] = {}
+        self._uncopied: dict[int, list[_Uncopied]] = {}  # by storage
         # Weak: the graph and its packed views keep these alive, and each keeps the session.
         self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[_Gathered]] = []
@@ -290,10 +293,23 @@ class Session:
         wholes = _Gather.apply(gathered, *leaves)
         if gathered.spot.moves:
             self._versions |= zip(bucket.leaves, map(version_of, wholes), strict=True)
+        else:
+            self._note_uncopied(bucket.leaves, leaves, wholes)
         if gathered.frees and wholes[0].untyped_storage().nbytes():
             gathered.note(wholes)
             self._by_storage[storage_key(wholes[0])] = gathered
         return dict(zip(bucket.leaves, wholes, strict=True))
+
+    def _note_uncopied(self, names: Sequence[str], leaves: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+        """Weights that are the shards themselves, because nothing is split."""
+        if not torch.is_grad_enabled() or self.grid.pure:
+            return
+        for name, leaf, whole in zip(names, leaves, wholes, strict=True):
+            shard, key = unwrap_local(leaf), storage_key(whole)
+            if key == storage_key(shard):
+                begin = whole.data_ptr()
+                counters = (leaf, shard, *((self.sources[name],) if self.sources else ()))
+                self._uncopied.setdefault(key, []).append(_Uncopied(begin, begin + whole.nbytes, counters))
 
     def _leaves_of(self, bucket: Bucket) -> list[Tensor]:
         missing = [name for name in bucket.leaves if name not in self.leaves]
@@ -370,17 +386,30 @@ class Session:
     # -- between forward and backward ---------------------------------------------------------------------------------
 
     def hooks(self, traced: bool = False) -> AbstractContextManager[Any]:
-        """Within it, autograd saves views of freed weights as descriptions; `traced` when Dynamo may see the hooks."""
-        if not self.runtime.frees or not torch.is_grad_enabled() or in_transform():
+        """Within it, autograd saves views of freed weights as descriptions; `traced` when Dynamo may see the hooks.
+
+        Those of weights that are the shards themselves are saved with what counts changes: an operation on a DTensor
+        changes its local part without a trace there.
+        """
+        pure = self.grid.pure  # and what is recorded never changes
+        if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or in_transform():
             return nullcontext()
-        of_storage = self._by_storage.get
+        of_storage, uncopied = self._by_storage.get, self._uncopied
 
         def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
             if saved.layout is not torch.strided:
                 return saved
             part = saved if type(saved) is Tensor else unwrap_local(saved)
-            gathered = None if type(part) is not Tensor and wraps(part) else of_storage(storage_key(part))
-            return saved if gathered is None else gathered.pack(saved, part)
+            if type(part) is not Tensor and wraps(part):
+                return saved
+            key = storage_key(part)
+            gathered = of_storage(key)
+            if gathered is not None:
+                return gathered.pack(saved, part)
+            if pure:
+                return saved
+            counters = _counters_of(part, uncopied[key]) if key in uncopied else ()
+            return _Saved(saved, counters, [saved._version, *(x._version for x in counters)])
 
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
@@ -477,7 +506,40 @@ class _Packed(NamedTuple):
     spec: DTensorSpec | None  # of the DTensor whose local part it is
 
 
+class _Uncopied(NamedTuple):
+    """A weight that is the shard itself: where it lies, and the tensors whose versions count changes."""
+
+    begin: int
+    end: int
+    counters: tuple[Tensor, ...]
+
+
+def _counters_of(part: Tensor, weights: Sequence[_Uncopied]) -> tuple[Tensor, ...]:
+    at = part.data_ptr()
+    return next((weight.counters for weight in weights if weight.begin <= at < weight.end), ())
+
+
+class _Saved(NamedTuple):
+    """Any other saved tensor. Autograd does not look at versions where there are hooks."""
+
+    tensor: Tensor
+    counters: tuple[Tensor, ...]
+    versions: list[int]
+
+    def unchanged(self) -> Tensor:
+        """The tensor, as it was saved."""
+        if [self.tensor._version, *(x._version for x in self.counters)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{'a weight' if self.counters else 'a tensor'} of shape {list(self.tensor.shape)}. Update parameters "
+                "after the backward; in a forward, write new tensors."
+            )
+        return self.tensor
+
+
 def _unpack(packed: Any) -> Tensor:
+    if type(packed) is _Saved:
+        return packed.unchanged()
     return packed.gathered.view(packed) if type(packed) is _Packed else packed
 
 
