@@ -631,6 +631,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """`version_of` of tensors that autograd saves, none of which is of inference mode."""
+    return [x._version for x in tensors]
+
+
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
 

@@ -6,6 +6,7 @@ that functions take.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import buffers_of, children_of, dtypes_of, move_to_mesh, parameters_of, spec_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
@@ -237,6 +238,33 @@ def _note_replaced(model: nn.Module, made: dict[str, nn.Parameter], held: Held) 
 def _watch_optimizers() -> None:
     """Look at the parameters of every torch optimizer when it steps."""
     register_optimizer_step_pre_hook(_check_optimizer)
+
+
+_TRAINERS: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+_NEW: "weakref.WeakSet[Any]" = weakref.WeakSet()  # trainers that no torch optimizer has stepped yet
+
+
+def count_steps(trainer: Any) -> None:
+    """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
+    _NEW.add(trainer)
+    _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _TRAINERS or _NEW:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        driven = [trainer for trainer in _NEW if any(id(leaf) in held for leaf in trainer.params.values())]
+        _TRAINERS.setdefault(optimizer, []).extend(map(weakref.ref, driven))
+        for trainer in driven:
+            _NEW.discard(trainer)
+    for ref in _TRAINERS[optimizer]:
+        if (trainer := ref()) is not None:
+            trainer.steps += 1
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -4,14 +4,17 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.core import checkpoint, optim
@@ -19,14 +22,15 @@ from shardfn.core.apply import apply
 from shardfn.core.checkpoint import from_state_dict, to_state_dict
 from shardfn.core.collectives import pmean
 from shardfn.core.data import Mean
+from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
-from shardfn.core.plan import Plan
+from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
-from shardfn.held import install, whole
+from shardfn.held import adopt, count_steps, install, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
 
 
@@ -87,7 +91,7 @@ class Trainer(nn.Module):
         src: int | None = None,
     ) -> None:
         super().__init__()
-        _check_settings(model, accumulate, clip, ema)
+        _check_settings(model, accumulate, clip, ema, scaler)
         _check_optimizer(optimizer)
         mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
         params = shard(model, mesh, _compiling(policy, compile), init=init, src=src)
@@ -103,8 +107,23 @@ class Trainer(nn.Module):
         set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
         self.training = model.training
         self._held = install(model, params)
+        self._differentiates = self._is_whole = False
+        model.register_load_state_dict_pre_hook(_require_own_parts)
+        count_steps(self)
         self.ema: Params | None = _copied(self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Its own attributes are not the model's, whose children and buffers may have the same names."""
+        self.__dict__[name] = value
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`to()`, `half()` and the like: a plan is made for the dtypes that parameters then have."""
+        self.module._apply(*args, **kwargs)
+        if not self._held.fits:
+            self.plan = plan(self.module, self.mesh, self.plan.policy)
+            self._held = adopt(self.module, self.plan, self.mesh)
+        return self
 
     @property
     def module(self) -> nn.Module:
@@ -117,7 +136,18 @@ class Trainer(nn.Module):
         return self._held.params(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`apply(module, params, ...)`."""
+        """`apply(module, params, ...)`; in `summon_full_params` the module's own, with the whole parameters there.
+
+        Raises:
+            ShardError: in `step`, whose `loss_fn` must use the parameters that it is given.
+        """
+        if self._differentiates:
+            raise ShardError(
+                "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated: "
+                "nothing would train. Use the ones it is given: sf.apply(trainer.module, params, ...)"
+            )
+        if self._is_whole:
+            return self.module(*args, **kwargs)
         params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         try:
             return apply(self.module, params, *args, **kwargs)
@@ -136,8 +166,13 @@ class Trainer(nn.Module):
         """
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
-        with torch.no_grad():  # nobody differentiates the gradients
-            loss, grads = self._loss_and_grads(params, _microbatches(batch, self.accumulate))
+        parts = _microbatches(batch, self.accumulate)
+        self._differentiates = True
+        try:
+            with torch.no_grad():  # nobody differentiates the gradients
+                loss, grads = self._loss_and_grads(params, parts)
+        finally:
+            self._differentiates = False
         self._held.keep_buffers(self.module, params)
         out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
         if self.scaler is not None:
@@ -189,8 +224,11 @@ class Trainer(nn.Module):
     def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
 
+        Steps of a torch optimizer of these parameters count, those of the first one that steps. Buffers are those of
+        the first rank.
+
         Args:
-            directory: where the checkpoints of a run are.
+            directory: where the checkpoints of a run are; the same on all ranks.
             **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
                 optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
 
@@ -225,6 +263,7 @@ class Trainer(nn.Module):
         """
         others = self._with_scaler(others)
         path = Path(directory) if (Path(directory) / ".metadata").is_file() else checkpoint.latest(directory)
+        checkpoint.require_one_path("Trainer.load", None if path is None else str(path))
         if path is None:
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
         notes = checkpoint.notes(path)
@@ -232,6 +271,9 @@ class Trainer(nn.Module):
             raise ShardError(
                 f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes) or 'no others'}"
             )
+        if left := [name for name in notes if name not in others]:
+            asked = f"load(..., {left[0]}=...)"
+            warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=2)
         like = {name: memory_for(notes[name], name, self.params) for name in others}
         state = checkpoint.load(path, self._state() | {OTHERS: like}, self.mesh, whole=("params", "optimizer"))
         for name, other in others.items():
@@ -290,13 +332,19 @@ class Trainer(nn.Module):
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
             raise ShardError(
-                f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+                f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+                "every rank must give all of it, or pass strict=False"
             )
         for layout in held:
             value = next(state_dict[name] for name in (layout.name, *layout.aliases) if name in state_dict)
-            if tuple(value.shape) != layout.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if shape != layout.shape:
+                raise ShardError(f"Trainer.load_state_dict: '{layout.name}' is {shape}, the model has {layout.shape}")
+        for name in buffers.keys() & state_dict.keys():
+            if not isinstance(state_dict[name], Tensor) or state_dict[name].shape != buffers[name].shape:
+                shape = tuple(getattr(state_dict[name], "shape", ())) or type(state_dict[name]).__name__
                 raise ShardError(
-                    f"Trainer.load_state_dict: '{layout.name}' is {tuple(value.shape)}, the model has {layout.shape}"
+                    f"Trainer.load_state_dict: buffer '{name}' is {shape}, the model has {tuple(buffers[name].shape)}"
                 )
         names = [leaf.name for layout in held for leaf in layout.leaves]
         tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
@@ -334,17 +382,30 @@ class Trainer(nn.Module):
         """
         full = gather(self.params)
         held = self._held
-        with whole(self.module, {name: full[name].detach().clone() for name in self.plan.layouts}, held) as made:
-            yield
+        self._is_whole = True
+        try:
+            with whole(self.module, {name: full[name].detach().clone() for name in self.plan.layouts}, held) as made:
+                yield
+        finally:
+            self._is_whole = False
         if writeback:
             held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
 
+        Raises:
+            ShardError: gradients that were added up under `no_sync()` and not reduced.
+
         Communication: one scalar all-reduce.
         """
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
+        for name, grad in grads.items():
+            if is_held_back(grad):
+                raise ShardError(
+                    f"Trainer.clip_grad_norm_: the gradient of '{name}' was only added up under no_sync(), never "
+                    "reduced; run the last backward of a step outside of no_sync()"
+                )
         clipped, norm = optim.clip(grads, max_norm)
         for name, leaf in grads.items():
             unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
@@ -380,9 +441,26 @@ def _compiling(policy: Policy | Plan | None, compile: bool | Mapping[str, Any]) 
     return (policy or Policy()) | Policy(compile=compile)
 
 
-def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None) -> None:
+def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """What `trainer.module.load_state_dict` copies must be this rank's parts.
+
+    Raises:
+        ShardError: they are another rank's.
+    """
+    ranks = list(range(dist.get_world_size()))
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor) and (foreign := checkpoint.rank_of_part(value, ranks)):
+            raise ShardError(f"load_state_dict: '{name}' is {foreign}. Save whole checkpoints: trainer.save")
+
+
+def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None, scaler: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
+    for name, value in (("clip", clip), ("ema", ema)):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"Trainer({name}={value!r}): expected a number, or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"Trainer(scaler={scaler!r}): expected a torch.amp.GradScaler, or None")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"Trainer(accumulate={accumulate!r}): how many microbatches a step has, at least 1")
     if clip is not None and not clip > 0:

@@ -170,7 +170,7 @@ def save(
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-    _require_one_path("checkpoint.save", str(target))
+    require_one_path("checkpoint.save", str(target))
     mine = {name: value for name, value in state.items() if first or isinstance(value, DTensor)}
     state_dict_saver.save(mine, checkpoint_id=str(temporary))
     if first:
@@ -198,7 +198,7 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     """
     _is_first(like, mesh)
     found = (Path(path) / ".metadata").is_file()
-    _require_one_path("checkpoint.load", str(path) if found else None)
+    require_one_path("checkpoint.load", str(path) if found else None)
     if not found:
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
     reader = FileSystemReader(str(path))
@@ -301,7 +301,7 @@ def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _require_one_path(verb: str, path: str | None) -> None:
+def require_one_path(verb: str, path: str | None) -> None:
     """Ranks that write to, or read from, different places would wait for each other, or mix checkpoints.
 
     Raises:

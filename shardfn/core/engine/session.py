@@ -48,6 +48,7 @@ from shardfn._torch import (
     unwrap_local,
     unwrap_locals,
     version_of,
+    versions_of,
     wrap_local,
     wraps,
 )
@@ -409,7 +410,7 @@ class Session:
             if pure:
                 return saved
             counters = _counters_of(part, uncopied[key]) if key in uncopied else ()
-            return _Saved(saved, counters, [saved._version, *(x._version for x in counters)])
+            return _Saved(saved, counters, versions_of((saved, *counters)))
 
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
@@ -528,7 +529,7 @@ class _Saved(NamedTuple):
 
     def unchanged(self) -> Tensor:
         """The tensor, as it was saved."""
-        if [self.tensor._version, *(x._version for x in self.counters)] != self.versions:
+        if versions_of((self.tensor, *self.counters)) != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{'a weight' if self.counters else 'a tensor'} of shape {list(self.tensor.shape)}. Update parameters "
