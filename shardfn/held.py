@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardfn._torch import buffers_of, children_of, dtypes_of, move_to_mesh, parameters_of, spec_of, unwrap_local
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.checkpoint import rank_of_part
+from shardfn.core.checkpoint import from_state_dict, rank_of_part
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
@@ -70,6 +70,14 @@ class Held:
         params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
         params.holds_back = holds_back
         return params
+
+    def params_of_whole(self, model: nn.Module) -> Params:
+        """The tree of the values that whole parameters in the places of the shards have now; nobody trains them."""
+        tree = self.params(model)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        made = from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
+        made.buffers = tree.buffers
+        return made
 
     def keep_buffers(self, model: nn.Module, params: Params) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""

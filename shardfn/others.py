@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardfn._torch import pytree
 from shardfn.core.errors import ShardError
 from shardfn.core.states import joined, split, tensors_like
 from shardfn.core.tree import Params, map_local
@@ -27,11 +28,27 @@ class Saved:
         state, trees = other.state_dict(), {}
         if isinstance(other, torch.optim.Optimizer):
             state, trees = _apart(state, names_of(other, params), params)
+        _refuse_parts(other, state)
         rest: dict[str, Tensor] = {}
         skeleton = split(state, name, rest)
         self.tensors: dict[str, Any] = {"rest": rest, "trees": trees}
         dtypes = {key: str(next(iter(tree.values())).dtype).removeprefix("torch.") for key, tree in trees.items()}
         self.notes = {"state": skeleton, "trees": {key: [dtypes[key], list(tree)] for key, tree in trees.items()}}
+
+
+def _refuse_parts(other: object, state: Any) -> None:
+    """What is split as no parameter is could not be laid out again.
+
+    Raises:
+        ShardError: there is such a tensor.
+    """
+    for path, value in pytree.tree_flatten_with_path(state)[0]:
+        if isinstance(value, DTensor):
+            raise ShardError(
+                f"Trainer.save: {type(other).__name__} has a DTensor of shape {tuple(value.shape)} at "
+                f"{pytree.keystr(path)}, which is no state of a parameter of that shape. Save it by "
+                "torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
+            )
 
 
 def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]:

@@ -146,9 +146,13 @@ class Trainer(nn.Module):
                 "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated: "
                 "nothing would train. Use the ones it is given: sf.apply(trainer.module, params, ...)"
             )
-        if self._is_whole:
+        if self._is_whole and not self.plan.placed_axes:
             return self.module(*args, **kwargs)
-        params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        params = (
+            self._held.params_of_whole(self.module)
+            if self._is_whole
+            else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        )
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:

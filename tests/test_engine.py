@@ -719,3 +719,38 @@ def growth_on_a_rank() -> int:
 
 def test_the_pool_does_not_grow() -> None:
     run(growth_on_a_rank, ranks=2)
+
+
+@pytest.mark.parametrize("chosen", [sf.policies.ddp(), sf.Policy()], ids=["ddp", "fsdp"])
+@on_meshes({"fsdp": 1}, {"fsdp": 2})
+def test_weights_that_are_the_shards_themselves_count_changes(mesh: DeviceMesh, chosen: sf.Policy) -> None:
+    """An operation on a DTensor leaves no trace in its local part, and hooks of autograd none of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)])[0], nn.Tanh(), nn.Linear(4, 4))
+    trainer, x = sf.Trainer(model, mesh, chosen), torch.ones(2, 4)
+    out = trainer(x).square().mean()
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(2)
+    if mesh.size() == 1 or chosen.default == "replicate":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a weight of shape"):
+            out.backward()
+
+
+@on_meshes({"fsdp": 2})
+def test_activations_count_changes(mesh: DeviceMesh) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            y = self.layers[1](x)
+            x.mul_(2)
+            return y
+
+    torch.manual_seed(0)
+    out = sf.Trainer(Writes(), mesh)(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+        out.sum().backward()

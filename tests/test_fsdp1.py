@@ -1,8 +1,10 @@
 """FSDP1's class in models that have bitten somebody, against one process."""
 
 import copy
+import pickle
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,3 +264,70 @@ def _in_another_dtype() -> None:
 def test_shards_in_another_dtype_are_shards_still() -> None:
     """`module.to()` swaps DTensors for new ones."""
     run(_in_another_dtype, ranks=2)
+
+
+class Shared(nn.Module):
+    """One layer in three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block()] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _in_three_places() -> None:
+    fsdp, plain = _pair(Shared, ModuleWrapPolicy({Block}))
+    mine, whole = _batch()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (fsdp, plain)]
+    for each, x, optimizer in zip((fsdp, plain), (mine, whole), optimizers, strict=True):
+        each(x).square().mean().backward()
+        optimizer.step()
+    assert_close(fsdp.state_dict()["layers.0.fc.weight"], plain.layers[0].fc.weight.detach())
+
+
+def test_a_layer_in_three_places_under_a_policy() -> None:
+    run(_in_three_places, ranks=2)
+
+
+def _wrapped_wrongly() -> None:
+    tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    tied[0] = FSDP(tied[0])
+    with pytest.raises(sf.ShardError, match=r"'1\.weight' is tied to 'weight' of a module that was wrapped before"):
+        FSDP(tied)
+    fsdp = FSDP(nn.Linear(4, 4))
+    with pytest.raises(sf.ShardError, match="this module is wrapped already"):
+        FSDP(fsdp)
+    with pytest.raises(pickle.PicklingError, match="Save state_dict"):
+        pickle.dumps(fsdp)
+
+
+def test_what_cannot_be_wrapped_or_pickled() -> None:
+    run(_wrapped_wrongly, ranks=2)
+
+
+def _state_of_another_rank(folder: Path) -> None:
+    """What rank 0 alone saved, and every rank loads."""
+    torch.manual_seed(0)
+    fsdp = FSDP(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(fsdp.parameters())
+    for _ in range(2):
+        fsdp(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    torch.save(optimizer.state_dict(), folder / str(dist.get_rank()))
+    dist.barrier()
+    optimizer.load_state_dict(torch.load(folder / str(dist.get_rank()), weights_only=False))
+    optimizer.step()
+    optimizer.step()
+    optimizer.load_state_dict(torch.load(folder / "0", weights_only=False))
+    if dist.get_rank():
+        with pytest.raises(sf.ShardError, match="'exp_avg' of a parameter is the part of rank 0"):
+            optimizer.step()
+
+
+def test_the_optimizer_state_of_another_rank(tmp_path: Path) -> None:
+    run(_state_of_another_rank, tmp_path, ranks=2)

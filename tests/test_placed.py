@@ -340,3 +340,47 @@ def test_uneven_and_unnamed_dtensors_are_refused(mesh: DeviceMesh) -> None:
     model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), nameless, [Shard(0)]))
     with pytest.raises(sf.ShardError, match="on a mesh with axis names"):
         sf.shard(model, mesh, sf.Policy())
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_second_derivatives_of_a_parallelized_model(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model, x = copy.deepcopy(plain), torch.ones(3, 4, dtype=torch.float64)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    trainer = sf.Trainer(model, mesh)
+    found = []
+    for each in (trainer, plain):
+        parameters = list(each.parameters())
+        grads = torch.autograd.grad(each(x).square().mean(), parameters, create_graph=True)
+        squares = [(grad.full_tensor() if isinstance(grad, DTensor) else grad).square().sum() for grad in grads]
+        torch.stack(squares).sum().backward()
+        found.append([p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters])
+    assert_trees_close(found[0], found[1])
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_whole_parameters_of_a_parallelized_model_compute(mesh: DeviceMesh) -> None:
+    model, plain = _models()
+    parallelize_module(model, mesh["tp"], _sequence_parallel())
+    trainer, ids = sf.Trainer(model, mesh), _batches(1)[0, 0]
+    with trainer.summon_full_params():
+        assert_close(trainer(ids), plain(ids).detach())
+        trainer.module.get_parameter("head.bias").data.fill_(1.0)
+        plain.head.bias.data.fill_(1.0)
+        assert_close(trainer(ids), plain(ids).detach())
+    assert_close(trainer(ids), plain(ids))
+
+
+def test_dropout_streams_of_a_parallelized_model_are_refused() -> None:
+    run(_drops, ranks=2)
+
+
+def _drops() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    trainer = sf.Trainer(model, mesh)
+    with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="from_parallelize_plan"):
+        trainer(torch.ones(2, 4))

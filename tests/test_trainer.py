@@ -627,3 +627,127 @@ def test_a_pickled_shard_is_that_of_the_rank_which_wrote_it(tmp_path: Path) -> N
         sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1)).load_state_dict(
             torch.load(tmp_path / "0", weights_only=False)
         )
+
+
+class Averaging(nn.Module):
+    """Members with the names of a trainer's own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(4, 4)
+        self.register_buffer("ema", torch.full((4,), 2.0))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plan(x) * self.ema + self.steps
+
+
+@on_meshes({"fsdp": 2})
+def test_members_named_as_attributes_of_the_trainer(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = Averaging(), torch.ones(2, 4)
+    expected = model(x)
+    trainer = sf.Trainer(model, mesh)
+    torch.testing.assert_close(trainer(x), expected)
+    assert list(trainer.state_dict()) == ["ema", "steps", "plan.weight", "plan.bias"]
+    assert isinstance(model.plan, nn.Linear) and trainer.steps == 0 and trainer.ema is None
+
+
+@on_meshes({"fsdp": 2})
+def test_a_loss_that_calls_the_trainer_is_an_error(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.adamw(0.1))
+    trainer.loss_fn = lambda params, x: trainer(x).mean()
+    with pytest.raises(sf.ShardError, match="loss_fn called the trainer"):
+        trainer.step(torch.ones(2, 4))
+    trainer.loss_fn = lambda params, x: sf.apply(model, params, x).mean()
+    trainer.step(torch.ones(2, 4))
+    assert trainer(torch.ones(2, 4)).shape == (2, 2)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_forward_in_summon_uses_the_whole_parameters(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Linear(4, 2), mesh)
+    before = trainer(torch.ones(2, 4))
+    with trainer.summon_full_params(writeback=False):
+        trainer.module.weight.data.zero_()
+        trainer.module.bias.data.fill_(3.0)
+        assert torch.equal(trainer(torch.ones(2, 4)), torch.full((2, 2), 3.0))
+    assert torch.equal(trainer(torch.ones(2, 4)), before)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_trainer_in_another_dtype(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2))
+    trainer, x = sf.Trainer(model, mesh), torch.ones(2, 4)
+    before = trainer(x)
+    trainer.double()
+    torch.testing.assert_close(trainer(x.double()), before.double())
+    assert trainer.plan.layouts["0.weight"].dtype == torch.float64
+
+
+def _steps_of_torch(folder: Path) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1))
+    optimizers = [torch.optim.SGD(trainer.parameters(), 0.1), torch.optim.AdamW(trainer.parameters())]
+    for number in (1, 2):
+        trainer(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert trainer.save(folder, optimizer=optimizers[1]).name == f"step-0000000{number}"
+    with pytest.warns(UserWarning, match=r"also has \['optimizer'\], which nobody asked for"):
+        trainer.load(folder)
+    with pytest.raises(sf.ShardError, match="give all ranks one directory that all see"):
+        trainer.load(folder if dist.get_rank() else folder / "none")
+    with pytest.raises(sf.ShardError, match="rank 0 has .* and rank 1"):
+        trainer.save(folder / str(dist.get_rank()))
+
+
+def test_steps_of_a_torch_optimizer_count_and_all_ranks_have_one_path(tmp_path: Path) -> None:
+    run(_steps_of_torch, tmp_path, ranks=2)
+
+
+def _own_buffers(folder: Path) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.BatchNorm1d(4), sf.make_mesh("cpu", fsdp=-1))
+    for _ in range(3):
+        trainer(torch.randn(8, 4) * (1 + dist.get_rank()))
+    first = {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
+    for buffer in first.values():
+        dist.broadcast(buffer, 0)
+    trainer.save(folder)
+    trainer.load(folder)
+    assert all(torch.equal(buffer, first[name]) for name, buffer in trainer.module.named_buffers())
+
+
+def test_buffers_that_differ_are_saved_as_the_first_rank_has_them(tmp_path: Path) -> None:
+    run(_own_buffers, tmp_path, ranks=4)
+
+
+@on_meshes({"fsdp": 2})
+def test_what_does_not_fit_into_a_trainer(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh)
+    state, before = trainer.state_dict(), sf.gather(trainer.params)
+    wrong: list[tuple[str, Any, str]] = [
+        ("1.running_mean", torch.ones(1), r"buffer '1.running_mean' is \(1,\), the model has \(4,\)"),
+        ("1.running_mean", None, "buffer '1.running_mean' is NoneType"),
+        ("0.weight", None, "'0.weight' is NoneType"),
+    ]
+    for name, value, words in wrong:
+        with pytest.raises(sf.ShardError, match=words):
+            trainer.load_state_dict({**state, "0.bias": torch.ones(4), name: value})
+    assert all(torch.equal(value, before[name]) for name, value in sf.gather(trainer.params).items())
+    average = torch.optim.swa_utils.AveragedModel(trainer.module)
+    with pytest.raises(sf.ShardError, match="AveragedModel has a DTensor of shape"):
+        trainer.save("nowhere", average=average)
+    with pytest.raises(TypeError, match=r"Trainer\(clip='a'\): expected a number"):
+        text: Any = "a"
+        sf.Trainer(nn.Linear(2, 2), mesh, clip=text)
+    with trainer.no_sync():
+        trainer(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(sf.ShardError, match=r"the gradient of '0\.weight' was only added up under no_sync"):
+        trainer.clip_grad_norm_(1.0)

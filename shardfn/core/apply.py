@@ -205,6 +205,11 @@ class _Call:
         given = stream()
         if given is None or not any(module.training for module in dropout_modules(self.model).values()):
             return None
+        if self.plan.placed_axes:
+            raise ShardError(
+                "dropout_seed: modules compute with DTensors that parallelize_module made, and nobody knows which part "
+                "of an activation a rank has. Split by rules: sf.policies.from_parallelize_plan(plan)"
+            )
         data = self.plan.roles.data
         return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
 

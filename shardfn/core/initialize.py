@@ -45,7 +45,7 @@ def _filled(
     """id of a meta tensor that `module` owns -> what `init` puts in its place."""
     own = {kind: module.__dict__[kind] for kind in ("_parameters", "_buffers")}
     copy = shallow_copy(module, _blanks(own["_parameters"], device), _blanks(own["_buffers"], device))
-    _run(init, copy, seed, device)
+    _run(init, copy, path, seed, device)
     filled: dict[int, Tensor] = {}
     for attribute, meta in (*own["_parameters"].items(), *own["_buffers"].items()):
         if meta is not None and meta.is_meta:
@@ -73,11 +73,15 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
 
 
-def _run(init: Callable[[Any], Any], module: nn.Module, seed: int, device: torch.device) -> None:
+def _run(init: Callable[[Any], Any], module: nn.Module, path: str, seed: int, device: torch.device) -> None:
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
-        init(module)
+        try:
+            init(module)
+        except Exception as error:
+            error.add_note(f"in init of {path or '(the model)'!r}, a {type(module).__name__}")
+            raise
 
 
 def _module_seed(seed: int, path: str) -> int:

@@ -6,6 +6,7 @@ A checkpoint must not need pickle to be read, and its tensors are resharded when
 trees go, and the rest into a JSON file beside them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +23,15 @@ def split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         TypeError: something that is neither a tensor, a number, a string nor a container of these.
     """
     if isinstance(state, Tensor):
+        if path in tensors:
+            raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
         tensors[path] = state
         return {"tensor": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
     if isinstance(state, Mapping):
+        if odd := [key for key in state if not isinstance(key, _PLAIN)]:
+            raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")
         items = [[key, split(value, f"{path}.{key}", tensors)] for key, value in state.items()]
-        return {"dict": items}
+        return {"counter" if isinstance(state, Counter) else "dict": items}
     if isinstance(state, list | tuple):
         items = [split(value, f"{path}.{index}", tensors) for index, value in enumerate(state)]
         return {"tuple": items} if isinstance(state, tuple) else items
@@ -44,8 +49,8 @@ def tensors_like(part: Any, path: str, like: Callable[[str, Tensor], Tensor]) ->
     elif isinstance(part, dict) and "tensor" in part:
         meta = torch.empty(part["tensor"], dtype=getattr(torch, part["dtype"]), device="meta")
         return {path: like(path, meta)}
-    elif isinstance(part, dict) and "dict" in part:
-        found = [tensors_like(value, f"{path}.{key}", like) for key, value in part["dict"]]
+    elif isinstance(part, dict) and "tuple" not in part:
+        found = [tensors_like(value, f"{path}.{key}", like) for key, value in part.get("dict", ())]
     elif isinstance(part, dict):
         found = [tensors_like(value, f"{path}.{index}", like) for index, value in enumerate(part["tuple"])]
     else:
@@ -59,6 +64,8 @@ def joined(part: Any, path: str, tensors: Mapping[str, Tensor]) -> Any:
         return [joined(value, f"{path}.{index}", tensors) for index, value in enumerate(part)]
     if isinstance(part, dict) and "tensor" in part:
         return tensors[path]
+    if isinstance(part, dict) and "counter" in part:
+        return Counter(dict(part["counter"]))
     if isinstance(part, dict) and "dict" in part:
         return {key: joined(value, f"{path}.{key}", tensors) for key, value in part["dict"]}
     if isinstance(part, dict):

@@ -135,7 +135,10 @@ def _times_ranks(grads: Any) -> Any:
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
     several = isinstance(tree, Params) and any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
     if reduce is None and several:
-        raise ShardError("value_and_grad(reduce=None): pending sums cannot be differentiated again; use 'mean'")
+        raise ShardError(
+            "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
+            "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
+        )
 
 
 def _of_containers(

@@ -16,7 +16,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.core.model import shards_in
 from shardfn.core.shadow import submodule
-from shardfn.held import install
+from shardfn.held import REPLACED, install
 
 
 def shard_now(module: nn.Module) -> None:
@@ -55,7 +55,13 @@ def _set_dtypes_of_gradients(module: nn.Module) -> None:
 
 
 def _require_own_shards(module: nn.Module, done: set[int]) -> None:
-    """Parameters that are DTensors already must be those of instances inside."""
+    """Parameters that are DTensors already must be those of instances inside, and none may be tied to one of those."""
+    for name, parameter in module.named_parameters():
+        if REPLACED in vars(parameter):
+            raise ShardError(
+                f"FullyShardedDataParallel: '{name}' is tied to '{vars(parameter)[REPLACED]}' of a module that was "
+                "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
+            )
     inner = {id(p) for name, inside, _ in instances(module) if name for p in inside.parameters()}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:

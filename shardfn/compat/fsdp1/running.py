@@ -54,9 +54,12 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     cast_buffers(module, not full_precision)
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    if own.training_state == TrainingState.SUMMON_FULL_PARAMS and own.whole_everywhere:
+    summoned = own.training_state == TrainingState.SUMMON_FULL_PARAMS and own.whole_everywhere
+    if summoned and not held.plan.placed_axes:
         return unwrapped(module).forward(*args, **kwargs)
     params = held.params(module, own.comm_hook or "mean", holds_back=lambda unit: not own.syncs)
+    if summoned:  # modules want DTensors
+        params = held.params_of_whole(module)
     try:
         return apply(module, params, *args, method="forward", **kwargs)
     finally:

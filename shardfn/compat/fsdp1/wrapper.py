@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
 from shardfn.compat.fsdp1.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp1.construction import shard_now
-from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instances
+from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.running import held_now, require_root, run
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.fsdp1.wrapping import wrap_inside
 from shardfn.compat.meshes import placed_mesh
+from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
@@ -149,6 +151,10 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel: expected an nn.Module, got {type(module).__name__}")
+        if instance_of(module) is not None:
+            raise ShardError(
+                "FullyShardedDataParallel: the module is wrapped already; use what the first call returned"
+            )
         return object.__new__(_class_before(getattr(cls, "_stands_for", cls), type(unwrapped(module))))
 
     def __init__(
@@ -282,6 +288,12 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def __repr__(self) -> str:
         inside = repr(self.__dict__[WRAPPED]).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_fsdp_wrapped_module): {inside}\n)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PicklingError(
+            f"{type(self).__name__} cannot be pickled: its parameters are parts of this rank. Save state_dict(), and "
+            "wrap the model again where it is loaded."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = type(self).__new__(type(self), self.__dict__[WRAPPED])

@@ -45,4 +45,6 @@ class AsPlaced(torch.autograd.Function):
         assert isinstance(grad, DTensor)
         if grad.placements != ctx.spec.placements:
             grad = grad.redistribute(ctx.spec.mesh, ctx.spec.placements)
+        if torch.is_grad_enabled():  # somebody differentiates the gradient
+            return grad.to_local(), None
         return waited(unwrap_local(grad)), None
