@@ -148,11 +148,9 @@ class Trainer(nn.Module):
             )
         if self._is_whole and not self.plan.placed_axes:
             return self.module(*args, **kwargs)
-        params = (
-            self._held.params_of_whole(self.module)
-            if self._is_whole
-            else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
-        )
+        params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        if self._is_whole:
+            params = self._held.params_of_whole(self.module)
         try:
             return apply(self.module, params, *args, **kwargs)
         finally:

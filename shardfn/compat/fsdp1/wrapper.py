@@ -152,9 +152,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel: expected an nn.Module, got {type(module).__name__}")
         if instance_of(module) is not None:
-            raise ShardError(
-                "FullyShardedDataParallel: the module is wrapped already; use what the first call returned"
-            )
+            raise ShardError("FullyShardedDataParallel: this module is wrapped already; use it as it is")
         return object.__new__(_class_before(getattr(cls, "_stands_for", cls), type(unwrapped(module))))
 
     def __init__(
