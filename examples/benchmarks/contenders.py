@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardfn as sf
 from shardfn.compat import fsdp1 as compat
+from shardfn.compat import fsdp2 as compat2
 
 # Weights that are split on their first dim only travel without copies, so that is asked for where whole heads allow it.
 RULES = {
@@ -169,6 +170,15 @@ def shardfn(job: Job, mesh: DeviceMesh) -> Contender:
 
 def fsdp2(job: Job, mesh: DeviceMesh) -> Contender:
     """`fully_shard` on every layer and the root, over `parallelize_module` where there is a tp axis."""
+    return _fully_sharded(job, mesh, fully_shard)
+
+
+def shardfn_fsdp2(job: Job, mesh: DeviceMesh) -> Contender:
+    """This library's `fully_shard`, used as torch's."""
+    return _fully_sharded(job, mesh, compat2.fully_shard)
+
+
+def _fully_sharded(job: Job, mesh: DeviceMesh, fully_shard: Callable[..., Any]) -> Contender:
     model = make_model(job)
     if mesh["tp"].size() > 1:
         _split_over_tp(model, mesh)
@@ -223,6 +233,7 @@ def unsharded(job: Job, mesh: DeviceMesh) -> Contender:
 CONTENDERS: dict[str, Callable[[Job, DeviceMesh], Contender]] = {
     "shardfn": shardfn,
     "shardfn_fsdp1": shardfn_fsdp1,
+    "shardfn_fsdp2": shardfn_fsdp2,
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,
     "ddp": ddp,

@@ -51,6 +51,9 @@ class Case:
 CASES = [
     Case("2 ranks", 2, {"tokens": 64}, {"fsdp2": 0.57, "fsdp1": None, "ddp": None, "floor": 1.15}),
     Case("2 ranks, FSDP1's class", 2, {"tokens": 64}, {"shardfn": 1.03, "fsdp2": 0.60}, ours="shardfn_fsdp1"),
+    Case("2 ranks, FSDP2's class", 2, {"tokens": 64}, {"fsdp2": 0.60}, ours="shardfn_fsdp2"),
+    Case("2 ranks, FSDP2's class", 2, {"tokens": 512}, {"fsdp2": 0.76}, ours="shardfn_fsdp2"),
+    Case("2 x 2 (fsdp, tp), FSDP2's class", 4, {"tokens": 64, "mesh": "fsdp=2,tp=2"}, {"fsdp2": 1.0}, "shardfn_fsdp2"),
     Case("2 ranks", 2, {"tokens": 512}, {"fsdp2": 0.74, "floor": 1.15}),
     Case("4 ranks", 4, {"tokens": 64}, {"fsdp2": 0.66, "floor": 1.15}),
     Case("2 x 2 (fsdp, tp)", 4, {"tokens": 64, "mesh": "fsdp=2,tp=2"}, {"fsdp2": 0.50}),
