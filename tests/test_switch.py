@@ -1,5 +1,7 @@
 """The import switch: what it puts into torch's modules, and takes out again."""
 
+import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch.distributed.fsdp
 from torch.distributed.fsdp import fully_sharded_data_parallel, wrap
 
 from shardfn.compat import __main__ as command
-from shardfn.compat import fsdp1, switch
+from shardfn.compat import fsdp1, fsdp2, switch
 
 SCRIPT = """
 import sys
@@ -58,3 +60,63 @@ def test_three_ways_to_turn_it_on(tmp_path: Path) -> None:
 def test_a_command_that_means_nothing(argv: list[str], match: str) -> None:
     with pytest.raises(SystemExit, match=match):
         command.main(argv)
+
+
+DOORS = """
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed._composable.fsdp import fully_shard as old
+from torch.distributed.fsdp._fully_shard import fully_shard as private
+from hfai.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as ours
+from hfai.distributed.fsdp.warp import size_based_auto_wrap_policy
+from hfai.distributed.fsdp.wrap import size_based_auto_wrap_policy as same
+from haiscale.fsdp import FullyShardedDataParallel as haiscale
+from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from megatron.core.distributed import TorchFullyShardedDataParallel as other
+import hfai.distributed as dist
+import torch.distributed
+assert fully_shard is old is private and ours is haiscale and same is size_based_auto_wrap_policy
+assert TorchFullyShardedDataParallel is other and dist.get_world_size is torch.distributed.get_world_size
+print(fully_shard.__module__, ours.__module__, TorchFullyShardedDataParallel.__module__, FSDPModule.__module__)
+"""
+
+
+def test_every_door(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DOORS)
+    found = _output(tmp_path, "-m", "shardfn.compat", "script.py").split()
+    assert found == [
+        "shardfn.compat.fsdp2.fully_sharded",
+        "shardfn.compat.hfai.wrapper",
+        "shardfn.compat.megatron",
+        "shardfn.compat.fsdp2.fully_sharded",
+    ]
+
+
+def test_doors_are_closed_again() -> None:
+    theirs = torch.distributed.fsdp.fully_shard
+    switch.on()
+    try:
+        assert importlib.import_module("haiscale.fsdp").BackwardPrefetch is torch.distributed.fsdp.BackwardPrefetch
+        assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+        assert importlib.util.find_spec("megatron.core.models") is None
+    finally:
+        switch.off()
+    assert torch.distributed.fsdp.fully_shard is theirs
+    for name in ("haiscale", "haiscale.fsdp", "hfai", "megatron"):
+        assert name not in sys.modules and importlib.util.find_spec(name.split(".")[0]) is None
+
+
+def test_an_installed_package_keeps_its_other_modules(tmp_path: Path) -> None:
+    folder = tmp_path / "megatron" / "core" / "distributed"
+    folder.mkdir(parents=True)
+    for inside in (folder.parents[1], folder.parent, folder):
+        (inside / "__init__.py").write_text("")
+    (folder.parent / "other.py").write_text("VALUE = 3\n")
+    (folder / "__init__.py").write_text(
+        "from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel\n"
+    )
+    (folder / "torch_fully_sharded_data_parallel.py").write_text("raise AssertionError\n")
+    (tmp_path / "script.py").write_text(
+        "from megatron.core.distributed import TorchFullyShardedDataParallel\nfrom megatron.core.other import VALUE\n"
+        "print(TorchFullyShardedDataParallel.__module__, VALUE)\n"
+    )
+    assert _output(tmp_path, "-m", "shardfn.compat", "script.py") == "shardfn.compat.megatron 3"

@@ -1,29 +1,42 @@
-"""The import switch: `torch.distributed.fsdp` in a script that nobody changed resolves to our class. Layer 6.
+"""The import switch: in a script that nobody changed, the classes that this package has are ours. Layer 6.
 
-It puts our names into torch's own modules, so that every way to import them finds ours, also in libraries that are
-imported later. torch's parts that know FSDP1 by its class are imported before, and keep the class that they know.
+Into torch's own modules it puts our names, so that every way to import them finds ours, also in libraries that are
+imported later. torch's parts that know the classes are imported before, and keep those that they know. hfai's,
+haiscale's and Megatron's modules need not be installed: where an import asks for one of `DOORS`, it gets our names.
 """
 
 import importlib
+import sys
 import warnings
+from collections.abc import Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from shardfn.compat import fsdp1
+import torch.distributed
+
+from shardfn.compat import fsdp1, fsdp2, hfai, megatron
 from shardfn.compat.fsdp1 import _runtime_utils, sharded_grad_scaler, wrap
 
-# Modules of torch that look at the class when they are imported: to them ours is a module like any other.
-_KNOW_THE_CLASS = (
+# Modules of torch that look at the classes when they are imported: to them ours are modules like any other.
+_KNOW_THE_CLASSES = (
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp._wrap_utils",
     "torch.distributed.fsdp._optim_utils",
     "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap",
     "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed._composable.replicate",
 )
+_FSDP2 = {name: getattr(fsdp2, name) for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method")}
+_FSDP2 |= {"share_comm_ctx": fsdp2.share_comm_ctx}
 _PUT: dict[str, dict[str, Any]] = {
-    "torch.distributed.fsdp": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel},
+    "torch.distributed.fsdp": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel, **_FSDP2},
     "torch.distributed.fsdp.fully_sharded_data_parallel": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel},
+    "torch.distributed.fsdp._fully_shard": _FSDP2,
+    "torch.distributed._composable.fsdp": _FSDP2,
     "torch.distributed.fsdp.wrap": {
         "default_auto_wrap_policy": wrap.default_auto_wrap_policy,
         "ConfigAutoWrap": wrap.ConfigAutoWrap,
@@ -32,6 +45,18 @@ _PUT: dict[str, dict[str, Any]] = {
     "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
     "torch.distributed.fsdp._runtime_utils": {"_lazy_init": _runtime_utils._lazy_init},
 }
+# Modules of other packages -> ours, whose names they have, also where the packages are installed.
+DOORS: Mapping[str, ModuleType] = {
+    "hfai.distributed.fsdp": hfai,
+    "hfai.distributed.fsdp.warp": hfai.warp,
+    "hfai.distributed.fsdp.wrap": hfai.wrap,
+    "haiscale.fsdp": hfai,
+    "haiscale.fsdp.warp": hfai.warp,
+    "haiscale.fsdp.wrap": hfai.wrap,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel": megatron,
+}
+# What holds them where nothing is installed; `hfai.distributed` has the names of `torch.distributed` too.
+_AROUND = ("hfai", "hfai.distributed", "haiscale", "megatron", "megatron.core", "megatron.core.distributed")
 _before: list[tuple[ModuleType, str, Any]] = []
 _ABSENT = object()
 
@@ -42,13 +67,16 @@ def on() -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
-        for name in _KNOW_THE_CLASS:
+        for name in (*_KNOW_THE_CLASSES, *_PUT):  # before the first name changes
             importlib.import_module(name)
     for name, values in _PUT.items():
         module = importlib.import_module(name)
         for key, value in values.items():
             _before.append((module, key, getattr(module, key, _ABSENT)))
             setattr(module, key, value)
+    sys.meta_path.insert(0, _OURS)
+    sys.meta_path.append(_EMPTY)
+    _forget()
 
 
 def off() -> None:
@@ -59,3 +87,53 @@ def off() -> None:
             delattr(module, key)
         else:
             setattr(module, key, value)
+    for finder in (_OURS, _EMPTY):
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+    _forget()
+
+
+def _forget() -> None:
+    """Doors that were imported before are imported again."""
+    for name in DOORS:
+        sys.modules.pop(name, None)
+    for name in _AROUND:
+        if isinstance(getattr(sys.modules.get(name), "__loader__", None), _Around):
+            del sys.modules[name]
+
+
+class _Doors(MetaPathFinder, Loader):
+    """Finds the modules of `DOORS`, before anybody else does."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The door of this name, if there is one."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname in DOORS else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has the names of ours."""
+        ours = vars(DOORS[module.__name__])
+        vars(module).update({key: value for key, value in ours.items() if not key.startswith("__")})
+
+
+class _Around(MetaPathFinder, Loader):
+    """Finds packages around the doors, where nobody else does."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The package of this name, if doors are in it."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname in _AROUND else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has the names that scripts want of it."""
+        if module.__name__ == "hfai.distributed":
+            vars(module)["__getattr__"] = lambda name: getattr(torch.distributed, name)
+        if module.__name__ == "megatron.core.distributed":
+            vars(module)["TorchFullyShardedDataParallel"] = megatron.TorchFullyShardedDataParallel
+
+
+_OURS, _EMPTY = _Doors(), _Around()

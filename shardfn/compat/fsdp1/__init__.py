@@ -2,18 +2,15 @@
 
     from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
 
-The config classes and enums are torch's own, and so is what belongs to FSDP2. `FlatParameter` is there for
-`isinstance`, which is False of every parameter here. docs/howto/from-fsdp1.md lists what each argument and method does.
+The config classes and enums are torch's own; what belongs to FSDP2 is that of `compat.fsdp2`. `FlatParameter` is there
+for `isinstance`, which is False of every parameter here. docs/howto/from-fsdp1.md lists what each argument and method
+does.
 """
 
-from typing import Any
-
-import torch.distributed.fsdp
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload as CPUOffload
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import FlatParameter as FlatParameter
-from torch.distributed.fsdp import FSDPModule as FSDPModule
 from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
 from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
 from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
@@ -30,15 +27,14 @@ from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-from torch.distributed.fsdp import fully_shard as fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
 
 from shardfn.compat.fsdp1 import api as api
 from shardfn.compat.fsdp1 import fully_sharded_data_parallel as fully_sharded_data_parallel
 from shardfn.compat.fsdp1 import sharded_grad_scaler as sharded_grad_scaler
 from shardfn.compat.fsdp1 import wrap as wrap
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
-
-# Newer than the oldest torch that this library runs on; None there.
-DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
-share_comm_ctx: Any = getattr(torch.distributed.fsdp, "share_comm_ctx", None)
+from shardfn.compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
+from shardfn.compat.fsdp2 import FSDPModule as FSDPModule
+from shardfn.compat.fsdp2 import fully_shard as fully_shard
+from shardfn.compat.fsdp2 import register_fsdp_forward_method as register_fsdp_forward_method
+from shardfn.compat.fsdp2 import share_comm_ctx as share_comm_ctx
