@@ -754,3 +754,17 @@ def test_activations_count_changes(mesh: DeviceMesh) -> None:
     out = sf.Trainer(Writes(), mesh)(torch.ones(2, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("chosen", [sf.policies.ddp(), sf.Policy()], ids=["ddp", "fsdp"])
+@on_meshes({"fsdp": 2})
+def test_a_forward_without_a_backward_leaves_nothing(mesh: DeviceMesh, chosen: sf.Policy) -> None:
+    def forward() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Sigmoid())
+        sf.Trainer(model, mesh, chosen)(torch.ones(19, 5)).exp().sum()
+
+    forward()
+    gc.collect()
+    shapes = [tuple(x.shape) for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    assert not [shape for shape in shapes if shape in ((19, 5), (5, 5))]

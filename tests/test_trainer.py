@@ -610,7 +610,7 @@ def test_torch_scaler_beside_a_trainer(mesh: DeviceMesh) -> None:
 def _pickled(folder: Path, own: bool) -> None:
     torch.manual_seed(0)
     trainer = sf.Trainer(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=-1))
-    if not (folder / "0").exists():
+    if not (folder / str(dist.get_rank())).exists():
         torch.save(trainer.state_dict(), folder / str(dist.get_rank()))
     dist.barrier()
     state = torch.load(folder / (str(dist.get_rank()) if own else "0"), weights_only=False)

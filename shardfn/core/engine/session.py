@@ -49,6 +49,7 @@ from shardfn._torch import (
     unwrap_locals,
     version_of,
     versions_of,
+    with_local,
     wrap_local,
     wraps,
 )
@@ -402,7 +403,7 @@ class Session:
                 return saved
             part = saved if type(saved) is Tensor else unwrap_local(saved)
             if type(part) is not Tensor and wraps(part):
-                return saved
+                return with_local(saved, part)  # a new DTensor; see `_Saved`
             key = storage_key(part)
             gathered = of_storage(key)
             if gathered is not None:
@@ -410,7 +411,7 @@ class Session:
             if pure:
                 return saved
             counters = _counters_of(part, uncopied[key]) if key in uncopied else ()
-            return _Saved(saved, counters, versions_of((saved, *counters)))
+            return _Saved(saved.detach(), counters, versions_of((saved, *counters)))
 
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
@@ -521,7 +522,10 @@ def _counters_of(part: Tensor, weights: Sequence[_Uncopied]) -> tuple[Tensor, ..
 
 
 class _Saved(NamedTuple):
-    """Any other saved tensor. Autograd does not look at versions where there are hooks."""
+    """Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever.
+
+    Autograd does not look at versions where there are hooks.
+    """
 
     tensor: Tensor
     counters: tuple[Tensor, ...]
