@@ -161,6 +161,8 @@ class FSDPModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Put whole weights, in the dtype that computes, in the place of this module's own shards; not recursive.
 
+        They stay there until `reshard()` or the next forward, which gathers for itself.
+
         Communication: one all-gather.
         """
         own = own_of(self)
@@ -183,10 +185,7 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Put the shards back; not recursive."""
-        own = own_of(self)
-        while own.unsharded:
-            table, attribute, shard = own.unsharded.pop()
-            table[attribute] = shard
+        own_of(self).put_back()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,12 @@ class Group:
         """Whether gradients stay on each rank, to be reduced with those of a later backward."""
         return not self.syncs or (not self.all_reduces and len(self.data) > 1)
 
+    def put_back(self) -> None:
+        """Have the shards in their places that whole weights took."""
+        while self.unsharded:
+            table, key, shard = self.unsharded.pop()
+            table[key] = shard
+
     def changed(self) -> None:
         """Plans that were made with it are no good any more."""
         self.version += 1

@@ -60,10 +60,12 @@ def begin(module: nn.Module) -> None:
 def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     """Call a method of a module that no other sharded one runs around."""
     begin(module)
+    by_unit = {name: group for name, _, group in groups(module)}
+    for group in by_unit.values():
+        group.put_back()
     own, held = own_of(module), held_now(module)
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    by_unit = {name: group for name, _, group in groups(module)}
     params = held.params(module, holds_back=lambda unit: by_unit[unit].holds_back)
     if any(group.scale != 1 for group in by_unit.values()):
         params.scale_of_gradients = lambda unit: by_unit[unit].scale

@@ -1,7 +1,7 @@
-"""Scripts in the style of torch 1.11 to 2.13 train on FSDP1's stand-in as one process trains without it.
+"""Scripts in the style of torch 1.11 to 2.13, and of hfai, train on our classes as one process trains without them.
 
-Each script in tests/scripts imports FSDP from torch and has two ways to reach ours: its import lines are changed, or
-the import switch runs it unchanged.
+Each script in tests/scripts imports a class from torch or haiscale and has two ways to reach ours: its import lines are
+changed, or the import switch runs it unchanged.
 """
 
 import os
@@ -25,17 +25,22 @@ TOLERANCES = {
     "fsdp_torch_2_0": 1e-4,
     "fsdp_torch_2_13": 1e-4,
     "fsdp_torch_2_13_fully_shard": 1e-4,
+    "fsdp2_prefetching": 1e-4,
+    "ray_fsdp2": 1e-4,
+    "haiscale_gpt": 1e-4,
 }
+DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
 TIMEOUT = 120
 
 
 def _with_our_imports(source: str) -> str:
     """The script with its import lines changed, and nothing else."""
-    begins = ("from torch.distributed.fsdp", "import torch.distributed.fsdp")
-    return "".join(
-        line.replace("torch.distributed.fsdp", "shardfn.compat.fsdp1", 1) if line.startswith(begins) else line
-        for line in source.splitlines(keepends=True)
-    )
+    return "".join(map(_changed_line, source.splitlines(keepends=True)))
+
+
+def _changed_line(line: str) -> str:
+    door = next((door for door in DOORS if line.startswith((f"from {door}", f"import {door}"))), None)
+    return line if door is None else line.replace(door, DOORS[door], 1)
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -107,5 +112,4 @@ def test_only_import_lines_change() -> None:
         changed = _with_our_imports("\n".join(source)).splitlines()
         lines = [(old, new) for old, new in zip(source, changed, strict=True) if old != new]
         assert lines
-        assert all(new == old.replace("torch.distributed.fsdp", "shardfn.compat.fsdp1", 1) for old, new in lines)
-        assert all(old.startswith(("from ", "import ")) for old, _ in lines)
+        assert all(new == _changed_line(old) and old.startswith(("from ", "import ")) for old, new in lines)
