@@ -31,6 +31,8 @@ TOLERANCES = {
 }
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
 TIMEOUT = 120
+# How processes of torch 2.13 may end on gloo after everything: FSDP2 scripts of torch alone in 5 of 27 runs on a busy machine.
+ENDS_BADLY = "terminate called without an active exception"
 
 
 def _with_our_imports(source: str) -> str:
@@ -44,11 +46,13 @@ def _changed_line(line: str) -> str:
 
 
 def _run(command: list[str], folder: Path) -> None:
+    """Run a script whose last argument is the file that it writes at its end."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
     )
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+    wrote = ENDS_BADLY in done.stderr and Path(command[-1]).exists()
+    assert done.returncode == 0 or wrote, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
 
 
 def _changed(name: str, folder: Path) -> Path:
