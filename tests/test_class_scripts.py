@@ -31,7 +31,7 @@ TOLERANCES = {
 }
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
 TIMEOUT = 120
-# How processes of torch 2.13 may end on gloo after everything: FSDP2 scripts of torch alone in 5 of 27 runs on a busy machine.
+# How processes of torch 2.13 may end on gloo, after everything: scripts of torch alone did in 5 of 27 runs here.
 ENDS_BADLY = "terminate called without an active exception"
 
 

@@ -108,7 +108,7 @@ def _options() -> None:
     model.broadcast_params()
     assert list(model.state_dict_for_save_checkpoint(prefix="a.")) == list(model.state_dict(prefix="a."))
     given: dict[str, Any] = {}
-    model.state_dict(given, "b.")
+    model.state_dict("b.", False, given)
     assert "b.special.weight" in given
     default = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), _model())
     assert isinstance(default.module, FSDPModule)

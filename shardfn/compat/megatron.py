@@ -97,16 +97,9 @@ class TorchFullyShardedDataParallel(nn.Module):
         """The model's."""
         return self.module(*inputs, **kwargs)
 
-    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
-        """The model's, under its own names: `DTensor`s.
-
-        Args:
-            args: destination, prefix and keep_vars by place, as `nn.Module.state_dict` takes them.
-            prefix, keep_vars, destination: as of `nn.Module.state_dict`.
-        """
-        given = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        given |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        return self.module.state_dict(**given)
+    def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:  # pyright: ignore
+        """The model's, under its own names: `DTensor`s; the arguments are in Megatron's order."""
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """What the model saves: its own method of this name, or its state dict."""

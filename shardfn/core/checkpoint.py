@@ -105,7 +105,10 @@ def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
     mesh = value.device_mesh
     at, of = mesh.get_coordinate(), sorted(mesh.mesh.flatten().tolist())
     rank = None if at is None else int(mesh.mesh[tuple(at)])
-    if rank == dist.get_rank() and set(of) <= set(ranks) and (len(of) == len(ranks) or _is_alive(mesh)):
+    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    split = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
+    same = at is not None and bool(here) and all(at[axis] == here[0][axis] for axis in split)
+    if same and set(of) <= set(ranks) and (len(of) == len(ranks) or _is_alive(mesh)):
         return None
     return f"the part of rank {rank} of ranks {of}, and this is rank {dist.get_rank()} of {sorted(ranks)}"
 

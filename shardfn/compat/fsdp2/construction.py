@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from shardfn._torch import move_to_mesh
 from shardfn.compat.fsdp2.group import Group, group_of, groups, policy_of
 from shardfn.compat.meshes import spread
 from shardfn.core.errors import ShardError
@@ -104,9 +105,20 @@ def shard_now(own: Group) -> None:
         if spread(inside, inner.mesh, own.mesh):
             inner.mesh, inner.placed = own.mesh, own.placed
             inner.changed()
+        elif inner.mesh != own.mesh and inner.placed is None and inner.mesh.mesh.equal(own.mesh.mesh):
+            _by_the_names_of(inside, inner, own)
     policy = policy_of(module, own, leave=done)
     params = shard_own(module, own.mesh, policy, later=True)
     kept = {id(buffer) for buffer in module.buffers() if buffer.device == own.device or buffer.is_meta}
     names = {name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) in kept}
     params.buffers = {name: new for name, new in params.buffers.items() if name not in names}
     install(module, params)
+
+
+def _by_the_names_of(module: nn.Module, inner: Group, own: Group) -> None:
+    """Give a group inside, on the same ranks by other axis names, the mesh of this one."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh == inner.mesh:
+            move_to_mesh(parameter, own.mesh, parameter.placements)
+    inner.mesh, inner.data = own.mesh, own.data
+    inner.changed()

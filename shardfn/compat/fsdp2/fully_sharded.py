@@ -218,7 +218,7 @@ class FSDPModule(nn.Module):
             RuntimeError: this is not the root.
         """
         if own_of(self).is_root is False:
-            raise RuntimeError("reset_iter_state() should only be called on the root FSDP module")
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.reshard()
         for parameter in self.parameters():
             if is_held_back(parameter.grad):
@@ -273,11 +273,19 @@ class FSDPModule(nn.Module):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """No effect: buffers come from the engine's pool."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """No effect: a unit of which no weight was used is not reduced."""
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """No effect: weights that a used unit leaves out get zeros. All ranks call the same units."""
 
-    def set_reduce_scatter_max_input_buffers(self, count: int, *, recurse: bool = True) -> None:
-        """No effect: the engine bounds what is in the air."""
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """No effect: the engine bounds what is in the air.
+
+        Raises:
+            TypeError, ValueError: it is no number of buffers.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """No effect: one process group an axis."""

@@ -147,10 +147,10 @@ def _groups(base: ProcessGroup | None, size: int | None) -> Any:
 
 
 def _own_group(rows: torch.Tensor) -> ProcessGroup:
-    """This rank's group, of those that the rows name; all ranks make all of them."""
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    assert isinstance(own, ProcessGroup)
-    return own
+    """This rank's group, of those that the rows name; only its members make it."""
+    own = next(row for row in rows.tolist() if dist.get_rank() in row)
+    made: Any = dist.new_group(own, use_local_synchronization=True)
+    return made
 
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
