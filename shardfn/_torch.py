@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cache
 from operator import attrgetter, eq, is_
 from typing import Any
+from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -719,6 +720,22 @@ def send_to(group: dist.ProcessGroup, tensor: Tensor, rank: int, tag: int) -> An
 def receive_from(group: dist.ProcessGroup, tensor: Tensor, rank: int, tag: int) -> Any:
     """Start to receive from a rank of the group."""
     return group.recv([tensor], rank, tag)
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new process group that only its members make, all of them at the same point.
+
+    Torch names such a group after how many the process is in, which is not the same on all members: a name of which one
+    waits in vain for the other. Ours counts those of these ranks, which each member has made.
+    """
+    count = _groups_made[tuple(ranks)] = _groups_made.get(tuple(ranks), 0) + 1
+    name = f"shardfn:{'_'.join(map(str, ranks))}:{count}"
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name):
+        made: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+_groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
 
 
 def default_store() -> Any:

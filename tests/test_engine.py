@@ -148,6 +148,14 @@ def test_a_part_kept_over_neighbours(mesh: DeviceMesh) -> None:
     assert gathers[-1] == 8, "five units, and three again: the first layer's weight is not needed"
 
 
+@on_meshes({"fsdp": 4}, timeout=20)
+def test_neighbours_whatever_groups_there_are(mesh: DeviceMesh) -> None:
+    dist.new_group([1, 2])  # torch counts one more on two of the four ranks, and would name the next group by that
+    _, params, step, x = make(mesh, regather=2)
+    _, want, same_step, _ = make(mesh)
+    assert float(step(params, x)[0]) == float(same_step(want, x)[0])
+
+
 @on_meshes({"fsdp": 2})
 def test_any_order_that_all_ranks_share(mesh: DeviceMesh) -> None:
     model, params, step, x = make(mesh)

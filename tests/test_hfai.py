@@ -76,6 +76,17 @@ def test_trains_as_one_process(group: int | None, reshard: bool) -> None:
     run(_trains, group, reshard, ranks=4)
 
 
+def _groups_made_by_some_ranks() -> None:
+    """The caller's own groups: torch would count one more on two of the four ranks, and name the next by that."""
+    dist.new_group([0, 1])
+    model, plain = _trained(2)
+    _require(model, plain)
+
+
+def test_groups_do_not_depend_on_those_there_are() -> None:
+    run(_groups_made_by_some_ranks, ranks=4, timeout=20)
+
+
 def _saved_whole(folder: Path) -> None:
     """Inside `summon_full_params` one rank alone asks for the state dict."""
     model, plain = _trained()

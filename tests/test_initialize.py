@@ -72,22 +72,24 @@ def test_values_do_not_depend_on_the_mesh() -> None:
     assert not torch.equal(other["layers.0.weight"], want["layers.0.weight"]), "which comes from torch's"
 
 
+def whole_tensors() -> list[Tensor]:
+    """Those alive of the shapes of the net's weights."""
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta]
+    return [x for x in alive if tuple(x.shape) in ((4, 4), (16, 4))]
+
+
 def live_on_a_rank() -> None:
     model = on_meta()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    earlier = {id(x): x for x in whole_tensors()}  # what the last test of this rank may have left
     calls = 0
 
     def fill(module: Any) -> None:
         nonlocal calls
         calls += 1
-        gc.collect()
         mine = {id(p) for p in module.parameters(recurse=False)}
-        full = [
-            x
-            for x in gc.get_objects()
-            if type(x) in (Tensor, nn.Parameter) and not x.is_meta and tuple(x.shape) in ((4, 4), (16, 4))
-        ]
-        others = [x for x in full if id(x) not in mine]
+        others = [x for x in whole_tensors() if id(x) not in mine | earlier.keys()]
         assert not others, f"{len(others)} tensors of other modules are still whole"
         module.reset_parameters()
 

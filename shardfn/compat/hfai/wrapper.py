@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import TrainingState
 
+from shardfn._torch import group_of
 from shardfn.compat import fsdp1
 from shardfn.compat.fsdp1.instance import OWN_AXES, instances
 from shardfn.compat.fsdp1.running import own_of
@@ -148,9 +149,7 @@ def _groups(base: ProcessGroup | None, size: int | None) -> Any:
 
 def _own_group(rows: torch.Tensor) -> ProcessGroup:
     """This rank's group, of those that the rows name; only its members make it."""
-    own = next(row for row in rows.tolist() if dist.get_rank() in row)
-    made: Any = dist.new_group(own, use_local_synchronization=True)
-    return made
+    return group_of(next(row for row in rows.tolist() if dist.get_rank() in row))
 
 
 def _part_of(module: nn.Module) -> dict[str, Any]:

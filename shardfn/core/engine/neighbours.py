@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn._torch import all_gather_single
+from shardfn._torch import all_gather_single, group_of
 from shardfn.core.collectives import Steps
 from shardfn.core.mesh import Grid
 from shardfn.core.pool import Buffers
@@ -24,7 +24,7 @@ class Neighbours:
         own = dist.get_process_group_ranks(grid.groups[axis])
         first = grid.coords[axis] // count * count
         self.count, self.index = count, grid.coords[axis] - first
-        self.group = dist.new_group(own[first : first + count], use_local_synchronization=True)
+        self.group = group_of(own[first : first + count])
 
     def part_of(self, whole: Tensor, buffers: Buffers) -> Tensor:
         """This rank's part [part] of a flat tensor; the last one is filled up."""
