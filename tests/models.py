@@ -84,6 +84,47 @@ class Decoder(nn.Module):
         return self.head(self.norm(x + self.adapter(x)))
 
 
+class MLP(nn.Module):
+    """A block that `parallelize_module` can split: `up` by columns, `down` by rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class MLPs(nn.Module):
+    """Tokens [b, s] through two blocks of `width` to logits [b, s, out]."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(MLP(width) for _ in range(2))
+        self.head = nn.Linear(width, out)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Stack(nn.Module):
+    """`emb`, then `layers`."""
+
+    def __init__(self, emb: nn.Module, *layers: nn.Module) -> None:
+        super().__init__()
+        self.emb, self.layers = emb, nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def decoder(kv: int = 4, dtype: torch.dtype = torch.float64, **sizes: int) -> Any:
     """The same decoder on every rank."""
     torch.manual_seed(11)

@@ -1,7 +1,5 @@
 """What a CUDA device does is what the CPU does: with NCCL alone, and on meshes of several ranks on one GPU."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import decoder, policy, tokens
 from one_gpu import cuda_mesh
+from ranks import folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -196,13 +195,12 @@ def test_numbers_that_a_unit_draws_are_drawn_again(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_checkpoints(mesh: DeviceMesh, offload: Any) -> None:
     """Between a GPU, the host of one, and CPUs; what is loaded lies where the shards do."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     here = sf.shard(decoder(kv=2), on_cuda(mesh), policy(offload=offload))
     there = sf.tree.map(torch.zeros_like, sf.shard(decoder(kv=2), mesh, policy()))
-    path = sf.checkpoint.save(Path(folder[0]) / "step-1", {"params": here})
-    assert_parity(sf.gather(sf.checkpoint.load(path, {"params": there})["params"]), sf.gather(here, to="cpu"))
-    loaded = sf.checkpoint.load(path, {"params": here})["params"]
+    with folder() as at:
+        path = sf.checkpoint.save(at / "step-1", {"params": here})
+        assert_parity(sf.gather(sf.checkpoint.load(path, {"params": there})["params"]), sf.gather(here, to="cpu"))
+        loaded = sf.checkpoint.load(path, {"params": here})["params"]
     assert_parity(sf.gather(loaded), sf.gather(here))
     for leaf in loaded.values():
         assert leaf.to_local().is_cuda is (offload is None)

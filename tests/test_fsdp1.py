@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import Stack
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -47,17 +48,8 @@ class Nested(nn.Module):
         return self.training_state(self.norm(self.rank(self.module(x @ self.weight))))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Linear(5, 5)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.emb(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def _net() -> nn.Module:
+    return Stack(nn.Linear(5, 5), Block(), Block())
 
 
 def _pair(cls: Any, policy: Any = None, **given: Any) -> tuple[Any, Any]:
@@ -98,7 +90,7 @@ def test_children_may_have_the_names_of_properties() -> None:
 
 
 def _changes_inside_summon() -> None:
-    model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    model, plain = _pair(_net, ModuleWrapPolicy({Block}))
     x, _ = _batch()
     for recurse in (True, False):
         with FSDP.summon_full_params(model, recurse=recurse, writeback=False), torch.no_grad():
@@ -121,7 +113,7 @@ def test_what_changes_inside_summon_is_what_a_forward_there_sees() -> None:
 
 
 def _loads_with_hooks() -> None:
-    model, plain = _pair(Net)
+    model, plain = _pair(_net)
 
     def rename(state: dict[str, Any], prefix: str, *args: Any) -> None:
         for key in [key for key in state if "gamma" in key]:
@@ -141,7 +133,7 @@ def test_hooks_that_rename_work_when_a_state_dict_is_loaded() -> None:
 
 
 def _decides_when_the_gradient_comes() -> None:
-    model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    model, plain = _pair(_net, ModuleWrapPolicy({Block}))
     x, whole = _batch()
     with model.no_sync():
         loss = model(x).square().mean()
@@ -162,7 +154,7 @@ def test_a_backward_outside_of_no_sync_reduces() -> None:
 def _checkpointed() -> None:
     for outside in (True, False):
         torch.manual_seed(0)
-        model: Any = Net().double()
+        model: Any = _net().double()
         plain = copy.deepcopy(model)
         wrapper = partial(checkpoint_wrapper, preserve_rng_state=False)
         if not outside:
@@ -211,7 +203,7 @@ def _compiles() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, plain = _pair(Net, ModuleWrapPolicy({Block}))
+        model, plain = _pair(_net, ModuleWrapPolicy({Block}))
         compiled: Any = torch.compile(model, backend=backend)
         x, whole = _batch()
         for _ in range(2):
@@ -251,7 +243,7 @@ def test_a_parameter_written_by_a_forward_is_an_error() -> None:
 
 
 def _in_another_dtype() -> None:
-    fsdp, plain = _pair(Net, ModuleWrapPolicy({Block}))
+    fsdp, plain = _pair(_net, ModuleWrapPolicy({Block}))
     mine, _ = _batch()
     fsdp(mine)
     fsdp.float()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import MLPs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,29 +24,6 @@ from shardfn.compat.fsdp2 import FSDPModule, fully_shard
 from shardfn.testing import assert_close, assert_trees_close, run
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 15)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.emb(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def _meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
     """The data mesh, and the whole one."""
     if kind == "hybrid":
@@ -58,13 +36,13 @@ def _meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, mesh
 
 
-def _sharded(kind: str, **given: Any) -> tuple[Any, Net, DeviceMesh]:
+def _sharded(kind: str, **given: Any) -> tuple[Any, MLPs, DeviceMesh]:
     torch.manual_seed(0)
-    plain = Net().double()
+    plain = MLPs(6, 15).double()
     model: Any = copy.deepcopy(plain)
     if kind == "meta":
         with torch.device("meta"):
-            model = Net().double()
+            model = MLPs(6, 15).double()
     data, mesh = _meshes(kind)
     if kind == "tensor":
         for block in model.blocks:
@@ -86,7 +64,7 @@ def _of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _trained(kind: str, **given: Any) -> None:
     model, plain, data = _sharded(kind, **given)
-    assert isinstance(model, FSDPModule) and isinstance(model, Net) and type(model).__name__ == "FSDPNet"
+    assert isinstance(model, FSDPModule) and isinstance(model, MLPs) and type(model).__name__ == "FSDPMLPs"
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain)]
     index = sum(data.get_local_rank(i) * (2 if i == 0 and data.ndim == 2 else 1) for i in range(data.ndim))
     batches = torch.randint(0, 16, (4, data.size(), 3, 4), generator=torch.Generator().manual_seed(1))
@@ -158,7 +136,7 @@ def test_gradients_divided_by_a_factor() -> None:
 
 def _refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model: Any = Net()
+    model: Any = MLPs(6, 15)
     with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
         fully_shard(model.blocks, mesh=mesh)
     with pytest.raises(ValueError, match="it should be a factor of 2, not 3"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import zeroed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -52,11 +53,6 @@ def _trained(group: int | None = None, *, reshard: bool = True, steps: int = 3) 
     return model, plain
 
 
-def _zeroed(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.detach().zero_()
-
-
 def _require(model: Any, plain: nn.Module) -> None:
     with model.summon_full_params():
         found = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -98,12 +94,12 @@ def _saved_whole(folder: Path) -> None:
             assert counted.total == 0
             torch.save(state, folder / "model.pt")
     dist.barrier()
-    _zeroed(model)
+    zeroed(model)
     state = torch.load(folder / "model.pt", map_location="cpu")
     with model.summon_full_params():
         model.load_state_dict(state)
     _require(model, plain)
-    _zeroed(model)
+    zeroed(model)
     with model.summon_full_params():
         model.module.load_state_dict(state)
     _require(model, plain)
@@ -127,7 +123,7 @@ def _saved_in_parts(folder: Path, group: int | None) -> None:
     assert counted.total == 0 and not any(isinstance(value, DTensor) for value in state.values())
     torch.save(state, folder / f"model{rank}.pt")
     dist.barrier()
-    _zeroed(model)
+    zeroed(model)
     model.load_state_dict(torch.load(folder / f"model{rank}.pt", map_location="cpu"))
     _require(model, plain)
     wrong = torch.load(folder / "model0.pt", map_location="cpu")
@@ -145,7 +141,7 @@ def test_a_checkpoint_of_each_rank(tmp_path: Path, group: int | None) -> None:
 def _alone(folder: Path) -> None:
     model, plain = _trained()
     torch.save(model.state_dict(), folder / "model.pt")
-    _zeroed(model)
+    zeroed(model)
     model.load_state_dict(torch.load(folder / "model.pt"))
     _require(model, plain)
 

@@ -8,11 +8,7 @@ import copy
 import inspect
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from drawing import untyped
+from ranks import folder, zeroed
 from rows import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as torchs_policy
@@ -105,22 +102,6 @@ def values(model: Any) -> dict[str, Tensor]:
 def trains(model: Any, steps: int = 2) -> None:
     trained(model, steps)
     assert_trees_close(values(model), values(plain_trained(steps)), rtol=0, atol=1e-9)
-
-
-def zeroed(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """A directory that all ranks see."""
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, src=0)
-        yield Path(shared[0])
-        dist.barrier()
 
 
 def rank() -> int:

@@ -1,12 +1,12 @@
 """Megatron-core's wrapper, driven as its `get_model` drives it, with objects of the same shape."""
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from megatron_objects import WRAP, Model
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
@@ -17,45 +17,7 @@ from shardfn.testing import assert_trees_close, run
 CONFIG = SimpleNamespace(transformer_impl="transformer_engine", recompute_granularity=None)
 
 
-class TransformerLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class ColumnParallelLinear(nn.Linear):
-    def get_extra_state(self) -> None:
-        return None
-
-    def set_extra_state(self, state: object) -> None: ...
-
-
-class Special(nn.Linear): ...
-
-
-class Model(nn.Module):
-    _fsdp_modules: ClassVar = [Special]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer() for _ in range(2))
-        self.special = Special(6, 6)
-        self.output_layer = ColumnParallelLinear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.output_layer(self.special(x))
-
-
-WRAP: set[type[nn.Module]] = {TransformerLayer, ColumnParallelLinear}
-
-
 def _model() -> Model:
-    torch.manual_seed(0)
     return Model().double()
 
 

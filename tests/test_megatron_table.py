@@ -7,17 +7,17 @@ Megatron is not installed: objects of the same shape stand for its configs and i
 import inspect
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from drawing import untyped
+from megatron_objects import WRAP, ColumnParallelLinear, Model, TransformerLayer
+from ranks import folder
 from rows import Table
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -45,44 +45,6 @@ METHODS = (
     "state_dict_for_save_checkpoint",
     "load_state_dict",
 )
-
-
-class TransformerLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class ColumnParallelLinear(nn.Linear):
-    def get_extra_state(self) -> None:
-        return None
-
-    def set_extra_state(self, state: object) -> None: ...
-
-
-class Special(nn.Linear): ...
-
-
-class Model(nn.Module):
-    _fsdp_modules: ClassVar = [Special]
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(TransformerLayer() for _ in range(2))
-        self.special = Special(6, 6)
-        self.output_layer = ColumnParallelLinear(6, 4)
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.output_layer(self.special(x)) * scale
-
-
-WRAP: set[type[nn.Module]] = {TransformerLayer, ColumnParallelLinear}
 
 
 def net() -> Model:
@@ -594,10 +556,7 @@ def tells_its_parameters() -> None:
 @row("3 callers", "_load_base_checkpoint")
 def is_loaded_in_place() -> None:
     """Tensors of `state_dict()` are the model's own: `dcp.load` fills them, and then `load_state_dict` is called."""
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, src=0)
-        at = Path(shared[0])
+    with folder() as at:
         model = wrapped()
         optimizer = trained(model)
         want = values(model)
@@ -608,7 +567,6 @@ def is_loaded_in_place() -> None:
         other.load_state_dict(state)
         assert_trees_close(values(other), want, rtol=0, atol=0)
         assert optimizer.state
-        dist.barrier()
 
 
 @row("3 callers", "optimizer and clipping")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import MLP, MLPs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,29 +26,6 @@ import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.emb(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def _blocks(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -78,10 +56,10 @@ def _sequence_parallel() -> dict[str, ParallelStyle]:
 PLANS = {"tensor": _tensor_parallel, "sequence": _sequence_parallel}
 
 
-def _models() -> tuple[Net, Net]:
+def _models() -> tuple[MLPs, MLPs]:
     """The same twice."""
     torch.manual_seed(0)
-    model = Net().double()
+    model = MLPs(8, 16).double()
     return model, copy.deepcopy(model)
 
 
@@ -175,7 +153,7 @@ MESHES = {
 }
 
 
-def _wrapped(strategy: str, names: str, kind: str, **given: Any) -> tuple[Any, Net, DeviceMesh]:
+def _wrapped(strategy: str, names: str, kind: str, **given: Any) -> tuple[Any, MLPs, DeviceMesh]:
     """FSDP1's class around a parallelized model, the plain model, the mesh."""
     model, plain = _models()
     shape, axes = MESHES[names]
@@ -186,7 +164,7 @@ def _wrapped(strategy: str, names: str, kind: str, **given: Any) -> tuple[Any, N
         warnings.simplefilter("ignore")  # of NO_SHARD, and of one rank
         fsdp = FSDP(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({MLP}),
             device_mesh=own,
             sharding_strategy=STRATEGIES[strategy],
             use_orig_params=True,
@@ -274,9 +252,9 @@ def test_instances_by_hand_of_which_some_are_parallelized() -> None:
 def _on_meta() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
-        model = Net()
+        model = MLPs(8, 16)
     parallelize_module(model, mesh["tp"], _tensor_parallel())
-    fsdp: Any = FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=ModuleWrapPolicy({Block}))
+    fsdp: Any = FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=ModuleWrapPolicy({MLP}))
     with FSDP.summon_full_params(fsdp):
         weight = fsdp.blocks[0].up.weight
         assert weight.std() > 0.1 and weight.unique().numel() == weight.numel(), "no part is like another"

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import VOCAB, decoder, policy, token_loss, tokens
+from ranks import folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -272,12 +272,11 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path, second: dict[str, 
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
     """Side by side, so that the next gather and the next update take them in one piece."""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
     params = sf.shard(decoder(), mesh, policy())
     pieces = len(merged([unwrap_locals([*params.values()])])[0])
-    path = sf.checkpoint.save(f"{directory[0]}/step-1", {"params": params})
-    loaded = sf.checkpoint.load(path, {"params": params})["params"]
+    with folder() as at:
+        path = sf.checkpoint.save(at / "step-1", {"params": params})
+        loaded = sf.checkpoint.load(path, {"params": params})["params"]
     assert len(merged([unwrap_locals([*loaded.values()])])[0]) == pieces < len(params)
     assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
 
@@ -463,12 +462,11 @@ def test_accumulated_means_over_unequal_counts_are_exact(mesh: DeviceMesh) -> No
 
 @on_meshes({"fsdp": 2})
 def test_a_checkpoint_of_another_optimizer_is_refused(mesh: DeviceMesh) -> None:
-    directory = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(directory)
-    sf.Trainer(decoder(), mesh, optimizer=sf.optim.adamw(0.1)).save(directory[0])
-    for optimizer in (sf.optim.lion(0.1), None):
-        with pytest.raises(sf.ShardError, match=r"'optimizer\..*' is in it and was not asked for"):
-            sf.Trainer(decoder(), mesh, optimizer=optimizer).load(directory[0])
+    with folder() as at:
+        sf.Trainer(decoder(), mesh, optimizer=sf.optim.adamw(0.1)).save(at)
+        for optimizer in (sf.optim.lion(0.1), None):
+            with pytest.raises(sf.ShardError, match=r"'optimizer\..*' is in it and was not asked for"):
+                sf.Trainer(decoder(), mesh, optimizer=optimizer).load(at)
     adam: Any = torch.optim.AdamW
     with pytest.raises(TypeError, match=r"sf\.optim\.from_torch\(AdamW"):
         sf.Trainer(decoder(), mesh, optimizer=adam)

@@ -84,6 +84,24 @@ def test_a_unit_with_a_dtype_of_its_own_casts_at_its_borders(mesh: DeviceMesh) -
         _step(model, mesh, quiet)
 
 
+@on_meshes({"fsdp": 4}, {"replicate": 2, "fsdp": 2})
+def test_the_root_is_freed_too(mesh: DeviceMesh) -> None:
+    """What no other unit holds; a whole model, even."""
+    model, gathers = _net(), []
+    expected = _step(model, mesh, sf.Policy(units=()))
+    for regather in (False, True, 2):
+        for units in ({"layers.*": {}}, {}):
+            chosen = sf.Policy(units={**units, "": {"regather": regather}})
+            with count_collectives() as counts:
+                loss, grads, _ = _step(model, mesh, chosen)
+            gathers.append(counts.all_gather)
+            assert_parity([loss, grads], [*expected[:2]])
+            planned = sf.plan(model, mesh, chosen)
+            assert planned.units[0].name == "" and planned.units[0].regather == regather
+    (kept, alone), (freed, freed_alone), (part, part_alone) = zip(gathers[::2], gathers[1::2], strict=True)
+    assert freed - kept == freed_alone - alone == part - kept == part_alone - alone == 1
+
+
 @on_meshes({"fsdp": 4})
 def test_a_unit_reduces_in_a_dtype_of_its_own(mesh: DeviceMesh) -> None:
     model = _net()
@@ -101,7 +119,7 @@ def test_a_callable_gives_settings_and_the_rest_keep_the_policys() -> None:
         units=lambda name, _: {"regather": False} if name == "layers.0" else name == "layers.1", regather=2
     )
     plan = sf.plan(model, sf.MeshSpec(fsdp=4), chosen)
-    assert {unit.name: unit.regather for unit in plan.units} == {"": 2, "layers.0": False, "layers.1": 2}
+    assert {unit.name: unit.regather for unit in plan.units} == {"": False, "layers.0": False, "layers.1": 2}
     assert plan != sf.plan(model, sf.MeshSpec(fsdp=4), sf.Policy(units=["layers.0", "layers.1"], regather=2))
 
 
@@ -110,6 +128,7 @@ def test_a_callable_gives_settings_and_the_rest_keep_the_policys() -> None:
     [
         ({"layers.0": {"offload": "cpu"}}, TypeError, r"units=\{'layers.0': \{'offload': ...\}\}\): a unit may have"),
         ({"layers.0": True}, TypeError, r"units=\{'layers.0': ...\}\) takes a mapping of settings, not bool"),
+        ({"": {"compute_dtype": torch.float32}}, TypeError, r"units=\{'': \{'compute_dtype': ...\}\}\): what no other"),
         ({"layers.0": {"regather": -2}}, ValueError, r"regather=-2"),
         ({"layers.0": {"compute_dtype": "bf16"}}, TypeError, r"compute_dtype=...\) takes a floating torch.dtype"),
         ({"layers.9": {}}, sf.ShardError, r"'layers.9' matches no module"),

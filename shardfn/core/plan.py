@@ -192,7 +192,7 @@ class Plan:
     def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
         several = [axis for axis in self.roles.data if self.axes[axis] > 1]
         split = sum(axis in bucket.axes for axis in several)
-        again = split if unit.name and unit.regather else 0
+        again = split if unit.regather else 0
         again = min(again, 1) if self.kept_over(unit) is not None else again
         trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
         return split + again + (len(several) if trains else 0)
@@ -210,7 +210,7 @@ class Plan:
 
     def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
         total = 0
-        kept = 1 if not unit.name or not unit.regather else self.kept_over(unit)
+        kept = 1 if not unit.regather else self.kept_over(unit)
         gathers = 2 if kept is None else 1
         for name in bucket.leaves:
             layout, _ = self.leaves[name]
@@ -459,6 +459,8 @@ def _where_placed(param: ParamInfo, spec: Spec, source: str, axes: Mapping[str, 
     if compute := [axis for factor in spec.factors for axis in factor.axes if axis in role.compute]:
         raise ShardError(f"the rule '{spec}' splits it over '{compute[0]}', but it is a DTensor split by itself")
     for axis, dim in reversed(param.placed or ()):
+        if axis in role.data and dim is None:
+            continue  # its modules compute with DTensors on the whole mesh
         if axis not in role.compute:
             why = "splits the batch" if axis in axes else f"is no axis of the mesh {dict(axes)}"
             raise ShardError(
@@ -780,15 +782,19 @@ def _unit(name: str, own: Sequence[Layout], role: Roles, policy: Policy, module:
     dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}
     given = dtypes.pop() if casts and len(dtypes) == 1 else None
     params = tuple(layout.name for layout in own)
-    return Unit(name, params, buckets, there.regather, given, there.output_dtype if name else None)
+    regather = there.regather if name else settings.get("regather", False)
+    return Unit(name, params, buckets, regather, given, there.output_dtype if name else None)
 
 
 def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
-    """The settings that one unit has of its own."""
+    """The settings that one unit has of its own; for the root unit those under the name ''."""
+    if unit is None or not isinstance(policy.units, Mapping):
+        return {}
+    if not unit.name:
+        return dict(policy.units.get("", {}))
     found: dict[str, Any] = {}
-    if unit is not None and unit.name and isinstance(policy.units, Mapping):
-        for pattern, settings in policy.units.items():
-            found |= settings if _is_unit(pattern, unit) else {}
+    for pattern, settings in policy.units.items():
+        found |= settings if _is_unit(pattern, unit) else {}
     return found
 
 

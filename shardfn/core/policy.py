@@ -53,7 +53,8 @@ class Policy:
             mapping of patterns or classes gives units settings of their own: `regather`, `compute_dtype`,
             `reduce_dtype`, `output_dtype`, `cast_inputs`. `{"layers.*": {}, "layers.3": {"regather": False}}`: the last
             match wins. A callable may return such a mapping too. A unit with a `compute_dtype` of its own casts its
-            floating inputs to it, unless `cast_inputs` is False.
+            floating inputs to it, unless `cast_inputs` is False. `"": {"regather": True}` has weights that no unit
+            holds freed after the whole forward, too; they are kept otherwise.
         ignore: patterns of parameters that stay out of the tree: a module computes with its own tensor, as it is.
         regather: True frees a unit's weights after its forward and gathers them again for its backward (ZeRO-3);
             False keeps them until the backward is done (ZeRO-2); an int n keeps the n-th part of them, and gathers it
@@ -181,6 +182,11 @@ def unit_settings(given: object, unit: object) -> dict[str, Any]:
         if name not in UNIT_SETTINGS:
             raise TypeError(
                 f"Policy(units={{{unit!r}: {{{name!r}: ...}}}}): a unit may have {', '.join(UNIT_SETTINGS)}"
+            )
+        if unit == "" and name != "regather":
+            raise TypeError(
+                f"Policy(units={{'': {{{name!r}: ...}}}}): what no other unit holds may have regather; {name} of it is "
+                f"Policy({name}=...)"
             )
     for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
         _check_dtype(name, given.get(name))

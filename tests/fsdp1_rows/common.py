@@ -1,7 +1,6 @@
 """The model that rows wrap, how it trains, and what they ask of it."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import Stack
+from ranks import quiet
 from rows import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -39,19 +40,11 @@ class Block(nn.Module):
         return x + self.out(self.ln(self.fc(x)).tanh()) * self.buf * self.np
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, seed: int = 1) -> None:
-        super().__init__()
         torch.manual_seed(seed)
-        self.emb = nn.Linear(3, 3, bias=False)
-        self.layers = nn.ModuleList([Block(), Block()])
+        super().__init__(nn.Linear(3, 3, bias=False), Block(), Block())
         self.said = "hello"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.emb(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
     def greet(self) -> str:
         return self.said
@@ -128,17 +121,9 @@ def warned(kind: type[Warning], words: str) -> Any:
 
 
 @contextmanager
-def quiet(*kinds: type[Warning]) -> Iterator[None]:
-    with warnings.catch_warnings():
-        for kind in kinds or (FutureWarning,):
-            warnings.simplefilter("ignore", kind)
-        yield
-
-
-@contextmanager
 def flavour(model: nn.Module, kind: StateDictType, config: Any = None, optim_config: Any = None) -> Iterator[None]:
     """`state_dict_type` without its FutureWarning, which has a row of its own."""
-    with quiet(), FSDP.state_dict_type(model, kind, config, optim_config):
+    with quiet(FutureWarning), FSDP.state_dict_type(model, kind, config, optim_config):
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from drawing import untyped
+from ranks import quiet
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,6 @@ from fsdp1_rows.common import (
     flavour,
     groups_of,
     mine,
-    quiet,
     row,
     trains,
     values,
@@ -84,7 +84,7 @@ def takes_every_strategy() -> None:
     """None is FULL_SHARD; all five train alike; one rank is NO_SHARD."""
     assert wrapped().sharding_strategy is ShardingStrategy.FULL_SHARD
     for strategy in ShardingStrategy:
-        with quiet():
+        with quiet(FutureWarning):
             fsdp = wrapped(sharding_strategy=strategy)
         assert fsdp.sharding_strategy is strategy
         whole = strategy is ShardingStrategy.NO_SHARD

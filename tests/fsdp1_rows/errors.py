@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import quiet
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._common_utils import TrainingState
@@ -24,7 +25,6 @@ from fsdp1_rows.common import (
     first_rank,
     flavour,
     groups_of,
-    quiet,
     row,
     trained,
     trains,
@@ -217,7 +217,7 @@ def warns_of_one_rank() -> None:
         words = f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
         with warned(UserWarning, words):
             FSDP(Net(), alone, strategy)
-    with quiet():
+    with quiet(FutureWarning):
         FSDP(Net(), alone, ShardingStrategy.NO_SHARD)
 
 
@@ -297,7 +297,7 @@ def refuses_writeback_from_one_rank() -> None:
 @row("1.6", "summon: offload_to_cpu and NO_SHARD")
 def refuses_offload_of_whole_parameters() -> None:
     """NotImplementedError."""
-    with quiet():
+    with quiet(FutureWarning):
         fsdp = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     with (
         quiet(UserWarning),
@@ -378,7 +378,11 @@ def refuses_hooks_that_are_no_functions() -> None:
 def refuses_other_configs() -> None:
     """RuntimeError that names both classes."""
     words = f"Expected state_dict_config of type {FullStateDictConfig} but got {LocalStateDictConfig}"
-    with quiet(), fails(RuntimeError, words), FSDP.state_dict_type(wrapped(), FULL, LocalStateDictConfig()):
+    with (
+        quiet(FutureWarning),
+        fails(RuntimeError, words),
+        FSDP.state_dict_type(wrapped(), FULL, LocalStateDictConfig()),
+    ):
         pass
 
 
@@ -400,7 +404,7 @@ def warns_of_state_dict_type() -> None:
 def refuses_several_flavours() -> None:
     """AssertionError."""
     fsdp = wrapped()
-    with quiet():
+    with quiet(FutureWarning):
         FSDP.set_state_dict_type(fsdp.layers[0], SHARDED)
         with fails(AssertionError, "All FSDP modules should have the same state_dict_type."):
             FSDP.set_state_dict_type(fsdp, LOCAL)
@@ -418,7 +422,7 @@ def refuses_local_state_dicts_with_a_mesh() -> None:
 @row("1.6", "state dicts under NO_SHARD")
 def warns_of_full_state_dicts() -> None:
     """UserWarning, and whole ordinary tensors."""
-    with quiet():
+    with quiet(FutureWarning):
         fsdp = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     words = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned."
     with flavour(fsdp, SHARDED), warned(UserWarning, words):

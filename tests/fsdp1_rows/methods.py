@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import quiet
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -28,7 +29,6 @@ from fsdp1_rows.common import (
     gradients,
     loss_of,
     mine,
-    quiet,
     row,
     same_state,
     trained,
@@ -124,7 +124,7 @@ def applies_to_whole_parameters() -> None:
 def sets_the_flavour() -> None:
     """Sets it on all instances, with configs, and returns what it was."""
     fsdp = wrapped()
-    with quiet():
+    with quiet(FutureWarning):
         before = FSDP.set_state_dict_type(fsdp, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
         assert before == StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
         now = FSDP.get_state_dict_type(fsdp)
@@ -143,7 +143,7 @@ def tells_the_flavour() -> None:
     fsdp = wrapped()
     want = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert FSDP.get_state_dict_type(fsdp) == want and fsdp._state_dict_type is FULL
-    with quiet():
+    with quiet(FutureWarning):
         FSDP.set_state_dict_type(fsdp.layers[0], SHARDED)
     with fails(AssertionError, "All FSDP modules must have the same state dict settings."):
         FSDP.get_state_dict_type(fsdp)
@@ -155,7 +155,7 @@ def sets_the_flavour_for_a_while() -> None:
     fsdp = wrapped()
     before = FSDP.get_state_dict_type(fsdp)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with quiet():
+    with quiet(FutureWarning):
         with FSDP.state_dict_type(fsdp, FULL, config):
             assert FSDP.get_state_dict_type(fsdp).state_dict_config == config
         with fsdp.state_dict_type(fsdp, LOCAL):
@@ -208,7 +208,7 @@ def names_parameters_and_buffers() -> None:
     """The model's own names, in its order, in and outside of `summon_full_params`."""
     fsdp, plain = wrapped(), Net()
     names, buffers = [n for n, _ in plain.named_parameters()], [n for n, _ in plain.named_buffers()]
-    for context in (quiet(), FSDP.summon_full_params(fsdp)):
+    for context in (quiet(FutureWarning), FSDP.summon_full_params(fsdp)):
         with context:
             assert [n for n, _ in fsdp.named_parameters()] == names
             assert [n for n, _ in fsdp.named_buffers()] == buffers
@@ -246,7 +246,7 @@ def clips() -> None:
     """The total norm over all ranks, whatever the strategy and p; gradients are scaled in place."""
     for p in (2.0, 1, float("inf")):
         for strategy in ShardingStrategy:
-            with quiet():
+            with quiet(FutureWarning):
                 fsdp, plain = wrapped(sharding_strategy=strategy), Net()
             loss_of(fsdp, mine(batch())).backward()
             loss_of(plain, batch()).backward()
@@ -261,7 +261,7 @@ def saves_a_full_optimizer_state() -> None:
     """By names, whole, on the first rank unless asked otherwise; others have `{}`."""
     fsdp, plain = wrapped(), Net()
     optimizer, other = trained(fsdp, plain)
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.full_optim_state_dict(fsdp, optimizer)
         every = FSDP.full_optim_state_dict(fsdp, optimizer, None, False, None)
     assert bool(state) is first_rank()
@@ -275,7 +275,7 @@ def saves_a_sharded_optimizer_state() -> None:
     """By names, with DTensors."""
     fsdp, plain = wrapped(), Net()
     optimizer, other = trained(fsdp, plain)
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.sharded_optim_state_dict(fsdp, optimizer, group=None)
     assert isinstance(state["state"]["emb.weight"]["exp_avg"], DTensor)
     assert_trees_close(state["state"], by_name(plain, other), rtol=1e-3, atol=1e-5)
@@ -286,7 +286,7 @@ def shards_a_full_optimizer_state() -> None:
     """From a whole state that every rank has, what `optim.load_state_dict` takes."""
     fsdp = wrapped()
     optimizer, _ = trained(fsdp, Net())
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.full_optim_state_dict(fsdp, optimizer, rank0_only=False)
         made = FSDP.shard_full_optim_state_dict(state, fsdp, optim=optimizer)
     new = again(fsdp)
@@ -299,7 +299,7 @@ def flattens_a_sharded_optimizer_state() -> None:
     """From a sharded state, what `optim.load_state_dict` takes; in the orders of 1.13 and 2.0."""
     fsdp = wrapped()
     optimizer, _ = trained(fsdp, Net())
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.sharded_optim_state_dict(fsdp, optimizer)
         made = FSDP.flatten_sharded_optim_state_dict(state, fsdp, optimizer)
         older = FSDP.flatten_sharded_optim_state_dict(state, fsdp, list(fsdp.parameters()), optimizer)
@@ -314,7 +314,7 @@ def scatters_a_full_optimizer_state() -> None:
     """From a whole state that only the first rank has, what `optim.load_state_dict` takes."""
     fsdp = wrapped()
     optimizer, _ = trained(fsdp, Net())
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.full_optim_state_dict(fsdp, optimizer)
         made = FSDP.scatter_full_optim_state_dict(state if first_rank() else None, fsdp, optim=optimizer)
     new = again(fsdp)
@@ -327,7 +327,7 @@ def rekeys() -> None:
     """Names to ids in the order of the plain model's parameters, and back."""
     fsdp, plain = wrapped(), Net()
     optimizer, other = trained(fsdp, plain)
-    with quiet():
+    with quiet(FutureWarning):
         named = FSDP.full_optim_state_dict(fsdp, optimizer, rank0_only=False)
     ids = FSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, plain)
     assert sorted(ids["state"]) == list(range(13)) and ids["param_groups"][0]["params"] == list(range(13))
@@ -404,7 +404,7 @@ def lets_a_hook_reduce() -> None:
     def into_parts(state: Any, full: Tensor, own: Tensor) -> None:
         asked.append(state)
         assert full.dim() == own.dim() == 1 and full.numel() == 2 * own.numel()
-        with quiet():  # the name that scripts have is an old one
+        with quiet(FutureWarning):  # the name that scripts have is an old one
             dist.reduce_scatter_tensor(own, full)
         own.div_(4)
 

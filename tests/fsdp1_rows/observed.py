@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import quiet
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -27,7 +28,6 @@ from fsdp1_rows.common import (
     gradients,
     loss_of,
     mine,
-    quiet,
     row,
     trained,
     trains,
@@ -281,7 +281,7 @@ def has_full_optimizer_states_on_the_first_rank() -> None:
     """Whole on the first rank, `{}` on the others."""
     fsdp = wrapped()
     optimizer, _ = trained(fsdp, Net())
-    with quiet():
+    with quiet(FutureWarning):
         state = FSDP.full_optim_state_dict(fsdp, optimizer)
     assert (set(state) == {"state", "param_groups"}) if first_rank() else (state == {})
 
@@ -355,7 +355,7 @@ def has_the_dtypes_of_torch() -> None:
 def works_with_torchs_state_dicts() -> None:
     """Clean names, DTensors, whatever the flavour is."""
     fsdp = wrapped()
-    for context in (quiet(), flavour(fsdp, LOCAL)):
+    for context in (quiet(FutureWarning), flavour(fsdp, LOCAL)):
         with context:
             state = get_model_state_dict(fsdp)
         assert set(state) == set(Net().state_dict()) and isinstance(state["emb.weight"], DTensor)

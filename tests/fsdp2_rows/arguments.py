@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drawing import untyped
+from models import MLP
+from ranks import quiet
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -18,7 +20,6 @@ from fsdp2_rows.common import (
     FP64,
     OURS,
     TORCHS,
-    Block,
     Net,
     adamw,
     both,
@@ -28,7 +29,6 @@ from fsdp2_rows.common import (
     mine,
     net,
     placements,
-    quiet,
     refuses,
     row,
     said_by,
@@ -51,7 +51,7 @@ def shards_in_place() -> None:
     names = [name for name, _ in model.named_parameters()]
     assert sharded(model=model) is model
     assert type(model).__name__ == "FSDPNet" and isinstance(model, Net) and isinstance(model, FSDPModule)
-    assert type(model.blocks[0]).__name__ == "FSDPBlock" and type(model.blocks) is nn.ModuleList
+    assert type(model.blocks[0]).__name__ == "FSDPMLP" and type(model.blocks) is nn.ModuleList
     assert [name for name, _ in model.named_parameters()] == names and model.said == "hello"
     assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters())
     assert [name for name, _ in model.named_buffers()] == ["shift"] and type(model.shift) is Tensor
@@ -318,15 +318,15 @@ def takes_meshes_of_other_names() -> None:
 
 @row("4.1", "reshard_after_forward: a bool")
 def frees_or_keeps() -> None:
-    """True gathers inner groups again for the backward, False does not."""
-    for reshard, again in ((True, 2), (False, 0)):
+    """True gathers groups again for the backward, also the root; False does not."""
+    for inner, root, again in ((True, False, 2), (False, False, 0), (True, True, 3), (False, True, 1)):
         model = net()
         for door in DOORS:
             model = net()
             for block in model.blocks:
-                door.fully_shard(block, reshard_after_forward=reshard)
-            door.fully_shard(model, reshard_after_forward=False)
-            assert _gathers(model) == (3, again), (door.__name__, reshard)
+                door.fully_shard(block, reshard_after_forward=inner)
+            door.fully_shard(model, reshard_after_forward=root)
+            assert _gathers(model) == (3, again), (door.__name__, inner, root)
         trains(model)
 
 
@@ -568,6 +568,7 @@ def _on_whole_mesh(mesh: Any) -> Net:
         ]
         made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, where))
         setattr(model.get_submodule(owner), key, made)
+    model.shift = distribute_tensor(untyped(model.shift), mesh, [Replicate()] * mesh.ndim)
     return model
 
 
@@ -575,8 +576,40 @@ def _names(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names)
 
 
-def _inputs(ids: Tensor, mesh: Any) -> DTensor:
-    return DTensor.from_local(ids, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _inputs(ids: Tensor, mesh: Any, data: tuple[str, ...]) -> DTensor:
+    """A batch that the data dims split."""
+    return distribute_tensor(ids, mesh, [Shard(0) if axis in data else Replicate() for axis in _names(mesh)])
+
+
+@row("4.1", "dp_mesh_dims: parameters on the whole mesh", ranks=4)
+def takes_parameters_on_the_whole_mesh() -> None:
+    """DTensors on all of it, whole over the data dims; modules and inputs are such DTensors too, as in torch."""
+    for names, dims in (
+        (("dp", "tp"), DataParallelMeshDims(shard="dp")),
+        (("fsdp", "tp"), DataParallelMeshDims(shard="fsdp")),
+        (("tp", "dp"), DataParallelMeshDims(shard="dp")),
+        (("out", "in"), DataParallelMeshDims(shard="in", replicate="out")),
+    ):
+        found = []
+        for door in DOORS:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            model = _on_whole_mesh(mesh)
+            for block in model.blocks:
+                door.fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+            door.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+            optimizer = adamw(model)
+            for step in range(2):
+                optimizer.zero_grad()
+                out = model(_inputs(tokens(step), mesh, (*dims.replicate_names, *dims.shard_names)))
+                out.square().mean().full_tensor().backward()
+                optimizer.step()
+            found.append((gradients(model), values(model)))
+        assert_trees_close(found[1], found[0], rtol=0, atol=1e-10)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    wrong = nn.Linear(4, 4, bias=False)
+    wrong.weight = nn.Parameter(distribute_tensor(wrong.weight.detach(), mesh, [Shard(0)]))
+    words, dims = "Expected Replicate() on DP shard dim 'dp' (index 0) but got S", DataParallelMeshDims(shard="dp")
+    same_error(lambda door: door.fully_shard(wrong, mesh=mesh, dp_mesh_dims=dims), ValueError, words)
 
 
 @row("4.1", "dp_mesh_dims: plain parameters", ranks=4)
@@ -627,7 +660,7 @@ def shards_only_the_root() -> None:
     """One group of everything trains too."""
     model = net()
     fully_shard(model, mesh=meshes("plain")[0])
-    assert not isinstance(model.blocks[0], FSDPModule) and isinstance(model.blocks[0], Block)
+    assert not isinstance(model.blocks[0], FSDPModule) and isinstance(model.blocks[0], MLP)
     trains(model)
     assert _gathers(model)[0] == 1
 

@@ -1,16 +1,13 @@
 """The model that rows shard, the meshes, how it trains, and what they ask of it."""
 
 import copy
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from models import MLPs
 from rows import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,22 +25,10 @@ DOORS: tuple[Any, ...] = (TORCHS, OURS)
 KINDS = ("plain", "hybrid", "tensor")  # of meshes, on four ranks
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
+class Net(MLPs):
     def __init__(self, seed: int = 1) -> None:
-        super().__init__()
         torch.manual_seed(seed)
-        self.emb = nn.Embedding(16, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(6, 15)
+        super().__init__(6, 15)
         self.register_buffer("shift", torch.linspace(-1, 1, 6))
         self.said = "hello"
 
@@ -183,32 +168,8 @@ def refuses(call: Callable[[], object], kind: type[Exception], *words: str) -> N
     assert name == kind.__name__ and all(each in text for each in words), f"{name}: {text}"
 
 
-@contextmanager
-def quiet(*kinds: type[Warning]) -> Iterator[None]:
-    with warnings.catch_warnings():
-        for kind in kinds or (FutureWarning, UserWarning):
-            warnings.simplefilter("ignore", kind)
-        yield
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """A directory that all ranks see."""
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, src=0)
-        yield Path(shared[0])
-        dist.barrier()
-
-
 def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in copy.deepcopy(model).state_dict().items()}
-
-
-def zeroed(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
 
 
 def placements(model: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from drawing import untyped
+from models import MLP
+from ranks import quiet, zeroed
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor
@@ -19,7 +21,6 @@ from fsdp2_rows.common import (
     FP32,
     FP64,
     OURS,
-    Block,
     Net,
     adamw,
     both,
@@ -29,7 +30,6 @@ from fsdp2_rows.common import (
     mine,
     net,
     placements,
-    quiet,
     refuses,
     row,
     same_error,
@@ -37,7 +37,6 @@ from fsdp2_rows.common import (
     tokens,
     trains,
     values,
-    zeroed,
 )
 from shardfn import ShardError
 from shardfn.compat.fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -150,7 +149,7 @@ def names_the_class() -> None:
     assert type(ours.blocks[0]) is type(ours.blocks[1]) and type(ours).__name__ == "FSDPNet"
     assert type(ours).__mro__[1] is FSDPModule and type(ours).__mro__[2] is Net
     assert repr(ours) == repr(torchs)
-    assert isinstance(ours.blocks[0], Block)
+    assert isinstance(ours.blocks[0], MLP)
 
 
 @row("4.1", "FSDPModule.__new__")
@@ -289,7 +288,7 @@ def checkpoints_activations() -> None:
     """`apply_activation_checkpointing` before sharding, and `torch.utils.checkpoint` inside, train the same."""
     for door in DOORS:
         model: Any = net()
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
         sharded(door=door, model=model)
         plain = net()
         loss_of(model, mine(tokens())).backward()

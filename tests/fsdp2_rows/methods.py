@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawing import untyped
+from ranks import quiet
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,6 @@ from fsdp2_rows.common import (
     meshes,
     mine,
     net,
-    quiet,
     refuses,
     row,
     same_error,
@@ -588,7 +588,7 @@ def is_an_instance() -> None:
     assert isinstance(model, FSDPModule) and not isinstance(model.head, FSDPModule)
     assert [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)] == [
         "FSDPNet",
-        "FSDPBlock",
-        "FSDPBlock",
+        "FSDPMLP",
+        "FSDPMLP",
     ]
     assert values(model).keys() == values(net()).keys() and meshes("plain")[0].size() == 2

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import folder, quiet, zeroed
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -29,12 +30,10 @@ from fsdp2_rows.common import (
     Net,
     adamw,
     first_rank,
-    folder,
     loss_of,
     meshes,
     mine,
     net,
-    quiet,
     refuses,
     row,
     sharded,
@@ -42,7 +41,6 @@ from fsdp2_rows.common import (
     trained,
     values,
     whole_tree,
-    zeroed,
 )
 from shardfn.testing import assert_close, assert_trees_close
 

@@ -1,6 +1,7 @@
 """Cutting the parameters of modules into shards, in place. Layer 6."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -80,6 +81,25 @@ def dims_of(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: 
     return found
 
 
+def check_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
+    """Parameters that are DTensors on the whole mesh must be whole over its data dims.
+
+    Raises:
+        ValueError: with the words of torch.
+    """
+    done = leave | shards_in(module)
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) or id(parameter) in done:
+            continue
+        names = list(parameter.device_mesh.mesh_dim_names or ())
+        for kind, name in [("shard", n) for n in dims.shard_names] + [("replicate", n) for n in dims.replicate_names]:
+            placement = parameter.placements[names.index(name)]
+            if not placement.is_replicate():
+                raise ValueError(
+                    f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) but got {placement}"
+                )
+
+
 def shard_now(own: Group) -> None:
     """Shard what is in the modules of a group, is not ignored, and no group in it has sharded before.
 
@@ -107,12 +127,30 @@ def shard_now(own: Group) -> None:
             inner.changed()
         elif inner.mesh != own.mesh and inner.placed is None and inner.mesh.mesh.equal(own.mesh.mesh):
             _by_the_names_of(inside, inner, own)
-    policy = policy_of(module, own, leave=done)
-    params = shard_own(module, own.mesh, policy, later=True)
+    with _by_own_names(module, ignored | done, own):
+        params = shard_own(module, own.mesh, policy_of(module, own, leave=done), later=True)
     kept = {id(buffer) for buffer in module.buffers() if buffer.device == own.device or buffer.is_meta}
     names = {name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) in kept}
     params.buffers = {name: new for name, new in params.buffers.items() if name not in names}
     install(module, params)
+
+
+@contextmanager
+def _by_own_names(module: nn.Module, leave: set[int], own: Group) -> Iterator[None]:
+    """Parameters that are DTensors on the whole mesh, as DTensors on the group's mesh of the same ranks."""
+    theirs = own.placed
+    if theirs is None or theirs.ndim < own.mesh.ndim:
+        yield
+        return
+    found = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in leave]
+    for parameter in found:
+        move_to_mesh(parameter, own.mesh, parameter.placements)
+    try:
+        yield
+    except Exception:
+        for parameter in found:
+            move_to_mesh(parameter, theirs, parameter.placements)
+        raise
 
 
 def _by_the_names_of(module: nn.Module, inner: Group, own: Group) -> None:

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from shardfn._torch import parameters_of
-from shardfn.compat.fsdp2.construction import check_modules, container, dims_of, shard_now
+from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
 from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups
-from shardfn.compat.fsdp2.meshes import data_mesh
+from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
 from shardfn.compat.fsdp2.running import held_now, own_of, run
 from shardfn.compat.loading import CopiesIntoShards
 from shardfn.compat.meshes import across, placed_mesh
@@ -85,10 +85,15 @@ def fully_shard(
     ignored = list(ignored_params or ())
     tree, leave = container(modules), {id(p) for p in ignored}
     placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
-    names = tuple(data.mesh_dim_names or ())
+    whole, names = data, tuple(data.mesh_dim_names or ())
+    if placed is not None and dp_mesh_dims is not None and placed == mesh:
+        check_whole(tree, leave, dp_mesh_dims)
+        whole, names = whole_mesh(placed, dp_mesh_dims)
+    elif placed is not None:
+        whole = across("fully_shard", data, names, placed)
     own = Group(
         modules,
-        data if placed is None else across("fully_shard", data, names, placed),
+        whole,
         names,
         mp_policy,
         isinstance(offload_policy, CPUOffloadPolicy),

@@ -91,6 +91,8 @@ def policy_of(module: nn.Module, own: Group, leave: Set[int] = frozenset()) -> P
         ignored |= {id(p) for p in group.ignored}
         if name:
             units[exactly(name)] = _unit_settings(group)
+    if own.reshard:
+        units[""] = {"regather": own.reshard}
     rules: dict[str, str] = {}
     ignore: list[str] = []
     shards = shards_in(module)
@@ -105,7 +107,6 @@ def policy_of(module: nn.Module, own: Group, leave: Set[int] = frozenset()) -> P
         units=units,
         ignore=ignore,
         batch=own.data,
-        regather=own.reshard if own.reshard is not None else True,
         compute_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
         output_dtype=precision.output_dtype,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import roles
+from shardfn.core.mesh import roles, use_part
 
 OWN_AXES = ("replicate", "fsdp")
 
@@ -32,13 +32,42 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if names is not None and roles(names, names).shardable == names[-1:]:
         return mesh
+    return _by_names(mesh, OWN_AXES[-mesh.ndim :])
+
+
+def _by_names(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of the same groups with other axis names."""
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     return DeviceMesh.from_group(
         groups if mesh.ndim > 1 else groups[0],
         mesh.device_type,
         mesh=mesh.mesh if mesh.ndim > 1 else None,
-        mesh_dim_names=OWN_AXES[-mesh.ndim :],
+        mesh_dim_names=names,
     )
+
+
+def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """A mesh on which parameters are DTensors, and its data axes, by names of ours where theirs say something else.
+
+    Modules go on computing with DTensors on `mesh`.
+
+    Raises:
+        ShardError: several dims shard, or replicate.
+    """
+    theirs = (*dims.replicate_names, *dims.shard_names)
+    if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
+        raise ShardError(
+            f"fully_shard: parameters are DTensors on {mesh}, and dp_mesh_dims has several dims of a kind, {theirs}; "
+            "make them one dim of the mesh"
+        )
+    names = tuple(mesh.mesh_dim_names or ())
+    if roles(names, theirs).shardable == theirs[-1:]:
+        return mesh, theirs
+    ours = dict(zip(theirs, OWN_AXES[-len(theirs) :], strict=True))
+    names = tuple(ours.get(name, name) for name in names)
+    made = _by_names(mesh, names)
+    use_part(made, names, mesh)
+    return made, tuple(ours.values())
 
 
 def _of_all_ranks() -> DeviceMesh:

@@ -16,14 +16,15 @@ from shardfn.core.mesh import Grid, part_of
 from shardfn.core.plan import Plan
 
 
-def placed_specs(plan: Plan, grid: Grid) -> Mapping[str, DTensorSpec]:
-    """Parameter -> mesh, placements and whole shape of the DTensor that modules use."""
-    found: dict[str, DTensorSpec] = {}
+def placed_specs(plan: Plan, grid: Grid) -> Mapping[str, tuple[DTensorSpec, frozenset[int]]]:
+    """Parameter -> mesh, placements and whole shape of the DTensor that modules use, and which axes split the batch."""
+    found: dict[str, tuple[DTensorSpec, frozenset[int]]] = {}
     for name, layout in plan.layouts.items():
         if layout.placed is not None:
             axes = tuple(axis for axis, _ in layout.placed)
             placements = [Replicate() if dim is None else Shard(dim) for _, dim in layout.placed]
-            found[name] = dtensor_spec(part_of(grid.mesh, axes), placements, layout.shape, plan.compute_dtypes[name])
+            spec = dtensor_spec(part_of(grid.mesh, axes), placements, layout.shape, plan.compute_dtypes[name])
+            found[name] = spec, frozenset(at for at, axis in enumerate(axes) if axis in plan.roles.data)
     return found
 
 
@@ -32,19 +33,23 @@ class AsPlaced(torch.autograd.Function):
 
     forward   [part] -> DTensor
     backward  d DTensor, of any placements -> (summed, gathered or cut) -> d [part]
+
+    Along the axes in `data`, ranks have other samples, and gradients of their own: those are reduced as of any weight.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, spec: DTensorSpec) -> DTensor:
-        ctx.spec = spec
+    def forward(ctx: Any, part: Tensor, spec: DTensorSpec, data: frozenset[int]) -> DTensor:
+        ctx.spec, ctx.data = spec, data
         return wrap_local(part.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         assert isinstance(grad, DTensor)
-        if grad.placements != ctx.spec.placements:
-            grad = grad.redistribute(ctx.spec.mesh, ctx.spec.placements)
+        own = (at in ctx.data and placement.is_partial("sum") for at, placement in enumerate(grad.placements))
+        wanted = [x if keep else y for keep, x, y in zip(own, grad.placements, ctx.spec.placements, strict=True)]
+        if list(grad.placements) != wanted:
+            grad = grad.redistribute(ctx.spec.mesh, wanted)
         if torch.is_grad_enabled():  # somebody differentiates the gradient
-            return grad.to_local(), None
-        return waited(unwrap_local(grad)), None
+            return grad.to_local(), None, None
+        return waited(unwrap_local(grad)), None, None

@@ -16,9 +16,9 @@
     in the backward of the unit             `_Gathered`, from the first unpack until the bucket's gradients arrive
 These are all collectives over data axes: one all-gather a bucket in each column, and one reduction (an all-reduce more
 over `replicate`). Those over compute axes are in tensor_parallel.py, that of the loss is in transforms.py, and
-docs/design.md follows a whole step. The root unit is gathered first and kept until its backward: its views are saved as
-they are. A bucket that needs no collective (one data rank, or replicated weights) has nothing to free. Memory comes
-from the buckets' pool, which hands it out again when nobody refers to it.
+docs/design.md follows a whole step. The root unit is gathered first and, unless the policy frees it too, kept until its
+backward: its views are saved as they are. A bucket that needs no collective (one data rank, or replicated weights) has
+nothing to free. Memory comes from the buckets' pool, which hands it out again when nobody refers to it.
 """
 
 import sys
@@ -92,7 +92,7 @@ class _Runtime:
         self.units = {unit.name: unit for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
         moving = {bucket.unit for bucket, spot in self.spots.items() if spot.moves}
-        regather = {name for name, unit in self.units.items() if name and unit.regather}
+        regather = {name for name, unit in self.units.items() if unit.regather}
         self.frees = regather & moving if not simulated() else set[str]()
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
         self.recomputable = {name for name in self.frees if self._stands_alone(name)}
@@ -109,7 +109,7 @@ class _Runtime:
 
     def _stands_alone(self, unit: str) -> bool:
         """Whether a unit holds no other one, and gathering it moves data."""
-        inner = any(other.startswith(f"{unit}.") for other in self.units)
+        inner = not unit or any(other.startswith(f"{unit}.") for other in self.units)
         return not inner and any(self.spots[bucket].moves for bucket in self.units[unit].buckets)
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ def _refuse(written: str | None) -> None:
 
 def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
     axis = plan.keep_axis
-    counts = {unit.name: plan.kept_over(unit) for unit in plan.units if unit.name and not grid.pure}
+    counts = {unit.name: plan.kept_over(unit) for unit in plan.units if not grid.pure}
     made = {n: Neighbours(grid, axis, n) for n in dict.fromkeys(counts.values()) if n is not None and axis is not None}
     return {name: made[count] for name, count in counts.items() if count in made}
 
@@ -279,7 +279,7 @@ class Session:
                 wholes[name] = compute_view(layouts[name], [wholes[leaf.name] for leaf in layouts[name].leaves])
             if name in self.runtime.placed:
                 self._versions.pop(name, None)  # the DTensor counts its changes by itself
-                wholes[name] = AsPlaced.apply(wholes[name], self.runtime.placed[name])
+                wholes[name] = AsPlaced.apply(wholes[name], *self.runtime.placed[name])
         return wholes
 
     def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:

@@ -1,0 +1,38 @@
+"""What tests that run on ranks share: a folder, warnings that are not theirs to test, and parameters set to zero."""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A directory that all ranks see."""
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        yield Path(shared[0])
+        dist.barrier()
+
+
+@contextmanager
+def quiet(*kinds: type[Warning]) -> Iterator[None]:
+    """Without warnings of these kinds, by default those that torch's own functions raise."""
+    with warnings.catch_warnings():
+        for kind in kinds or (FutureWarning, UserWarning):
+            warnings.simplefilter("ignore", kind)
+        yield
+
+
+def zeroed(model: nn.Module) -> None:
+    """Set every parameter, or this rank's part of it, to zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
