@@ -16,8 +16,8 @@ help: ## list the targets
 train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--mesh fsdp=4" (ARGS=--help lists all)
 	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
-test: .venv/.with-test ## run the tests: ARGS="-k plan"
-	$(PY) -m pytest $(ARGS)
+test: .venv/.with-test ## run the tests, by two workers: ARGS="-k plan"
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 18 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

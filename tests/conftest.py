@@ -9,6 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of the tables of compatible classes, how many rows are served, refused and missing."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    rows = [value for report in reports for key, value in report.user_properties if key == "rows"]
+    if rows:
+        terminalreporter.section("rows of the tables")
+    for value in rows:
+        terminalreporter.write_line(str(value))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_ranks() -> Iterator[None]:
     yield

@@ -1,8 +1,10 @@
 """Tables of what a compatible class serves: one case a row, which runs on ranks."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 STATUSES = ("served", "refused", "missing")
@@ -50,6 +52,15 @@ class Table:
         """How many rows there are of each status."""
         counts = Counter(each.status for each in self.rows.values())
         return ", ".join(f"{counts[status]} {status}" for status in STATUSES)
+
+    def counts_said_in(self, page: str) -> str:
+        """The counts that a page of the docs has, in the same words."""
+        text = (Path(__file__).parents[1] / "docs" / page).read_text()
+        found = re.search(r"(\d+) rows[^.]*?(\d+) are served, (\d+) refused[^.]*?(\w+) missing", text)
+        assert found is not None, f"{page} does not say how many rows are served"
+        total, served, refused, missing = (int(each) if each != "none" else 0 for each in found.groups())
+        assert total == served + refused + missing, page
+        return f"{served} served, {refused} refused, {missing} missing"
 
     @property
     def missing(self) -> list[str]:

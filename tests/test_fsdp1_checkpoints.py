@@ -1,7 +1,6 @@
 """State dicts and checkpoints of FSDP1's class: through torch's own tools, and to and from torch's own class."""
 
 import copy
-import itertools
 import warnings
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack
+from options import NONE, combinations, named
 from ranks import folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -174,25 +174,6 @@ def test_checkpoint_directories_go_both_ways() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # torch's own tools
 
-FLAGS = (
-    "full_state_dict",
-    "cpu_offload",
-    "ignore_frozen_params",
-    "broadcast_from_rank0",
-    "flatten_optimizer_state_dict",
-)
-
-
-def _options() -> list[dict[str, bool]]:
-    """Every combination that torch serves: `broadcast_from_rank0` is for whole state dicts, flat ones are sharded.
-
-    A whole and flat optimizer state cannot be loaded, of any model: torch 2.13 has a KeyError for its own.
-    """
-    found: list[dict[str, bool]]
-    found = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=len(FLAGS))]
-    refused = "broadcast_from_rank0", "flatten_optimizer_state_dict"
-    return [flags for flags in found if not flags[refused[flags["full_state_dict"]]]]
-
 
 def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
     given: dict[str, Any] = {"sharding_strategy": strategy}
@@ -228,7 +209,7 @@ def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
         _assert_same(_full(FSDP, loaded), reference.state_dict(), 1e-5)
 
 
-@pytest.mark.parametrize("flags", _options(), ids=lambda flags: "-".join(k for k, v in flags.items() if v) or "none")
+@pytest.mark.parametrize("flags", combinations(), ids=named)
 def test_every_combination_of_options(flags: dict[str, bool]) -> None:
     run(_round_trip, flags, ShardingStrategy.FULL_SHARD, ranks=2)
 
@@ -236,7 +217,7 @@ def test_every_combination_of_options(flags: dict[str, bool]) -> None:
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 def test_options_of_other_strategies(strategy: ShardingStrategy) -> None:
     for full in (False, True):
-        run(_round_trip, dict.fromkeys(FLAGS, False) | {"full_state_dict": full}, strategy, ranks=4)
+        run(_round_trip, NONE | {"full_state_dict": full}, strategy, ranks=4)
 
 
 def _asynchronously() -> None:
