@@ -30,7 +30,7 @@ TOLERANCES = {
     "haiscale_gpt": 1e-4,
 }
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
-TIMEOUT = 120
+TIMEOUT = 240
 # How processes of torch 2.13 may end on gloo, after everything: scripts of torch alone did in 5 of 27 runs here.
 ENDS_BADLY = "terminate called without an active exception"
 

@@ -28,7 +28,7 @@ def _run(script: Path, folder: Path, ranks: int, *options: str) -> Any:
     command = [sys.executable, *launcher, str(script), "--out", str(folder), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     (folder / "model.pt").unlink(missing_ok=True)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     wrote = "terminate called without an active exception" in done.stderr and (folder / "model.pt").exists()
     assert done.returncode == 0 or wrote, done.stderr[-5000:]  # see ENDS_BADLY in test_class_scripts.py
     return torch.load(folder / "model.pt")
