@@ -11,11 +11,15 @@ Killed at any time, the same command goes on from the last checkpoint, with the 
 """
 
 import argparse
+import io
 import json
+import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +75,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     number("--every", 50, "steps from one checkpoint and validation to the next")
     number("--valid", 256, "windows of validation text")
     number("--sample", 200, "bytes of code to generate at the end")
-    return parser.parse_args(argv)
+    with redirect_stdout(sys.stdout if os.environ.get("RANK", "0") == "0" else io.StringIO()):  # --help, once
+        return parser.parse_args(argv)
 
 
 def parse_mesh(value: str) -> dict[str, int]:

@@ -242,7 +242,8 @@ def test_bytes_and_table() -> None:
         lines[1].split("  ")[0] == "w" and "a@tp b@fsdp" in lines[1] and "[2, 3]" in lines[1] and "(root)" in lines[1]
     )
     assert lines[-1].startswith(
-        "mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 units; 4 collectives over data axes and 80 bytes"
+        "mesh fsdp=2, tp=4; 40 bytes of shards per rank; 1 unit, the whole model at once; "
+        "4 collectives over data axes and 80 bytes"
     )
     assert "(scalar)" in str(plan()) and "[4, 3] + [2, 3] + [2, 3]" in str(plan())
     assert plan(sf.Policy(), MESH, {}).bytes_per_rank == 0 and str(plan(sf.Policy(), MESH, {}))

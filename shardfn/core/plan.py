@@ -197,6 +197,10 @@ class Plan:
         trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
         return split + again + (len(several) if trains else 0)
 
+    def _units_said(self) -> str:
+        alone = len(self.units) == 1 and not self.units[0].name
+        return "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
+
     @property
     def keep_axis(self) -> str | None:
         """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
@@ -301,7 +305,7 @@ class Plan:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         return (
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{len(self.units)} units; {self.data_collectives} collectives over data axes and "
+            f"{self._units_said()}; {self.data_collectives} collectives over data axes and "
             f"{self.comm_bytes:,} bytes received per step"
         )
 
