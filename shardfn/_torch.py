@@ -16,6 +16,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import (
     TransformType,
     _unwrap_for_grad,
@@ -180,6 +181,11 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
 def is_traced() -> bool:
     """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def seen_by_dynamo() -> bool:
+    """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
 
 
 def has_no_memory() -> bool:

@@ -7,7 +7,7 @@ that functions take.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -15,12 +15,23 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardfn._torch import buffers_of, children_of, dtypes_of, move_to_mesh, parameters_of, spec_of, unwrap_local
+from shardfn._torch import (
+    buffers_of,
+    children_of,
+    dtypes_of,
+    move_to_mesh,
+    parameters_of,
+    seen_by_dynamo,
+    simulated,
+    spec_of,
+    unwrap_local,
+)
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict, rank_of_part
 from shardfn.core.engine.gradients import is_held_back
@@ -28,11 +39,12 @@ from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
 from shardfn.core.model import note_shard
 from shardfn.core.plan import Plan, Reduction
-from shardfn.core.shadow import submodule, unwrapped
+from shardfn.core.shadow import OWN, submodule, unwrapped
 from shardfn.core.tree import Params
 
-REPLACED = "_shardfn_replaced"  # on a parameter whose place a shard took: its name
-STANDS_FOR = "_shardfn_stands_for"  # on a whole parameter: the leaf that it stands for
+SHARD = f"{OWN}shard"  # on a parameter that is a shard
+REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
+STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
 
@@ -149,20 +161,31 @@ def install(model: nn.Module, params: Params) -> Held:
         if (id(table), attribute) in done:
             continue
         done.add((id(table), attribute))
-        before = table.pop(attribute)
+        before = table[attribute]
+        assert before is not None
+        keys: dict[str, nn.Parameter] = {}
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
                 made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
-                vars(made[leaf.name]).update(vars(before))
+                vars(made[leaf.name]).update(vars(before), **{SHARD: True})
             vars(before)[REPLACED] = name
             key = attribute + leaf.name.removeprefix(name)
-            table[key] = made[leaf.name]
+            keys[key] = made[leaf.name]
             note_shard(submodule(model, path), key, params.plan.layouts[name].placed)
+        _put(table, attribute, keys)
     _warn_of_references(model)
     for name, buffer in params.buffers.items():
         path, _, key = name.rpartition(".")
         buffers_of(submodule(model, path))[key] = buffer
     return Held(model, params.plan, params.mesh)
+
+
+def _put(table: dict[str, Any], attribute: str, made: Mapping[str, nn.Parameter]) -> None:
+    """Put the leaves of a parameter in its place: optimizers count parameters in their order."""
+    items = list(table.items())
+    table.clear()
+    for key, value in items:
+        table.update(made if key == attribute else {key: value})
 
 
 def _warn_of_references(model: nn.Module) -> None:
@@ -248,6 +271,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
+_STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
 _TRAINERS: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 _NEW: "weakref.WeakSet[Any]" = weakref.WeakSet()  # trainers that no torch optimizer has stepped yet
 
@@ -279,9 +303,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """Refuse a step that would train nothing, or with gradients of this rank only.
 
     Raises:
-        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`.
+        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`; another rank's
+            state.
     """
     name = type(optimizer).__name__
+    ours: list[DTensor] = []
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if REPLACED in vars(parameter):
             raise ShardError(
@@ -289,30 +315,54 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                 "Make the optimizer from the sharded model's parameters()."
             )
-        _require_own_state(name, optimizer.state.get(parameter), parameter)
+        if isinstance(parameter, DTensor) and SHARD in vars(parameter):
+            ours.append(parameter)
         if is_held_back(parameter.grad):
             raise ShardError(
                 f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
                 "step outside of no_sync()"
             )
+    if ours:
+        _require_own_states(optimizer, ours)
 
 
-def _require_own_state(name: str, state: Mapping[str, Any] | None, parameter: Tensor) -> None:
+def _require_own_states(optimizer: torch.optim.Optimizer, shards: Sequence[DTensor]) -> None:
     """A pickled state is that of the rank which pickled it, whoever loads it.
 
+    Looked at before the first step, and before the first one after `load_state_dict`.
+
     Raises:
-        ShardError: it is that of another rank.
+        ShardError: on every rank, when one has the state of another rank, or only some have a state.
+
+    Communication: one small all-reduce an axis.
     """
-    if not isinstance(parameter, DTensor):
+    if _STATES.get(optimizer) == id(optimizer.state) or seen_by_dynamo() or simulated():
         return
-    own = spec_of(parameter)
+    name, mesh = type(optimizer).__name__, shards[0].device_mesh
+    problem = next(filter(None, (_foreign(optimizer.state.get(shard), shard) for shard in shards)), None)
+    flags = torch.tensor([problem is not None, bool(optimizer.state), True], dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(flags, group=mesh.get_group(axis))
+    wrong, loaded, ranks = flags.tolist()
+    if wrong:
+        what = problem or f"{wrong} of {ranks} ranks have loaded the state of another rank"
+        raise ShardError(
+            f"{name}.step: {what}. optimizer.state_dict() has this rank's parts: save it on every rank and load each "
+            "its own, or whole by FSDP.optim_state_dict, get_optimizer_state_dict or trainer.save(..., optimizer=...)."
+        )
+    if loaded not in (0, ranks):
+        raise ShardError(f"{name}.step: {loaded} of {ranks} ranks have a state and the others none; load it on all")
+    _STATES[optimizer] = id(optimizer.state)
+
+
+def _foreign(state: Mapping[str, Any] | None, shard: DTensor) -> str | None:
+    """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here."""
+    own = spec_of(shard)
     for key, value in (state or {}).items():
         if isinstance(value, DTensor) and value.device_mesh is not own.mesh:
             if foreign := rank_of_part(value, own.mesh.mesh.flatten().tolist()):
-                raise ShardError(
-                    f"{name}.step: '{key}' of a parameter is {foreign}. optimizer.state_dict() has this rank's parts: "
-                    "save it on every rank and load each its own, or whole by FSDP.optim_state_dict, "
-                    "get_optimizer_state_dict or trainer.save(..., optimizer=optimizer)."
-                )
-            if value.device_mesh == own.mesh:  # seen once is enough
+                return f"'{key}' of a parameter is {foreign}"
+            if value.device_mesh == own.mesh:
                 move_to_mesh(value, own.mesh, value.placements)
+    return None

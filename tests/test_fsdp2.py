@@ -1,6 +1,8 @@
 """FSDP2's `fully_shard` on this engine, in models that train, against one process."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardfn as sf
-from shardfn.compat.fsdp2 import FSDPModule, fully_shard
+from shardfn.compat.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardfn.testing import assert_close, assert_trees_close, run
 
 
@@ -134,6 +136,112 @@ def test_gradients_divided_by_a_factor() -> None:
     run(_divided, ranks=2)
 
 
+class _Seen(nn.Module):
+    """Notes the dtypes that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        self.seen = [x.dtype, other.dtype]
+        return self.inner(x.to(self.inner.weight.dtype))
+
+
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = _Seen(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = self.block(x, other)
+        self.seen = x.dtype
+        return self.head(x.float())
+
+
+def _casts() -> None:
+    """Inputs only where a dtype was asked for, also around a group without parameters of its own."""
+    inputs = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float64)
+    model: Any = _Around()
+    fully_shard(model.block)
+    fully_shard(model)
+    model(*inputs)
+    assert model.block.seen == [torch.bfloat16, torch.float64]
+    model = _Around()
+    precision = MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(model.block.inner, mp_policy=precision)
+    fully_shard(model.block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    fully_shard(model)
+    model(torch.ones(2, 4), inputs[1]).sum().backward()
+    assert model.block.seen == [torch.bfloat16] * 2 and model.seen == torch.float64
+
+
+def test_casts_are_those_that_were_asked_for() -> None:
+    run(_casts, ranks=2)
+
+
+def _inside_out(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _freed() -> None:
+    for sharded in (fully_shard, _inside_out):
+        model: Any = sharded(MLPs(6, 15))
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        alive = weakref.ref(model), weakref.ref(model.blocks[0].up.weight)
+        del model
+        gc.collect()
+        assert [each() for each in alive] == [None, None]
+
+
+def test_a_model_that_ran_is_freed() -> None:
+    run(_freed, ranks=2)
+
+
+def _in_graphs() -> None:
+    """A compiled model, a compiled function that calls one, and `compile()` of it."""
+    ids = torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = MLPs(6, 15).double()
+    found = []
+    for way in ("eager", "compile(model)", "compile(step)", "model.compile()"):
+        for sharded in (fully_shard, _inside_out):
+            torch._dynamo.reset()
+            model: Any = sharded(copy.deepcopy(plain))
+            call: Any = torch.compile(model, backend="eager") if way == "compile(model)" else model
+            if way == "model.compile()":
+                model.compile(backend="eager")
+
+            def step(ids: Tensor, call: Any = call) -> Tensor:
+                return call(ids).square().mean()
+
+            run_step = torch.compile(step, backend="eager") if way == "compile(step)" else step
+            run_step(ids).backward()
+            graphs = sum(torch._dynamo.utils.counters["stats"].values())
+            assert (graphs > 0) == (way != "eager"), way
+            found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    for each in found[1:]:
+        assert_trees_close(each, found[0], rtol=0, atol=1e-12)
+
+
+def test_compiled_models_and_steps() -> None:
+    run(_in_graphs, ranks=2)
+
+
+def _in_order() -> None:
+    model: Any = MLPs(6, 15)
+    names = [name for name, _ in model.named_parameters()]
+    fully_shard(model, ignored_params={model.blocks[0].up.bias})
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_parameters_keep_their_order() -> None:
+    run(_in_order, ranks=2)
+
+
 def _refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model: Any = MLPs(6, 15)
@@ -141,6 +249,11 @@ def _refused() -> None:
         fully_shard(model.blocks, mesh=mesh)
     with pytest.raises(ValueError, match="it should be a factor of 2, not 3"):
         fully_shard(model, mesh=mesh, reshard_after_forward=3)
+    wrong: list[dict[str, Any]]
+    wrong = [{"ignored_params": {"head.weight"}}, {"offload_policy": "cpu"}, {"mp_policy": torch.bfloat16}]
+    for given in wrong:
+        with pytest.raises(TypeError, match=f"fully_shard: {next(iter(given))}"):
+            fully_shard(model, mesh=mesh, **given)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     fully_shard(model.head, mesh=mesh)
     with pytest.raises(AssertionError, match="can only be applied to a module once"):

@@ -72,6 +72,31 @@ def test_trains_as_one_process(group: int | None, reshard: bool) -> None:
     run(_trains, group, reshard, ranks=4)
 
 
+def _state_of_rank_0(kind: str) -> None:
+    """Every rank loads what rank 0 alone had, or rank 0 alone loads; all hear of it, before anything changes."""
+    model, _ = _trained()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 5).double()).sum().backward()
+    optimizer.step()
+    state = [optimizer.state_dict()]
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01) if kind == "one" else optimizer
+    if kind == "all":
+        dist.broadcast_object_list(state, 0)
+    if kind == "all" or dist.get_rank() == 0:
+        fresh.load_state_dict(state[0])
+    model(torch.ones(2, 5).double()).sum().backward()
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    own = "is the part of rank 0" if dist.get_rank() else "1 of 2 ranks have loaded the state of another rank"
+    with pytest.raises(sf.ShardError, match=own if kind == "all" else "1 of 2 ranks have a state and the others none"):
+        fresh.step()
+    assert all(torch.equal(p.to_local(), was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["all", "one"])
+def test_an_optimizer_state_of_rank_0_alone(kind: str) -> None:
+    run(_state_of_rank_0, kind, ranks=2, timeout=30)
+
+
 def _groups_made_by_some_ranks() -> None:
     """The caller's own groups: torch would count one more on two of the four ranks, and name the next by that."""
     dist.new_group([0, 1])

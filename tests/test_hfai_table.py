@@ -469,7 +469,7 @@ def evaluates() -> None:
 
 @row("2 train_fsdp.py", "optimizer.state_dict() of rank 0 loaded everywhere", "refused")
 def refuses_the_optimizer_of_rank_0() -> None:
-    """It is rank 0's parts: elsewhere the next step is an error that names what to use; on rank 0 it is not."""
+    """It is rank 0's parts: the next step is an error on every rank, which names what to use, and changes nothing."""
     with folder() as at:
         model = wrapped()
         optimizer = trained(model)
@@ -480,12 +480,12 @@ def refuses_the_optimizer_of_rank_0() -> None:
         fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
         fresh.load_state_dict(state["optimizer"])
         model(mine(batch(2))).square().mean().backward()
-        if rank():
-            with pytest.raises(ShardError, match="save it on every rank and load each its own") as found:
-                fresh.step()
-            assert "FSDP.optim_state_dict" in str(found.value) and "rank 0" in str(found.value)
-        else:
+        before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+        with pytest.raises(ShardError, match="save it on every rank and load each its own") as found:
             fresh.step()
+        assert "FSDP.optim_state_dict" in str(found.value)
+        assert ("is the part of rank 0" if rank() else "1 of 2 ranks have loaded") in str(found.value)
+        assert_trees_close({n: p.to_local() for n, p in model.named_parameters()}, before, rtol=0, atol=0)
 
 
 @row("2 train_fsdp.py", "optimizer.state_dict() of rank 0: other optimizers", "refused")
@@ -503,9 +503,8 @@ def refuses_other_optimizers_of_rank_0() -> None:
         fresh = torch.optim.SGD(model.parameters(), 0.1, 0.9)
         fresh.load_state_dict(state)
         model(mine(batch(2))).square().mean().backward()
-        if rank():
-            with pytest.raises(ShardError, match="save it on every rank and load each its own"):
-                fresh.step()
+        with pytest.raises(ShardError, match="save it on every rank and load each its own"):
+            fresh.step()
 
 
 @row("2 train_fsdp.py", "optimizer.state_dict() of each rank")

@@ -62,10 +62,35 @@ def test_a_command_that_means_nothing(argv: list[str], match: str) -> None:
         command.main(argv)
 
 
+SPAWNS = """
+import multiprocessing
+
+def found(queue):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    queue.put(FullyShardedDataParallel.__module__)
+
+if __name__ == "__main__":
+    for way in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(way)
+        queue = context.Queue()
+        process = context.Process(target=found, args=(queue,))
+        process.start()
+        print(queue.get(timeout=120))
+        process.join()
+"""
+
+
+def test_processes_that_a_script_spawns(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNS)
+    assert _output(tmp_path, "-m", "shardfn.compat", "script.py").split() == ["shardfn.compat.fsdp1.wrapper"] * 2
+
+
 DOORS = """
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed._composable.fsdp import fully_shard as old
 from torch.distributed.fsdp._fully_shard import fully_shard as private
+from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as inner
+from torch.distributed._composable.fsdp.fully_shard import fully_shard as older
 from hfai.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as ours
 from hfai.distributed.fsdp.warp import size_based_auto_wrap_policy
 from hfai.distributed.fsdp.wrap import size_based_auto_wrap_policy as same

@@ -138,7 +138,13 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
     """
     found: set[type[nn.Module]] = set()
     for name, inside in module.named_modules():
-        for cls in getattr(inside, "_fsdp_modules", ()):
+        listed = getattr(inside, "_fsdp_modules", ())
+        if not isinstance(listed, list | tuple | set | frozenset):
+            raise ShardError(
+                f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} is {listed!r}, no "
+                "list of classes"
+            )
+        for cls in listed:
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
                 raise ShardError(
                     f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} lists {cls!r}, "

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,9 @@ _PUT: dict[str, dict[str, Any]] = {
     "torch.distributed.fsdp": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel, **_FSDP2},
     "torch.distributed.fsdp.fully_sharded_data_parallel": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel},
     "torch.distributed.fsdp._fully_shard": _FSDP2,
+    "torch.distributed.fsdp._fully_shard._fully_shard": _FSDP2,
     "torch.distributed._composable.fsdp": _FSDP2,
+    "torch.distributed._composable.fsdp.fully_shard": {key: _FSDP2[key] for key in _FSDP2 if key != "share_comm_ctx"},
     "torch.distributed.fsdp.wrap": {
         "default_auto_wrap_policy": wrap.default_auto_wrap_policy,
         "ConfigAutoWrap": wrap.ConfigAutoWrap,
@@ -76,7 +79,22 @@ def on() -> None:
             setattr(module, key, value)
     sys.meta_path.insert(0, _OURS)
     sys.meta_path.append(_EMPTY)
+    _before.append((spawn, "get_preparation_data", spawn.get_preparation_data))
+    spawn.__dict__["get_preparation_data"] = _preparation_data
     _forget()
+
+
+class _OnInAChild:
+    """Unpickled in a process that this one spawns, before its script: turns the switch on there."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return importlib.import_module, ("shardfn.compat.auto",)
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """What a spawned process is told before it imports the script."""
+    given = next(value for module, key, value in _before if module is spawn and key == "get_preparation_data")
+    return {**given(name), "shardfn": _OnInAChild()}
 
 
 def off() -> None:

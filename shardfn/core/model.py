@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import parameters_of
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import class_of, unwrapped
+from shardfn.core.shadow import OWN, class_of, unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 # On a module that holds shards: attribute -> how the parameter was placed before, None for a plain tensor. Not on the
 # parameter: `module.to()` and `.half()` swap DTensors with new ones, and their attributes go with the old ones.
-PLACED = "_shardfn_placed"
+PLACED = f"{OWN}placed"
 Placed = tuple[tuple[str, int | None], ...]
 
 

@@ -769,21 +769,26 @@ def _owners(info: ModelInfo, units: Sequence[str]) -> dict[str, str]:
 def _units(
     layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, policy: Policy, info: ModelInfo
 ) -> tuple[Unit, ...]:
-    """The root unit first, then the others in the model's order; units without parameters are left out."""
+    """The root unit first, then the others in the model's order, but none without parameters that casts nothing."""
     members: dict[str, list[Layout]] = {name: [] for name in ("", *names)}
     for layout in layouts.values():
         members[layout.unit].append(layout)
     modules = {module.name: module for module in info.modules}
-    return tuple(_unit(name, own, role, policy, modules.get(name)) for name, own in members.items() if own)
+    found = (_unit(name, own, role, policy, modules.get(name)) for name, own in members.items())
+    return tuple(unit for unit in found if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
 
 
 def _unit(name: str, own: Sequence[Layout], role: Roles, policy: Policy, module: ModuleInfo | None) -> Unit:
     settings = _own_settings(policy, module)
     there = replace(policy, **{"output_dtype": None} | settings)
     buckets = _buckets(name, own, role, there)
-    # The inputs of the whole model are cast already: only a unit that differs does it again.
+    # The inputs of the whole model are cast already: only a unit that differs does it again. Without a dtype to compute
+    # in, of the policy or its own, inputs stay as they are.
     casts = there.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
+    casts = casts and not (there.compute_dtype is None and policy.compute_dtype is None)
     dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}
+    if not own and there.compute_dtype is not None:
+        dtypes = {there.compute_dtype}
     given = dtypes.pop() if casts and len(dtypes) == 1 else None
     params = tuple(layout.name for layout in own)
     regather = there.regather if name else settings.get("regather", False)

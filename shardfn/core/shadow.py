@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from shardfn._torch import children_of, set_tables
 
-WRAPPED = "_shardfn_wrapped_module"
-CLASS = "_shardfn_class"  # on a module whose class was replaced by one that shards: the class of its model
+OWN = "_shardfn_"  # attributes that begin so are this library's
+WRAPPED = f"{OWN}wrapped_module"
+CLASS = f"{OWN}class"  # on a module whose class was replaced by one that shards: the class of its model
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -42,9 +43,12 @@ def submodule(module: nn.Module, path: str) -> Any:
 
 
 def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> Any:
-    """A module of the same class that shares every attribute except parameters, buffers and the list of children."""
+    """A module of the same class that shares every attribute except parameters, buffers and the list of children.
+
+    What this library notes on modules (`OWN`) is about them, may hold them, and would keep them alive in a copy.
+    """
     module = unwrapped(module)
     copy = object.__new__(class_of(module))
-    copy.__dict__.update(module.__dict__)
+    copy.__dict__.update((key, value) for key, value in module.__dict__.items() if not key.startswith(OWN))
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy

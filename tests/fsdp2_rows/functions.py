@@ -38,7 +38,6 @@ from fsdp2_rows.common import (
     trains,
     values,
 )
-from shardfn import ShardError
 from shardfn.compat.fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardfn.testing import assert_close, assert_trees_close, count_collectives
 
@@ -392,12 +391,23 @@ def compiles() -> None:
     assert_trees_close(found[1], found[0], rtol=0, atol=1e-12)
 
 
-@row("4.1", "compile() of what holds groups", "refused")
-def refuses_to_compile_the_root() -> None:
-    """A graph of the whole model is refused: gathers stay outside of graphs, so units are compiled instead."""
-    model = sharded()
-    model.compile(backend="eager")
-    refuses(lambda: model(mine(tokens())), ShardError, "Compile the units instead", "compile() on each of them")
+@row("4.1", "compile() of what holds groups, torch.compile")
+def compiles_the_root() -> None:
+    """Groups that hold no other become graphs: gathers stay outside of them."""
+    for way in ("compile", "torch.compile"):
+        model: Any = sharded()
+        if way == "compile":
+            model.compile(backend="eager")
+        call: Any = torch.compile(model, backend="eager") if way == "torch.compile" else model
+        with quiet():
+            loss_of(call, mine(tokens())).backward()
+        assert [block._compiled_call_impl is not None for block in model.blocks] == [True, True]
+        found = gradients(model)
+        torch._dynamo.reset()
+        model.zero_grad()
+        eager = sharded()
+        loss_of(eager, mine(tokens())).backward()
+        assert_trees_close(found, gradients(eager), rtol=0, atol=1e-12)
 
 
 @row("4.1", "pickling state")

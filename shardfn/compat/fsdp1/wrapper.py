@@ -27,10 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
 
+from shardfn._torch import seen_by_dynamo
+from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp1 import arguments, meshes
 from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
-from shardfn.compat.fsdp1.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp1.construction import shard_now
 from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
@@ -212,6 +213,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def _begin(self, module: nn.Module, instance: Instance) -> None:
         """Stand before a module: see [Note: a module that stands before another]."""
+        expect_graphs("fsdp1", run, _wrapped_units)
         module = unwrapped(module)
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
@@ -256,8 +258,6 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_torchdynamo_orig_callable":
-            expect_graphs()  # torch.compile asks this of what it is given
         if name in _FLAT:
             raise AttributeError(arguments.why_not_flat(name))
         try:
@@ -303,11 +303,13 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        return (OUTSIDE.get("run") or run)(self, args, kwargs)
+        if seen_by_dynamo():
+            return OUTSIDE["fsdp1"](self, args, kwargs)
+        return run(self, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every unit; gathers stay outside of the graphs."""
-        compile_units(self, *args, **kwargs)
+        compile_units(_wrapped_units(self), *args, **kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
@@ -409,6 +411,11 @@ class _Hook:
 
     def __call__(self, flat: Tensor, shard: Tensor | None) -> None:
         _ = self.hook(self.state, flat) if shard is None else self.hook(self.state, flat, shard)
+
+
+def _wrapped_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules behind the instances in a tree: what of each `torch.compile` compiles."""
+    return [(name, inside.__dict__[WRAPPED]) for name, inside, _ in instances(module)]
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:

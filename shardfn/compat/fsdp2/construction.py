@@ -100,14 +100,13 @@ def check_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
                 )
 
 
-def shard_now(own: Group) -> None:
-    """Shard what is in the modules of a group, is not ignored, and no group in it has sharded before.
+def shard_now(own: Group, module: nn.Module) -> None:
+    """Shard what is in what a group is to hold, is not ignored, and no group in it has sharded before.
 
     Raises:
         ValueError: scalar parameters; parameters that are shared with modules sharded before.
         ShardError: as `shard`.
     """
-    module = container(own.modules)
     ignored, done = {id(p) for p in own.ignored}, shards_in(module)
     for name, parameter in module.named_parameters():
         if id(parameter) in ignored | done:

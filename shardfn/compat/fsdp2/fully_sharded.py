@@ -8,7 +8,7 @@ model's own class (`CLASS` in `core/shadow.py`).
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from shardfn._torch import parameters_of
+from shardfn._torch import parameters_of, seen_by_dynamo
+from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
 from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups
 from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
@@ -75,6 +76,7 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: as torch's function does, with its words.
+        TypeError: an argument of another kind.
         ShardError: what cannot be honoured, with what to do instead.
 
     Communication: one small object exchange.
@@ -83,6 +85,7 @@ def fully_shard(
     data = data_mesh(mesh, dp_mesh_dims)
     check_reshard(reshard_after_forward, data.size(data.ndim - 1))
     ignored = list(ignored_params or ())
+    _check_types(mp_policy, offload_policy, ignored)
     tree, leave = container(modules), {id(p) for p in ignored}
     placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
     whole, names = data, tuple(data.mesh_dim_names or ())
@@ -92,7 +95,6 @@ def fully_shard(
     elif placed is not None:
         whole = across("fully_shard", data, names, placed)
     own = Group(
-        modules,
         whole,
         names,
         mp_policy,
@@ -102,12 +104,25 @@ def fully_shard(
         dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
         placed,
     )
-    shard_now(own)
+    shard_now(own, tree)
+    expect_graphs("fsdp2", run, _units)
     for one in modules:
         one.__dict__[GROUP] = own
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
+
+
+def _check_types(precision: object, offload: object, ignored: Sequence[object]) -> None:
+    for name, value, kind in (
+        ("mp_policy", precision, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"fully_shard: {name}={value!r} is no {kind.__name__}")
+    for value in ignored:
+        if not isinstance(value, nn.Parameter):
+            raise TypeError(f"fully_shard: ignored_params has {value!r}, which is no parameter")
 
 
 def check_reshard(value: bool | int | None, ranks: int) -> None:
@@ -148,7 +163,17 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
+        if seen_by_dynamo():
+            return OUTSIDE["fsdp2"](self, "__call__", args, kwargs)
         return run(self, "__call__", args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` the forward of every group that holds no other; gathers stay outside of the graphs."""
+        inner = [each for each in _units(self) if each[0]]
+        if inner:
+            compile_units(inner, *args, **kwargs)
+        else:
+            super().compile(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module; whole tensors are cut into this rank's parts."""
@@ -334,6 +359,10 @@ class FSDPModule(nn.Module):
         return own_of(self)
 
 
+def _units(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, inside) for name, inside, _ in groups(module)]
+
+
 def _groups(module: nn.Module, recurse: bool) -> list[Group]:
     return [own for _, _, own in groups(module)] if recurse else [own_of(module)]
 
@@ -357,6 +386,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(getattr(type(module), method_name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if seen_by_dynamo():
+            return OUTSIDE["fsdp2"](self, method_name, args, kwargs)
         return run(self, method_name, args, kwargs)
 
     now: Any = type(module)

@@ -21,13 +21,12 @@ GROUP = "_shardfn_fsdp2"  # the key of a `Group` in the dict of each of its modu
 
 @dataclass(eq=False)
 class Group:
-    """One call of `fully_shard`: its modules, what it was asked, and how things stand.
+    """One call of `fully_shard`: what it was asked, and how things stand.
 
     `data` are the axes of the mesh that split the batch, the last one weights too; others are those of DTensors that
     `parallelize_module` made.
     """
 
-    modules: tuple[nn.Module, ...]
     mesh: DeviceMesh
     data: tuple[str, ...]
     precision: MixedPrecisionPolicy

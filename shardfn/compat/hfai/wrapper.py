@@ -136,7 +136,7 @@ def _groups(base: ProcessGroup | None, size: int | None) -> Any:
     if size is None:
         return base
     ranks = dist.get_process_group_ranks(base if base is not None else dist.group.WORLD)
-    if not isinstance(size, int) or size < 1 or len(ranks) % size:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or len(ranks) % size:
         raise ShardError(
             f"FullyShardedDataParallel: fsdp_group_size={size!r} must divide the number of ranks, {len(ranks)}"
             + (f", {len(ranks)} % {size} = {len(ranks) % size}" if isinstance(size, int) and size > 0 else "")
