@@ -5,7 +5,7 @@ and in its shapes, so that it can be loaded on another mesh. The rest is tensors
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,22 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
         for key, tree in tensors["trees"].items():
             for leaf, value in tree.items():
                 state["state"][leaf][key] = value
-        groups = [{**group, "params": [numbers[leaf] for leaf in group["params"]]} for group in state["param_groups"]]
+        groups = _in_the_order_of(other, name, numbers, state["param_groups"])
         state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
     other.load_state_dict(state)
+
+
+def _in_the_order_of(
+    optimizer: torch.optim.Optimizer, name: str, numbers: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Saved groups with their parameters in the optimizer's order: torch goes by place.
+
+    Raises:
+        ShardError: a group has other parameters.
+    """
+    now = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    if [{numbers.get(leaf) for leaf in group["params"]} for group in saved] != list(map(set, now)):
+        raise ShardError(
+            f"Trainer.load: '{name}' was saved with parameters in other groups, {[group['params'] for group in saved]}"
+        )
+    return [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
