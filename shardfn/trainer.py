@@ -30,8 +30,9 @@ from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
-from shardfn.held import adopt, count_steps, install, whole
+from shardfn.held import adopt, install, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
+from shardfn.watched import count_steps
 
 
 class Trainer(nn.Module):

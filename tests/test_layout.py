@@ -74,6 +74,7 @@ LAYERS = {
     "shardfn.data": 5,
     "shardfn.policies": 5,
     "shardfn.held": 5,
+    "shardfn.watched": 5,
     "shardfn.others": 5,
     "shardfn.trainer": 5,
     "shardfn": 5,

@@ -16,7 +16,8 @@ from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.core.model import shards_in
 from shardfn.core.shadow import submodule
-from shardfn.held import REPLACED, install
+from shardfn.held import install
+from shardfn.watched import REPLACED
 
 
 def shard_now(module: nn.Module) -> None:

@@ -13,7 +13,8 @@ from shardfn.compat.meshes import spread
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
 from shardfn.core.model import shards_in
-from shardfn.held import REPLACED, install
+from shardfn.held import install
+from shardfn.watched import REPLACED
 
 
 def check_modules(given: Any) -> tuple[nn.Module, ...]:

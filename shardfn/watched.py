@@ -1,0 +1,123 @@
+"""What torch optimizers of shards are watched for: steps that would go wrong, and how many there were. Layer 5."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
+from shardfn.core.checkpoint import rank_of_part
+from shardfn.core.engine.gradients import is_held_back
+from shardfn.core.errors import ShardError
+from shardfn.core.shadow import OWN
+
+SHARD = f"{OWN}shard"  # on a parameter that is a shard
+REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
+
+
+@cache
+def watch_optimizers() -> None:
+    """Look at the parameters of every torch optimizer when it steps."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+_STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
+_TRAINERS: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+_NEW: "weakref.WeakSet[Any]" = weakref.WeakSet()  # trainers that no torch optimizer has stepped yet
+
+
+def count_steps(trainer: Any) -> None:
+    """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
+    _NEW.add(trainer)
+    _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _TRAINERS or _NEW:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        driven = [trainer for trainer in _NEW if any(id(leaf) in held for leaf in trainer.params.values())]
+        _TRAINERS.setdefault(optimizer, []).extend(map(weakref.ref, driven))
+        for trainer in driven:
+            _NEW.discard(trainer)
+    for ref in _TRAINERS[optimizer]:
+        if (trainer := ref()) is not None:
+            trainer.steps += 1
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would train nothing, or with gradients of this rank only.
+
+    Raises:
+        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`; another rank's
+            state.
+    """
+    name = type(optimizer).__name__
+    ours: list[DTensor] = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if REPLACED in vars(parameter):
+            raise ShardError(
+                f"{name}.step: the optimizer was made before the model was sharded: it has "
+                f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
+                "Make the optimizer from the sharded model's parameters()."
+            )
+        if isinstance(parameter, DTensor) and SHARD in vars(parameter):
+            ours.append(parameter)
+        if is_held_back(parameter.grad):
+            raise ShardError(
+                f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
+                "step outside of no_sync()"
+            )
+    if ours:
+        _require_own_states(optimizer, ours)
+
+
+def _require_own_states(optimizer: torch.optim.Optimizer, shards: Sequence[DTensor]) -> None:
+    """A pickled state is that of the rank which pickled it, whoever loads it.
+
+    Looked at before the first step, and before the first one after `load_state_dict`.
+
+    Raises:
+        ShardError: on every rank, when one has the state of another rank, or only some have a state.
+
+    Communication: one small all-reduce an axis.
+    """
+    if _STATES.get(optimizer) == id(optimizer.state) or seen_by_dynamo() or simulated():
+        return
+    name, mesh = type(optimizer).__name__, shards[0].device_mesh
+    problem = next(filter(None, (_foreign(optimizer.state.get(shard), shard) for shard in shards)), None)
+    flags = torch.tensor([problem is not None, bool(optimizer.state), True], dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(flags, group=mesh.get_group(axis))
+    wrong, loaded, ranks = flags.tolist()
+    if wrong:
+        what = problem or f"{wrong} of {ranks} ranks have loaded the state of another rank"
+        raise ShardError(
+            f"{name}.step: {what}. optimizer.state_dict() has this rank's parts: save it on every rank and load each "
+            "its own, or whole by FSDP.optim_state_dict, get_optimizer_state_dict or trainer.save(..., optimizer=...)."
+        )
+    if loaded not in (0, ranks):
+        raise ShardError(f"{name}.step: {loaded} of {ranks} ranks have a state and the others none; load it on all")
+    _STATES[optimizer] = id(optimizer.state)
+
+
+def _foreign(state: Mapping[str, Any] | None, shard: DTensor) -> str | None:
+    """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here."""
+    own = spec_of(shard)
+    for key, value in (state or {}).items():
+        if isinstance(value, DTensor) and value.device_mesh is not own.mesh:
+            if foreign := rank_of_part(value, own.mesh.mesh.flatten().tolist()):
+                return f"'{key}' of a parameter is {foreign}"
+            if value.device_mesh == own.mesh:
+                move_to_mesh(value, own.mesh, value.placements)
+    return None
