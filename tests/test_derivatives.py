@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import decoder, policy, tokens
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -296,3 +296,18 @@ def test_trees_from_outside_of_a_transform(mesh: DeviceMesh) -> None:
     other = sf.shard(net, mesh, sf.Policy(default="replicate"))
     with pytest.raises(sf.ShardError, match="another layout"):
         sf.jvp(lambda q: sf.hvp(loss, (q, x), other), (p,), (d,))
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 2, "tp": 2})
+def test_second_derivatives_by_inputs(mesh: DeviceMesh) -> None:
+    """By `torch.func` alone: nobody asks for those of the shards, and torch fills in zeros of the whole shape."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    rules = {"0.weight": "o@tp i@fsdp", "1.weight": "o@fsdp i@tp"} if "tp" in (mesh.mesh_dim_names or ()) else {}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules))
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).double()
+
+    def twice(fn: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.func.grad(lambda x: torch.func.grad(lambda x: fn(x).pow(3).mean())(x).square().sum())(x)
+
+    assert_parity(twice(lambda x: sf.apply(model, params, x)), twice(model), tol=1e-12)

@@ -22,7 +22,7 @@ from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wra
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, finished, sum_steps
 from shardfn.core.crossing import Crossing
 from shardfn.core.errors import ShardError
-from shardfn.core.layout import Leaf, clear_padding_
+from shardfn.core.layout import Leaf, clear_padding_, local_slice
 from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host, host_of, stored_on
 from shardfn.core.plan import Bucket, Plan, Reduction
@@ -492,6 +492,8 @@ class ReduceBucket(torch.autograd.Function):
             _or_zeros(spot, i, None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)), dtype, ctx.op)
             for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))
         ]
+        if ctx.op is not None and spot.plan.vmaps is None and not spot.grid.pure:
+            given = list(map(partial(_own_part, spot.grid), spot.leaves, given))
         wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
         ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "sum" else 1
         out = [None if d is None else _times(w.to(d), ranks) for w, d in zip(wholes, ctx.dtypes, strict=True)]
@@ -513,6 +515,12 @@ def in_layout(x: Tensor, spec: DTensorSpec) -> Tensor:
     if not isinstance(x, DTensor) or x.placements == spec.placements:
         return x
     return x.redistribute(spec.mesh, list(spec.placements))
+
+
+def _own_part(grid: Grid, leaf: Leaf, x: Tensor) -> Tensor:
+    """This rank's part of a plain cotangent of a whole leaf: those of unused shards, `torch.func` fills in so."""
+    whole = not isinstance(x, DTensor) and tuple(x.shape) == tuple(leaf.shape)
+    return local_slice(leaf, x, grid.sizes, grid.coords) if whole else x
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
