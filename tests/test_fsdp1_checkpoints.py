@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from models import Stack
 from options import NONE, combinations, named
-from ranks import folder
+from ranks import folder, quiet, zeroed
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.testing import assert_trees_close, run
@@ -132,6 +133,37 @@ def _from_torch(use_orig_params: bool, flavour: StateDictType) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 def test_what_torchs_class_holds_loads_here(use_orig_params: bool, flavour: StateDictType) -> None:
     run(_from_torch, use_orig_params, flavour, ranks=2)
+
+
+def _keep_names(*_: Any) -> None:
+    """A hook of a user's module, after which alone it is known what a state dict has for whom."""
+
+
+def _over_other_ranks(hooked: bool) -> None:
+    """Split as here, but over two ranks: each pair of ranks has everything."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    wanted, net = _net().state_dict(), _net(1)
+    if hooked:
+        net.register_load_state_dict_pre_hook(_keep_names)
+    ours = _wrap(net)
+    states = [
+        wanted | {name: distribute_tensor(p.detach(), mesh, [Shard(0)]) for name, p in _net().named_parameters()}
+        for mesh in (pairs["shard"], pairs["replicate"])
+    ]
+    theirs = _wrap(_net(), TorchFSDP, process_group=pairs.get_group("shard"))
+    with _in_flavour(TorchFSDP, theirs, StateDictType.SHARDED_STATE_DICT), quiet():
+        states.append(theirs.state_dict())
+    assert isinstance(states[-1]["emb.weight"], ShardedTensor)
+    for state in states:
+        zeroed(ours)
+        with _in_flavour(FSDP, ours, StateDictType.SHARDED_STATE_DICT), quiet(FutureWarning):
+            ours.load_state_dict(state)
+        _assert_same(_full(FSDP, ours), wanted)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_states_over_other_ranks_load(hooked: bool) -> None:
+    run(_over_other_ranks, hooked, ranks=4)
 
 
 def _to_torch() -> None:

@@ -231,6 +231,25 @@ def test_compiled_models_and_steps() -> None:
     run(_in_graphs, ranks=2)
 
 
+def _after_unshard() -> None:
+    """Whole weights of a module inside are not what is sharded around it."""
+    model: Any = MLPs(6, 15)
+    fully_shard(model.blocks[0])
+    held = list(model.blocks[0].parameters())
+    model.blocks[0].unshard()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert all(one is two for one, two in zip(model.blocks[0].parameters(), held, strict=True))
+    before = [parameter.full_tensor() for parameter in held]
+    model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
+    optimizer.step()
+    assert not any(torch.equal(p.full_tensor(), was) for p, was in zip(held, before, strict=True))
+
+
+def test_a_module_inside_that_is_whole() -> None:
+    run(_after_unshard, ranks=2)
+
+
 def _in_order() -> None:
     model: Any = MLPs(6, 15)
     names = [name for name, _ in model.named_parameters()]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,10 +21,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy
+from shardfn.compat.fsdp2 import fully_shard
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 
@@ -308,6 +310,63 @@ def test_what_cannot_be_sharded_further_is_an_error() -> None:
     run(_refused, ranks=4)
 
 
+def _two_meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Over the same four ranks, with axes that cross."""
+    return (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")),
+    )
+
+
+def _refused_by_fully_shard() -> None:
+    mesh, other = _two_meshes()
+    model, _ = _models()
+    parallelize_module(model, mesh["tp"], _tensor_parallel())
+    with pytest.raises(sf.ShardError, match="does not cross"):
+        fully_shard(model, mesh=other["tp"])
+    fully_shard(model.blocks[0], mesh=mesh["dp"])
+    parallelize_module(model.head, other["tp"], ColwiseParallel())
+    model.blocks[1] = nn.Identity()
+    with pytest.raises(sf.ShardError, match=r"'head\.\w+' is a DTensor on .* and 'a module inside' on"):
+        fully_shard(model, mesh=mesh["dp"])
+
+
+def test_fully_shard_on_meshes_that_do_not_fit_is_an_error() -> None:
+    run(_refused_by_fully_shard, ranks=4)
+
+
+class _WithTable(nn.Module):
+    """An MLP beside a parameter that somebody else has split."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mlp = MLP(8)
+        self.table = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+def _ignored() -> None:
+    """The table is left alone by the class around its module, and by one around both on a mesh of more axes."""
+    mesh, other = _two_meshes()
+    torch.manual_seed(0)
+    inner, head, x = _WithTable(other["tp"]), nn.Linear(8, 4), torch.ones(2, 8)
+    table: Any = inner.table
+    before = table.device_mesh, table.placements
+    model = nn.Sequential(inner, head)
+    expected = model(x)
+    fully_shard(inner, mesh=mesh["dp"], ignored_params={table})
+    parallelize_module(head, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(model, mesh=mesh["dp"], ignored_params={table})
+    assert inner.table is table and (table.device_mesh, table.placements) == before
+    assert_close(model(x).detach(), expected.detach())
+
+
+def test_dtensors_that_are_ignored_stay_on_their_mesh() -> None:
+    run(_ignored, ranks=4)
+
+
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_uneven_and_unnamed_dtensors_are_refused(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 3)
@@ -317,6 +376,35 @@ def test_uneven_and_unnamed_dtensors_are_refused(mesh: DeviceMesh) -> None:
     nameless = init_device_mesh("cpu", (4,))
     model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), nameless, [Shard(0)]))
     with pytest.raises(sf.ShardError, match="on a mesh with axis names"):
+        sf.shard(model, mesh, sf.Policy())
+
+
+@pytest.mark.parametrize("placement", [_StridedShard(0, split_factor=2), Partial()])
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_dtensors_that_are_no_plain_splits_are_refused(mesh: DeviceMesh, placement: Placement) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh["tp"], [placement]))
+    with pytest.raises(sf.ShardError, match=r"'weight' is a DTensor with .* must have Shard and Replicate only"):
+        sf.shard(model, mesh, sf.Policy())
+
+
+@on_meshes({"fsdp": 1, "tp": 2, "cp": 2})
+def test_a_dim_that_two_axes_split_is_put_together_in_their_order(mesh: DeviceMesh) -> None:
+    full = torch.arange(32.0).view(8, 4)
+    for dims in ((0, 0), (1, 0)):
+        model = nn.Linear(4, 8)
+        split = distribute_tensor(full, mesh["tp", "cp"], [Shard(dim) for dim in dims])
+        model.weight = nn.Parameter(split)
+        params = sf.shard(model, mesh, sf.Policy())
+        assert torch.equal(sf.gather(params)["weight"], full)
+        assert torch.equal(params["weight"].to_local(), split.to_local())
+
+
+@on_meshes({"fsdp": 1, "tp": 2, "cp": 2})
+def test_a_dim_that_two_axes_split_unevenly_is_refused(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 6)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp", "cp"], [Shard(0), Shard(0)]))
+    with pytest.raises(sf.ShardError, match=r"weight .* dim 0 is split unevenly, 6 % 4 = 2"):
         sf.shard(model, mesh, sf.Policy())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
+from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.compat.fsdp2 import fully_shard
 from shardfn.core.storage import merged
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
@@ -343,6 +346,117 @@ def test_what_json_cannot_hold_is_named() -> None:
         trainer.save("nowhere", stranger=stranger)
 
 
+class _Kept:
+    """Something with a state of any kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"two values of a state have the path 'odd\.a\.b'"),
+        ({"a": {(0, 1): 2}}, r"'odd\.a' has the key \(0, 1\); keys are numbers and strings"),
+    ],
+)
+def test_states_without_paths_of_their_own_are_named(state: Any, match: str) -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    with pytest.raises(TypeError, match=f"checkpoint: {match}"):
+        trainer.save("nowhere", odd=_Kept(state))
+
+
+def test_states_come_back_as_the_types_they_were(tmp_path: Path) -> None:
+    trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+    state = {
+        "count": torch.tensor(2**53 + 1),
+        "moments": (torch.tensor([0.1], dtype=torch.float64), torch.ones(2)),
+        3: [None, "a"],
+    }
+    trainer.save(tmp_path, kept=_Kept(state))
+    back = _Kept(None)
+    trainer.load(tmp_path, kept=back)
+    (found, layout), (wanted, expected) = pytree.tree_flatten(back.state), pytree.tree_flatten(state)
+    assert layout == expected
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other) if isinstance(other, Tensor) else one == other
+
+
+def test_a_schedule_with_milestones_goes_on(tmp_path: Path) -> None:
+    rates = []
+    for stops in ((6,), (2, 4)):
+        for number, steps in enumerate(stops):
+            trainer = sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1))
+            optimizer = torch.optim.SGD(trainer.parameters(), 1.0)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3, 5])
+            if number:
+                trainer.load(tmp_path, optimizer=optimizer, schedule=schedule)
+                assert type(schedule.milestones) is Counter and schedule.milestones[3] == 2
+            for _ in range(steps):
+                optimizer.step()
+                schedule.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+            trainer.save(tmp_path, optimizer=optimizer, schedule=schedule)
+        shutil.rmtree(tmp_path)
+    assert rates[:6] == rates[6:]
+
+
+def _in_another_order(folder: Path) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Linear(4, 4), sf.make_mesh("cpu", fsdp=-1))
+    weight, bias = trainer.parameters()
+    saved, loaded = torch.optim.AdamW([weight, bias], 0.1), torch.optim.AdamW([bias, weight], 0.2)
+    trainer(torch.randn(2, 4)).square().mean().backward()
+    saved.step()
+    path = trainer.save(folder, optimizer=saved)
+    trainer.load(path, optimizer=loaded)
+    assert loaded.param_groups[0]["lr"] == 0.1 and loaded.param_groups[0]["params"][0] is bias
+    for parameter in (weight, bias):
+        for key in ("exp_avg", "exp_avg_sq"):
+            found, wanted = loaded.state[parameter][key], saved.state[parameter][key]
+            assert found.shape == parameter.shape and torch.equal(found.to_local(), wanted.to_local())
+    for groups in ([{"params": [weight]}, {"params": [bias]}], [{"params": [weight]}]):
+        with pytest.raises(sf.ShardError, match=r"'optimizer' was saved with parameters in other groups, \[\['weight'"):
+            trainer.load(path, optimizer=torch.optim.AdamW(groups))
+
+
+def test_states_of_a_torch_optimizer_follow_the_names(tmp_path: Path) -> None:
+    run(_in_another_order, tmp_path, ranks=2)
+
+
+class _Wide(torch.optim.SGD):
+    """Keeps states in the dtypes that they have, as optimizers of low-precision parameters do."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for number, values in state_dict["state"].items():
+            self.state[self.param_groups[0]["params"][number]] = values
+
+
+@on_meshes({"fsdp": 2})
+def test_optimizer_states_of_other_dtypes_and_shapes(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    trainer = sf.Trainer(nn.Linear(4, 4), mesh)
+    saved, loaded = _Wide(trainer.parameters(), 0.1), _Wide(trainer.parameters(), 0.1)
+    weight = trainer.module.get_parameter("weight")
+    exact: Any = weight.detach().double() + 2.0**-40
+    saved.state[weight]["momentum_buffer"] = exact
+    with folder() as at:
+        trainer.save(at, optimizer=saved)
+        trainer.load(at, optimizer=loaded)
+    found = loaded.state[weight]["momentum_buffer"]
+    assert found.dtype == torch.float64 and torch.equal(found.to_local(), exact.to_local())
+    saved.state[weight]["momentum_buffer"] = exact[:2]
+    with pytest.raises(sf.ShardError, match=r"_Wide has a DTensor of shape \(2, 4\) at .*momentum_buffer"):
+        trainer.save("nowhere", optimizer=saved)
+
+
 def test_bad_checkpoints_change_nothing(tmp_path: Path) -> None:
     run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
     run(_load_bad, str(tmp_path), "saved", ranks=2)
@@ -402,6 +516,39 @@ def test_an_optimizer_made_before_is_told_so_when_it_steps(mesh: DeviceMesh) -> 
         late.step()
     trainer(torch.ones(2, 4)).sum().backward()
     late.step()
+
+
+@on_meshes({"fsdp": 2})
+def test_modules_that_share_their_tables_train(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    trainer = sf.Trainer(nn.Sequential(linear, nn.Tanh(), copy.copy(linear)), mesh)
+    optimizer = torch.optim.SGD(trainer.parameters(), 0.1)
+    before = sf.gather(trainer.params)
+    trainer(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    assert not any(torch.equal(value, before[name]) for name, value in sf.gather(trainer.params).items())
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fsdp1", "fsdp2"])
+@on_meshes({"fsdp": 2})
+def test_attributes_of_parameters_are_kept(mesh: DeviceMesh, kind: str) -> None:
+    model: Any = nn.Linear(4, 4)
+    model.weight.no_decay = True
+    holder: Any = model
+    if kind == "fsdp2":
+        fully_shard(model, mesh=mesh)
+    else:
+        holder = sf.Trainer(model, mesh) if kind == "trainer" else FSDP(model, use_orig_params=True)
+    assert [getattr(parameter, "no_decay", False) for parameter in holder.parameters()] == [True, False]
+
+
+def test_parameters_in_a_dict_are_told_of() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    model[0].kept = {"w": model[0].weight}
+    with pytest.warns(UserWarning, match=r"'0\.kept' holds the parameter '0\.weight' as it was before it was sharded"):
+        sf.Trainer(model, sf.make_mesh("cpu", fsdp=1))
 
 
 def test_a_step_needs_a_loss_and_an_optimizer() -> None:
@@ -706,6 +853,21 @@ def _steps_of_torch(folder: Path) -> None:
 
 def test_steps_of_a_torch_optimizer_count_and_all_ranks_have_one_path(tmp_path: Path) -> None:
     run(_steps_of_torch, tmp_path, ranks=2)
+
+
+@on_meshes({"fsdp": 2})
+def test_steps_of_any_optimizer_with_some_of_the_parameters_count(mesh: DeviceMesh) -> None:
+    first = sf.Trainer(nn.Linear(4, 4), mesh)
+    half = torch.optim.SGD([first.module.get_parameter("bias")], 0.1)
+    half.step()
+    second = sf.Trainer(nn.Linear(4, 4), mesh)
+    half.step()
+    assert (first.steps, second.steps) == (2, 0)
+    late = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    late.step()
+    late.add_param_group({"params": list(second.parameters())})
+    late.step()
+    assert (first.steps, second.steps) == (2, 1)
 
 
 def _own_buffers(folder: Path) -> None:

@@ -84,8 +84,9 @@ def spread(module: nn.Module, before: DeviceMesh, now: DeviceMesh) -> bool:
     if not more or any(ranks_of(before, axis) != ranks_of(now, axis) for axis in theirs):
         return False
     storage, wider = grid(before, theirs).storage, grid(now, (*more, *theirs)).storage
+    ours = shards_in(module)
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh == storage:
+        if isinstance(parameter, DTensor) and id(parameter) in ours and parameter.device_mesh == storage:
             move_to_mesh(parameter, wider, [Replicate()] * len(more) + list(parameter.placements))
     return True
 

@@ -87,6 +87,8 @@ def fully_shard(
     ignored = list(ignored_params or ())
     _check_types(mp_policy, offload_policy, ignored)
     tree, leave = container(modules), {id(p) for p in ignored}
+    for _, _, inner in groups(tree):
+        inner.put_back()
     placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
     whole, names = data, tuple(data.mesh_dim_names or ())
     if placed is not None and dp_mesh_dims is not None and placed == mesh:
