@@ -2,12 +2,17 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2_rows.common import gradients, same_error, split, trains
+from fsdp2_rows.common import sharded as sharded_net
 from models import MLPs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,12 +23,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardfn as sf
-from shardfn.compat.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardfn.testing import assert_close, assert_trees_close, run
+from shardfn.compat.fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
 
 def _meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
@@ -290,3 +301,290 @@ def _refused() -> None:
 
 def test_what_is_refused() -> None:
     run(_refused, ranks=2)
+
+
+def _pair(*, bias: bool = True) -> Any:
+    """Two layers and a buffer, the same on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Linear(4, 4, bias=bias)).double()
+    model.register_buffer("shift", torch.ones(4))
+    return model
+
+
+def _batch() -> Tensor:
+    """This rank's own."""
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+
+
+def _listed() -> None:
+    """A module that another of the list holds belongs to that one, and one that is listed twice is sharded once."""
+    for pick in (lambda model: [model, model[0]], lambda model: [model[0], model], lambda model: [model, model]):
+        model = _pair()
+        given = pick(model)
+        assert fully_shard(given) is given
+        assert type(model).__name__ == "FSDPSequential" and type(model[0]) is nn.Linear
+        model(_batch()).sum().backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+def test_lists_name_each_module_once() -> None:
+    run(_listed, ranks=2)
+
+
+def _asked() -> None:
+    """`shard_placement_fn` sees neither ignored parameters nor shards of inner groups."""
+    model, seen = _pair(), []
+    ignored = {model[1].bias}
+    weight = model[1].weight
+    fully_shard(model[0])
+    fully_shard(model, ignored_params=ignored, shard_placement_fn=seen.append)
+    assert [id(parameter) for parameter in seen] == [id(weight)]
+    assert not isinstance(model[1].bias, DTensor) and isinstance(model[1].weight, DTensor)
+
+
+def test_what_shard_placement_fn_is_asked_about() -> None:
+    run(_asked, ranks=2)
+
+
+def _ignored_inside() -> None:
+    """What an inner group ignores, the one around it ignores too: it stays plain, with this rank's own gradient."""
+    model, seen = _pair(), []
+    bias = model[0].bias
+    model[0].scale = nn.Parameter(torch.tensor(1.0))  # a scalar, which is not sharded otherwise
+    fully_shard(model[0], ignored_params={bias, model[0].scale})
+    fully_shard(model, shard_placement_fn=seen.append)
+    assert model[0].bias is bias and not any(parameter is bias for parameter in seen)
+    model(_batch()).square().sum().backward()
+    assert not isinstance(bias.grad, DTensor) and isinstance(model[1].bias.grad, DTensor)
+
+
+def test_parameters_that_an_inner_group_ignores() -> None:
+    run(_ignored_inside, ranks=2)
+
+
+def _buffers() -> None:
+    """They are no parameters: the same objects, wherever they are."""
+    model = _pair()
+    shift = model.shift
+    fully_shard(model)
+    assert model.shift is shift
+    with torch.device("meta"):
+        model = _pair()
+    shift = model.shift
+    fully_shard(model)
+    assert model.shift is shift and shift.is_meta
+
+
+def test_buffers_stay_as_they_are() -> None:
+    run(_buffers, ranks=2)
+
+
+def _runs_alone(model: Any) -> None:
+    """A part of a model, run alone, gets gradients where its shards are, at first unreduced ones."""
+    model.zero_grad()
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        model(torch.ones(3, 4).double()).sum().backward()
+        assert all(parameter.grad.device_mesh == parameter.device_mesh for parameter in model.parameters())
+    assert all(parameter.grad.placements == parameter.placements for parameter in model.parameters())
+
+
+def _renamed() -> None:
+    model = _pair()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("data",)))
+    model[0].unshard()
+    model[0].reshard()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    assert model[0].weight.device_mesh == model[1].weight.device_mesh
+    model(_batch())
+    _runs_alone(model[0])
+
+
+def test_an_inner_group_that_was_used_before_one_of_other_names_came_around_it() -> None:
+    run(_renamed, ranks=2)
+
+
+def _spread() -> None:
+    data, mesh = _meshes("tensor")
+    model: Any = nn.Sequential(_pair(), MLPs(4, 4).double())
+    fully_shard(model[0][0], mesh=data)
+    fully_shard(model[0], mesh=data)
+    for part in (model[0], model[0][0]):
+        part.unshard()
+        part.reshard()
+    split(model[1], mesh)
+    fully_shard(model, mesh=data)
+    assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {2}
+    for part in (model[0], model[0][0]):
+        _runs_alone(part)
+    both: Any = nn.Sequential(model[0][0], nn.Linear(4, 4).double())
+    fully_shard(both, mesh=data)
+    _runs_alone(both)
+
+
+def test_inner_groups_that_were_used_before_a_tensor_parallel_one_came_around_them() -> None:
+    run(_spread, ranks=4)
+
+
+def _on(mesh: DeviceMesh, *placements: Any) -> Any:
+    """A pair whose parameters are DTensors on `mesh`."""
+    model = _pair(bias=False)
+    for layer in model[:2]:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements))
+    return model
+
+
+def _whole_meshes() -> None:
+    """Parameters on all of a mesh: replicas and shards by any name; an error leaves them where they were."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
+    dims = DataParallelMeshDims(shard="in", replicate="out")
+    model = _on(mesh, Replicate(), Replicate())
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert {parameter.placements for parameter in model.parameters()} == {(Replicate(), Shard(0))}
+    wrong = _on(mesh, Shard(0), Replicate())
+    words = "Expected Replicate() on DP replicate dim 'out' (index 0) but got S"
+    same_error(lambda door: door.fully_shard(wrong, mesh=mesh, dp_mesh_dims=dims), ValueError, words)
+    several = DataParallelMeshDims(shard=("out", "in"))
+    with pytest.raises(sf.ShardError, match=r"has several dims of a kind, \('out', 'in'\); make them one dim"):
+        fully_shard(_on(mesh, Replicate(), Replicate()), mesh=mesh, dp_mesh_dims=several)
+    model = _on(mesh, Replicate(), Replicate())
+    fully_shard(model[0], mesh=mesh, dp_mesh_dims=dims, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(sf.ShardError, match="'0' and the module around it have different offload policies; use one"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model[1].weight.device_mesh is mesh and not isinstance(model, FSDPModule)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, offload_policy=CPUOffloadPolicy())
+
+
+def test_parameters_on_a_whole_mesh() -> None:
+    run(_whole_meshes, ranks=4)
+
+
+def _named_dims() -> None:
+    """`dp_mesh_dims` also where `parallelize_module` had only the other dims of the mesh."""
+    _, mesh = _meshes("tensor")
+    trains(sharded_net("tensor", mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "tensor")
+
+
+def test_data_dims_beside_tensor_parallel_ones() -> None:
+    run(_named_dims, ranks=4)
+
+
+ALONE = """
+import torch.distributed as dist
+from torch import nn
+from shardfn.compat.fsdp2 import fully_shard
+model = fully_shard(nn.Linear(4, 4))
+print(type(model).__name__, dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_starts_the_process_group_that_is_missing() -> None:
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=os.environ | own, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["FSDPLinear", "1"], done.stderr[-3000:]
+
+
+def _grads(model: Any, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return gradients(model)
+
+
+def _factor_inside() -> None:
+    model = fully_shard(_pair())
+    before = _grads(model, _batch())
+    model = _pair()
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].set_gradient_divide_factor(1.0)
+    want = {name: grad * (2 if name.startswith("0.") else 1) for name, grad in before.items()}
+    assert_trees_close(_grads(model, _batch()), want, rtol=0, atol=1e-12)
+
+
+def test_a_factor_of_an_inner_group_alone() -> None:
+    run(_factor_inside, ranks=2)
+
+
+def _factor_beside_tp() -> None:
+    """The sum over data ranks alone: the mean times two, on two of them."""
+    model, _, _ = _sharded("tensor")
+    ids = torch.randint(0, 16, (3, 4), generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    before = _grads(model, ids)
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(1.0)
+    assert_trees_close(_grads(model, ids), {name: 2 * grad for name, grad in before.items()}, rtol=0, atol=1e-9)
+
+
+def test_a_factor_counts_data_ranks() -> None:
+    run(_factor_beside_tp, ranks=4)
+
+
+def _reduces(model: Any) -> bool:
+    """Whether a backward leaves no gradient to be reduced later."""
+    model.zero_grad()
+    model(_batch()).sum().backward()
+    return all(p.grad.placements == p.placements for p in model.parameters())
+
+
+def _all_reduces() -> None:
+    """Without replicas there is none to leave out; and all gradients are reduced again once they are synced again."""
+    model: Any = fully_shard(_pair())
+    model.set_requires_all_reduce(False)
+    assert _reduces(model)
+    mesh, _ = _meshes("hybrid")
+    model = fully_shard(_pair(), mesh=mesh)
+    model.set_requires_all_reduce(False)
+    assert not _reduces(model)
+    model.set_requires_gradient_sync(True)
+    assert _reduces(model)
+
+
+def test_when_gradients_are_reduced() -> None:
+    run(_all_reduces, ranks=4)
+
+
+def _unsharded() -> None:
+    """Again: the same weights, for nothing. Inner groups are on their own, also where there is nothing else."""
+    weights = list(_pair().parameters())
+    for inner_first in (False, True):
+        model: Any = _pair()
+        fully_shard(model[0])
+        fully_shard(model)
+        shards, each = list(model.parameters()), [model[0], model] if inner_first else [model, model[0]]
+        for module in each:
+            module.unshard()
+        found = list(model.parameters())
+        with count_collectives() as counted:
+            model.unshard()
+        assert counted.total == 0 and all(a is b for a, b in zip(found, model.parameters(), strict=True))
+        assert_trees_close(found, weights, rtol=0, atol=0)
+        for module in each:
+            module.reshard()
+        assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
+    model = nn.Sequential(*_pair())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.unshard()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_unshard_is_about_own_weights() -> None:
+    run(_unsharded, ranks=2)
+
+
+def _reset() -> None:
+    """`reset_iter_state` puts shards back, and keeps gradients that were reduced."""
+    model: Any = fully_shard(_pair())
+    want = _grads(model, _batch())
+    model.unshard()
+    model.reset_iter_state()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert_trees_close(gradients(model), want, rtol=0, atol=0)
+
+
+def test_a_reset_keeps_what_was_reduced() -> None:
+    run(_reset, ranks=2)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from ranks import zeroed
 from torch import Tensor, nn
+from torch.distributed.fsdp import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
+from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
 from shardfn.compat.hfai.warp import size_based_auto_wrap_policy
 from shardfn.testing import assert_trees_close, count_collectives, run
@@ -122,7 +124,9 @@ def _saved_whole(folder: Path) -> None:
     zeroed(model)
     state = torch.load(folder / "model.pt", map_location="cpu")
     with model.summon_full_params():
-        model.load_state_dict(state)
+        with count_collectives() as counted:
+            model.load_state_dict(state)
+        assert counted.total == 0
     _require(model, plain)
     zeroed(model)
     with model.summon_full_params():
@@ -161,6 +165,37 @@ def _saved_in_parts(folder: Path, group: int | None) -> None:
 @pytest.mark.parametrize("group", [None, 2])
 def test_a_checkpoint_of_each_rank(tmp_path: Path, group: int | None) -> None:
     run(_saved_in_parts, tmp_path, group, ranks=4)
+
+
+def _part_of_others() -> None:
+    """Two models, each on its own ranks: the same place in the other one is not this rank's part."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    model = FullyShardedDataParallel(Net(), halves[rank // 2])
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, model.state_dict())
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(sf.ShardError, match=f"this is the part of rank {(rank + 2) % 4} of 2, cut in 2, and here is"):
+        model.load_state_dict(parts[(rank + 2) % 4])
+    assert all(torch.equal(p.to_local(), was) for p, was in zip(model.parameters(), before, strict=True))
+    model.load_state_dict(parts[rank])
+
+
+def test_the_same_part_of_a_model_on_other_ranks() -> None:
+    run(_part_of_others, ranks=4)
+
+
+def _kind_of_state_dict() -> None:
+    """Parts, as the class has them, with the configs that go with them: for torch's functions to ask, and to set."""
+    model: Any = FullyShardedDataParallel(Net())
+    settings = FSDP.get_state_dict_type(model)
+    assert settings.state_dict_type == StateDictType.LOCAL_STATE_DICT
+    assert type(settings.state_dict_config) is LocalStateDictConfig
+    assert type(settings.optim_state_dict_config) is LocalOptimStateDictConfig
+
+
+def test_the_kind_of_its_state_dict() -> None:
+    run(_kind_of_state_dict, ranks=2)
 
 
 def _alone(folder: Path) -> None:

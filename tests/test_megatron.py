@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_objects import WRAP, Model
+from megatron_objects import WRAP, Model, Special, TransformerLayer
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn.compat.fsdp2 import FSDPModule
+from shardfn.compat.fsdp2.running import held_now
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
 from shardfn.testing import assert_trees_close, run
 
@@ -79,9 +81,39 @@ def _options() -> None:
     with pytest.raises(sf.ShardError, match="_fsdp_modules of 'special' lists 'Special', which is no class of modules"):
         TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), bad, WRAP)
     assert not any(isinstance(parameter, DTensor) for parameter in bad.parameters())
+    for wrong in (Special, 5, None, "Special"):
+        bad.special.__dict__["_fsdp_modules"] = wrong
+        with pytest.raises(sf.ShardError, match=r"_fsdp_modules of 'special' is .*, no list of classes"):
+            TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), bad, WRAP)
     with pytest.raises(sf.ShardError, match="is sharded already"):
         TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), default.module, ())
 
 
 def test_options_and_what_is_refused() -> None:
     run(_options, ranks=2)
+
+
+class _Nested(TransformerLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TransformerLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(super().forward(x))
+
+
+def _nested() -> None:
+    """Inner modules are sharded first: they are units of the plan, and what both share is fully_shard's ValueError."""
+    whole, tied = _model(), _model()
+    whole.layers[1] = _Nested().double()
+    model: Any = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), whole, WRAP)
+    units = [unit.name for unit in held_now(model.module).plan.units]
+    assert units == ["layers.0", "layers.1", "layers.1.inner", "special", "output_layer"]
+    tied.layers[1] = nested = _Nested().double()
+    nested.inner.up.weight = nested.up.weight
+    with pytest.raises(ValueError, match=r"'up\.weight' is shared with a parameter already managed"):
+        TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), tied, WRAP)
+
+
+def test_units_inside_units() -> None:
+    run(_nested, ranks=2)

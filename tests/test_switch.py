@@ -5,13 +5,15 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed.fsdp
-from torch.distributed.fsdp import fully_sharded_data_parallel, wrap
 
 from shardfn.compat import __main__ as command
 from shardfn.compat import fsdp1, fsdp2, switch
+from shardfn.compat.fsdp1 import _runtime_utils, sharded_grad_scaler, wrap
 
 SCRIPT = """
 import sys
@@ -23,19 +25,41 @@ print(FullyShardedDataParallel.__module__, ShardedGradScaler.__module__, sys.arg
 FOUND = "shardfn.compat.fsdp1.wrapper shardfn.compat.fsdp1.sharded_grad_scaler"
 
 
+FSDP1 = ("FullyShardedDataParallel",)
+FSDP2 = ("fully_shard", "FSDPModule", "register_fsdp_forward_method")
+POLICIES = ("default_auto_wrap_policy", "ConfigAutoWrap", "ParamExecOrderWrapPolicy")
+PUT: tuple[tuple[str, ModuleType, tuple[str, ...]], ...] = (
+    ("fsdp", fsdp1, FSDP1),
+    ("fsdp", fsdp2, (*FSDP2, "share_comm_ctx")),
+    ("fsdp.fully_sharded_data_parallel", fsdp1, FSDP1),
+    ("fsdp._fully_shard", fsdp2, (*FSDP2, "share_comm_ctx")),
+    ("fsdp._fully_shard._fully_shard", fsdp2, (*FSDP2, "share_comm_ctx")),
+    ("_composable.fsdp", fsdp2, (*FSDP2, "share_comm_ctx")),
+    ("_composable.fsdp.fully_shard", fsdp2, FSDP2),
+    ("fsdp.wrap", wrap, POLICIES),
+    ("fsdp.sharded_grad_scaler", sharded_grad_scaler, ("ShardedGradScaler",)),
+    ("fsdp._runtime_utils", _runtime_utils, ("_lazy_init",)),
+)
+
+
+def _found() -> dict[tuple[str, str], Any]:
+    """What torch's modules have under the names that are ours while the switch is on; None where there is nothing."""
+    modules = ((path, importlib.import_module(f"torch.distributed.{path}"), names) for path, _, names in PUT)
+    return {(path, name): getattr(module, name, None) for path, module, names in modules for name in names}
+
+
 def test_on_and_off() -> None:
-    theirs = torch.distributed.fsdp.FullyShardedDataParallel
+    ours = {(path, name): getattr(module, name) for path, module, names in PUT for name in names}
+    theirs = _found()
+    assert not any(theirs[key] is ours[key] for key in ours)
     switch.on()
     try:
         switch.on()
-        assert torch.distributed.fsdp.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
-        assert fully_sharded_data_parallel.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
-        assert hasattr(wrap, "default_auto_wrap_policy")
+        assert _found() == ours
     finally:
         switch.off()
-    assert torch.distributed.fsdp.FullyShardedDataParallel is theirs
-    assert fully_sharded_data_parallel.FullyShardedDataParallel is theirs
-    assert not hasattr(wrap, "default_auto_wrap_policy")
+    assert _found() == theirs
+    assert not hasattr(importlib.import_module("torch.distributed.fsdp.wrap"), "default_auto_wrap_policy")
 
 
 def _output(folder: Path, *command: str) -> str:
@@ -128,6 +152,28 @@ def test_doors_are_closed_again() -> None:
     assert torch.distributed.fsdp.fully_shard is theirs
     for name in ("haiscale", "haiscale.fsdp", "hfai", "megatron"):
         assert name not in sys.modules and importlib.util.find_spec(name.split(".")[0]) is None
+
+
+LATE = """
+from hfai.distributed.fsdp import FullyShardedDataParallel as theirs
+import shardfn.compat.auto
+from hfai.distributed.fsdp import FullyShardedDataParallel as ours
+from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
+from torch.distributed.checkpoint import state_dict
+print(theirs, ours.__module__, state_dict.FSDP.__module__, optimizer_overlap.FullyShardedDataParallel.__module__)
+"""
+
+
+def test_on_after_a_door_was_imported_and_before_what_knows_the_classes(tmp_path: Path) -> None:
+    """An installed hfai's class is found no more; parts of torch that look at its class keep that."""
+    folder = tmp_path / "hfai" / "distributed" / "fsdp"
+    folder.mkdir(parents=True)
+    for inside in (folder.parents[1], folder.parent):
+        (inside / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("FullyShardedDataParallel = 'theirs'\n")
+    (tmp_path / "script.py").write_text(LATE)
+    torchs = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    assert _output(tmp_path, "script.py").split() == ["theirs", "shardfn.compat.hfai.wrapper", torchs, torchs]
 
 
 def test_an_installed_package_keeps_its_other_modules(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import move_to_mesh
-from shardfn.compat.fsdp2.group import Group, group_of, groups, policy_of
+from shardfn.compat.fsdp2.group import Group, group_of, groups, ignored_in, policy_of
 from shardfn.compat.meshes import spread
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
@@ -108,7 +108,7 @@ def shard_now(own: Group, module: nn.Module) -> None:
         ValueError: scalar parameters; parameters that are shared with modules sharded before.
         ShardError: as `shard`.
     """
-    ignored, done = {id(p) for p in own.ignored}, shards_in(module)
+    ignored, done = {id(p) for p in own.ignored} | ignored_in(module), shards_in(module)
     for name, parameter in module.named_parameters():
         if id(parameter) in ignored | done:
             continue

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardfn._torch import parameters_of, seen_by_dynamo
 from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
-from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups
+from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups, ignored_in
 from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
 from shardfn.compat.fsdp2.running import held_now, own_of, run
 from shardfn.compat.loading import CopiesIntoShards
@@ -86,7 +86,8 @@ def fully_shard(
     check_reshard(reshard_after_forward, data.size(data.ndim - 1))
     ignored = list(ignored_params or ())
     _check_types(mp_policy, offload_policy, ignored)
-    tree, leave = container(modules), {id(p) for p in ignored}
+    tree = container(modules)
+    leave = {id(p) for p in ignored} | ignored_in(tree)
     for _, _, inner in groups(tree):
         inner.put_back()
     placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))

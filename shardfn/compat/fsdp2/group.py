@@ -77,6 +77,11 @@ def groups(module: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
             yield name, inside, found
 
 
+def ignored_in(module: nn.Module) -> set[int]:
+    """The ids of the parameters that the groups in a tree leave alone."""
+    return {id(parameter) for _, _, group in groups(module) for parameter in group.ignored}
+
+
 def policy_of(module: nn.Module, own: Group, leave: Set[int] = frozenset()) -> Policy:
     """The policy that the groups in a tree mean, without the parameters whose ids are in `leave`.
 
@@ -84,10 +89,9 @@ def policy_of(module: nn.Module, own: Group, leave: Set[int] = frozenset()) -> P
         ShardError: groups differ in what only a whole tree can have.
     """
     units: dict[str, dict[str, Any]] = {}
-    ignored = leave | {id(p) for p in own.ignored}
+    ignored = leave | {id(p) for p in own.ignored} | ignored_in(module)
     for name, _, group in groups(module):
         _require_alike(name, own, group)
-        ignored |= {id(p) for p in group.ignored}
         if name:
             units[exactly(name)] = _unit_settings(group)
     if own.reshard:
