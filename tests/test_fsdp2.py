@@ -221,6 +221,7 @@ def _in_graphs() -> None:
     for way in ("eager", "compile(model)", "compile(step)", "model.compile()"):
         for sharded in (fully_shard, _inside_out):
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
             model: Any = sharded(copy.deepcopy(plain))
             call: Any = torch.compile(model, backend="eager") if way == "compile(model)" else model
             if way == "model.compile()":
