@@ -178,6 +178,27 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
     handlers.setdefault(torch.ops.aten._has_same_storage_numel.default, refuse)
 
 
+def unsplit_classes(model: Any) -> Collection[str] | None:
+    """The classes of a transformers model whose modules stay in one piece; None for another model."""
+    found = getattr(model, "_no_split_modules", None)
+    return found if found is not None or not hasattr(model, "_no_split_modules") else ()
+
+
+def holds_data(x: Tensor) -> bool:
+    """Whether a tensor has values of its own: it is no transform's, no recording's and no simulation's."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
+
+
+def base_name(operation: Any) -> str:
+    """The name of an operation without namespace and overload: `"add_"` of `aten.add_.Tensor`."""
+    return operation._schema.name.rpartition("::")[2]
+
+
+def is_mutable(operation: Any) -> bool:
+    """Whether an operation writes one of its arguments."""
+    return operation._schema.is_mutable
+
+
 def is_traced() -> bool:
     """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

@@ -30,8 +30,9 @@ from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
 from shardfn.core.policy import Policy
+from shardfn.families import from_transformers
 
-__all__ = ["ddp", "from_parallelize_plan", "from_wrap_policy", "fsdp", "gathered", "hsdp", "zero2"]
+__all__ = ["ddp", "from_parallelize_plan", "from_transformers", "from_wrap_policy", "fsdp", "gathered", "hsdp", "zero2"]
 
 
 def fsdp(**overrides: Any) -> Policy:

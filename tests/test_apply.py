@@ -589,8 +589,6 @@ def test_a_parallel_forward_of_ones_own(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     model = _Sinks().double()
     rules = {"up.weight": "h@tp c@fsdp", "down.weight": "c@fsdp h@tp", "gain.weight": "h@tp"}
-    with pytest.raises(sf.ShardError, match="Gain 'gain' uses its 'weight' in a forward of its own"):
-        sf.shard(model, mesh, sf.Policy(rules=rules))
     params = sf.shard(model, mesh, sf.Policy(rules=rules, compute={"gain": _split_gain}))
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, *_mine(mesh, x))
@@ -612,18 +610,30 @@ def test_a_registered_class(mesh: DeviceMesh) -> None:
     model = _Sinks().double()
     model.gain = RegisteredGain(8).double()
     rules = {"up.weight": "h@tp c@fsdp", "down.weight": "c@fsdp h@tp", "gain.weight": "h@tp"}
-    with pytest.raises(sf.ShardError, match=r"or @sf\.register for its class"):
-        sf.shard(model, mesh, sf.Policy(rules=rules))
-    assert sf.register(RegisteredGain)(_split_gain) is _split_gain
+    calls: list[nn.Module] = []
+
+    def counted(module: nn.Module, local: dict[str, Tensor], layout: Any, x: Tensor) -> Tensor:
+        calls.append(module)
+        return _split_gain(module, local, layout, x)
+
+    assert sf.register(RegisteredGain)(counted) is counted
+    x = torch.ones(4, 6, dtype=torch.float64)
     for module_class in (RegisteredGain, type("Sub", (RegisteredGain,), {})):
         model.gain.__class__ = module_class
         params = sf.shard(model, mesh, sf.Policy(rules=rules))
-        x = torch.ones(4, 6, dtype=torch.float64)
         for tree in (params, sf.reshard(params, sf.Policy(rules=rules, regather=False))):
+            calls.clear()
             torch.testing.assert_close(sf.apply(model, tree, x), model(x))
+            assert calls
+    # A class with another forward is not meant; its own is followed.
+    calls.clear()
     model.gain.__class__ = type("Other", (RegisteredGain,), {"forward": lambda self, x: x + self.weight})
-    with pytest.raises(sf.ShardError, match=r"or @sf\.register for its class"):
-        sf.shard(model, mesh, sf.Policy(rules=rules))
+    torch.testing.assert_close(sf.apply(model, sf.shard(model, mesh, sf.Policy(rules=rules)), x), model(x))
+    assert not calls
+    model = _Sinks().double()
+    model.gain.__class__ = type("Mixes", (RegisteredGain,), {"forward": lambda self, x: x * self.weight.cumsum(0)})
+    with pytest.raises(sf.ShardError, match=r"cumsum along dim 0, of which each rank has a part(.|\n)*@sf\.register"):
+        sf.apply(model, sf.shard(model, mesh, sf.Policy(rules=rules)), x)
     with pytest.raises(TypeError, match=r"expected a class of nn\.Module"):
         no_class: Any = print
         sf.register(no_class)
@@ -713,7 +723,6 @@ def _broken(kind: type[nn.Module]) -> None:
     ("kind", "match"),
     [
         (_HardCoded, "failed in '_HardCoded': shape '.-1, 4, 2.' is invalid"),
-        (_Direct, "reads 'weight' of 'wq' itself"),
         (_Unsummed, "gradients would be partial sums"),
     ],
 )

@@ -286,7 +286,7 @@ def test_a_compiled_step_takes_the_seed_as_a_tensor(mesh: DeviceMesh) -> None:
 
 
 class _Reshaped(nn.Module):
-    """Drops tokens and features side by side, or samples and features, of which no dim says how it is split."""
+    """Drops split features and whole ones side by side, or samples and features: no dim says how it is split."""
 
     def __init__(self, joins: bool = False, halves: bool = False) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
     params = sf.shard(model, mesh, sf.Policy(rules=rules))
     with (
         sf.data.dropout_seed(1),
-        pytest.raises(sf.ShardError, match=r"'0.drop' is split over tp.*Policy\(acts"),
+        pytest.raises(sf.ShardError, match=r"in '0.down'.*cat of split values and values that all ranks share"),
     ):
         sf.apply(model, params, x)
     joined = nn.Sequential(_Reshaped(joins=True)).double()
@@ -321,9 +321,9 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
     in_halves = {"0.up.weight": "(2 ff@tp) c@fsdp", "0.up.bias": "(2 ff@tp)", "0.down.weight": "c@fsdp (2 ff@tp)"}
     with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="no dim of it explains how"):
         sf.apply(fused, sf.shard(fused, mesh, sf.Policy(rules=in_halves)), x)
-    said = sf.shard(model, mesh, sf.Policy(rules=rules, acts={"0.drop": "b s c@tp"}))
+    said = sf.shard(fused, mesh, sf.Policy(rules=in_halves, acts={"0.drop": "b s c@tp"}))
     with sf.data.dropout_seed(1):
-        assert sf.apply(model, said, x).shape == x.shape
+        assert sf.apply(fused, said, x).shape == x.shape
 
 
 @on_meshes({"fsdp": 2, "tp": 2})

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, kinds_of_transforms, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
+from shardfn.core.collectives import weighed
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
@@ -188,7 +190,7 @@ class _Call:
         copies.begin(session, buffers)
         try:
             with session.hooks(traced=copies.bound.compiles):
-                return getattr(copies.bound.root, self.method)(*args, **kwargs)
+                return leaving(getattr(copies.bound.root, self.method)(*args, **kwargs), adjust, self.grid)
         finally:
             session.close()
             if masks is not None:
@@ -285,6 +287,22 @@ class _Current:
             return self.session.masks.apply(path, own, x, places)
 
         return forward
+
+
+def leaving(output: Any, adjust: Adjustments, grid: Grid) -> Any:
+    """An output as callers get it: split leaves as `DTensor`s, so that taking them for whole ones is an error."""
+    if not adjust.kept and not adjust.shared:
+        return output
+    leaves, structure = pytree.tree_flatten(output)
+    for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
+        leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
+    for at, axis, dim in adjust.kept:
+        own, mesh = leaves[at], grid.mesh[axis]
+        shape = torch.Size((*own.shape[:dim], own.shape[dim] * grid.sizes[axis], *own.shape[dim + 1 :]))
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        placed = [Shard(dim)]
+        leaves[at] = DTensor.from_local(own.contiguous(), mesh, placed, run_check=False, shape=shape, stride=stride)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 class _Copies:

@@ -8,10 +8,11 @@ No function communicates on a meta tensor (a dry run sees the right shapes) or o
 """
 
 import inspect
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -585,6 +586,7 @@ def _eager(plain: type[_Pair]) -> type[torch.autograd.Function]:
 
 _FULL = {pair: _full(pair) for pair in _Pair.__subclasses__()}
 _EAGER = {pair: _eager(pair) for pair in _FULL}
+_KINDS = {pair: re.sub("(?<!^)(?=[A-Z])", "_", pair.__name__.lstrip("_")).lower() for pair in _FULL}  # "psum_scatter"
 
 
 def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Tensor:
@@ -596,7 +598,7 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
             return function.apply(x, mesh, axis, *dims)
         with watched(None):  # what it is made of is not the function's
             out = function.apply(x, mesh, axis, *dims)
-        watcher(pair.varies, x, out, axis)
+        watcher(Moved(_KINDS[pair], pair.varies, axis, dims), x, out)
         return out
     if not traces_first_order():
         raise ShardError(
@@ -607,7 +609,16 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Te
     return pair.apply(x.view_as(x), mesh, axis, *dims)
 
 
-Watcher = Callable[[bool, Tensor, Tensor, str], None]  # whether the result varies, in, out, axis
+class Moved(NamedTuple):
+    """A collective that was called: its name, whether its result varies, its axis and dims."""
+
+    kind: str
+    varies: bool
+    axis: str
+    dims: tuple[int, ...]
+
+
+Watcher = Callable[[Moved, Tensor, Tensor], None]  # with what went in, and what came out
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _ASKED: ContextVar[Callable[[str], None] | None] = ContextVar("asked", default=None)

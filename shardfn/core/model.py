@@ -20,6 +20,8 @@ LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 # parameter: `module.to()` and `.half()` swap DTensors with new ones, and their attributes go with the old ones.
 PLACED = f"{OWN}placed"
 Placed = tuple[tuple[str, int | None], ...]
+OUT_DIM = {"linear": 0, "transposed linear": 1}  # by the kind of a module, which dim of its weight makes its outputs
+_TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)  # linears whose weight is [in, out]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class ModuleInfo:
     name: str
     classes: tuple[str, ...]  # qualified names, most derived first
     params: tuple[tuple[str, str], ...]  # (attribute, canonical parameter name)
-    kind: str = "other"  # "linear" or "embedding" when the forward is torch's own, else "other"
+    kind: str = "other"  # "linear", "transposed linear" or "embedding" when the forward is a known one, else "other"
     list_of: str | None = None  # for a list of like modules that own parameters: their class
     forward: str = ""  # the class whose forward it has; none when it has one of its own
 
@@ -190,7 +192,11 @@ def kind_of(module: nn.Module) -> str:
         unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear
     ):
         return "linear"
-    return "embedding" if forward is nn.Embedding.forward else "other"
+    if forward is not None and _forward_owner(module) in _TRANSPOSED:
+        return "transposed linear"
+    if forward is nn.Embedding.forward:
+        return "embedding"
+    return "own embedding" if forward is not None and issubclass(class_of(module), nn.Embedding) else "other"
 
 
 def _list_of(module: nn.Module) -> str | None:

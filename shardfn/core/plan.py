@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
-from shardfn.core.model import ModelInfo, ModuleInfo, ParamInfo, class_name, describe
+from shardfn.core.model import OUT_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
 from shardfn.core.pattern import compile_pattern, first_match, matches
 from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.registered import registered
@@ -80,6 +80,7 @@ class Plan:
     info: ModelInfo = field(repr=False)
     activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
     reduction: "Reduction | None" = "mean"  # what the backward of a gather does with pending gradients
+    local_sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attribute -> its size on a rank
     vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
 
     @cached_property
@@ -133,6 +134,7 @@ class Plan:
             settings,
             tuple(p.acts.items()),
             tuple((name, _function_name(fn)) for name, fn in p.compute.items()),
+            tuple((name, tuple(sizes.items())) for name, sizes in self.local_sizes.items()),
             self.vmaps,
         )
 
@@ -389,9 +391,52 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             build = _LayoutBuilder(param, *rules[param.name], axes, role, sizes, policy, problems)
             layouts[param.name] = replace(build.layout(), unit=owners[param.name])
     problems += _uncomputable(info, layouts, axes, role, policy)
+    local_sizes = _local_sizes(info, axes, policy, sizes, problems)
     problems += _settings(policy, axes, role, info)
     raise_problems("plan", problems)
-    return Plan(axes, role, layouts, _units(layouts, unit_names, role, policy, info), policy, info)
+    units = _units(layouts, unit_names, role, policy, info)
+    return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes)
+
+
+def _local_sizes(
+    info: ModelInfo, axes: Mapping[str, int], policy: Policy, sizes: Sizes, problems: list[str]
+) -> dict[str, dict[str, int]]:
+    """Module -> attribute -> the size that one rank has."""
+    found: dict[str, dict[str, int]] = {}
+    for pattern, given in policy.local_sizes.items():
+        named = [module.name for module in info.modules if matches(pattern, module.name)]
+        if not named:
+            names = [module.name for module in info.modules if module.name]
+            hint = did_you_mean(pattern, names) or "."
+            problems.append(f"Policy.local_sizes: {pattern!r} matches no module{hint} {_examples(names)}")
+        for attribute, text in given.items():
+            try:
+                terms = [_local_product(parse(term), axes, sizes) for term in text.split("/")]
+                if len(terms) > 2 or (len(terms) == 2 and terms[0] % terms[1]):
+                    raise ShardError(f"{' / '.join(map(str, terms))} is no whole number")
+            except ShardError as error:
+                problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
+                continue
+            for name in named:
+                found.setdefault(name, {})[attribute] = terms[0] // terms[1] if len(terms) == 2 else terms[0]
+    return found
+
+
+def _local_product(spec: Spec, axes: Mapping[str, int], sizes: Sizes) -> int:
+    """The product of factors, each divided by the axes that split it; those with `?` have one element at least."""
+    total = 1
+    for factor in spec.factors:
+        size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
+        if size is None:
+            raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
+        unknown = [axis for axis in factor.axes if axis not in axes]
+        if unknown:
+            raise ShardError(f"unknown mesh axis '{unknown[0]}'{did_you_mean(unknown[0], axes)}")
+        ways = prod(axes[axis] for axis in factor.axes)
+        if size % ways and not factor.optional:
+            raise ShardError(f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}")
+        total *= max(1, size // ways) if factor.optional else size // ways
+    return total
 
 
 def _without_ignored(info: ModelInfo, policy: Policy, problems: list[str]) -> ModelInfo:
@@ -503,11 +548,11 @@ def _bias_rules(
     for module in info.modules:
         names = dict(module.params)
         weight, bias = names.get("weight", ""), names.get("bias", "")
-        if module.kind != "linear" or weight not in found or bias not in found or policy.default == "error":
+        if module.kind not in OUT_DIM or weight not in found or bias not in found or policy.default == "error":
             continue
         if weight in placed or bias in placed:
             continue
-        dim = found[weight][0].dims[0]
+        dim = found[weight][0].dims[OUT_DIM[module.kind]]
         if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith(
             "default"
         ):
@@ -833,15 +878,18 @@ def _uncomputable(
     for module in info.modules:
         names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
         bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
-        if module.kind == "linear" and bias is not None and weight is not None:
-            have, want = ([a for a in x.model_axes(0) if a in role.compute and axes[a] > 1] for x in (bias, weight))
+        if module.kind in OUT_DIM and bias is not None and weight is not None:
+            dims = ((bias, 0), (weight, OUT_DIM[module.kind]))
+            have, want = ([a for a in x.model_axes(dim) if a in role.compute and axes[a] > 1] for x, dim in dims)
             if have != want:
                 problems.append(
-                    f"{bias.name}: rule '{bias.rule}' must split it over the compute axes of dim 0 of '{weight.name}' "
-                    f"('{weight.rule}'): {', '.join(want) or 'none'}"
+                    f"{bias.name}: rule '{bias.rule}' must split it over the compute axes of the outputs of "
+                    f"'{weight.name}' ('{weight.rule}'): {', '.join(want) or 'none'}"
                 )
         if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
             continue
+        if not module.classes[0].startswith("torch.nn."):
+            continue  # a forward of the user's: the run without data tells whether it can work with parts
         for attribute, name in names.items():
             layout = layouts[name]
             split = [axis for axis in layout.axes if axis in role.compute and axes[axis] > 1]

@@ -25,6 +25,7 @@ UNIT_SETTINGS = (
     "output_dtype",
     "cast_inputs",
 )  # what one unit may have of its own
+MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  # in `a | b` both count
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
@@ -71,6 +72,10 @@ class Policy:
         default: layout of parameters that no rule matches. `"auto"` shards over the data axes on dim 0 if it divides,
             else on the largest dim that does, else unevenly on the largest; `"replicate"`; or `"error"`.
         min_size: under `"auto"`, tensors with fewer elements stay replicated.
+        local_sizes: module pattern -> attributes that hold a size of the whole model, and which product of factors of
+            the rules each is: `{"layers.*.attn": {"num_heads": "heads@tp", "inner": "heads@tp d"}}`. A module then
+            computes with the size that its rank has. `"a / b"` is a ratio of local sizes, and `"config.num_heads"` an
+            attribute of an object that the module holds.
         pad: name -> multiple to which that factor is padded when sharded (`{"vocab": 128}`); trimmed again by `gather`.
         compute: module pattern -> a forward of your own, `fn(module, local_params, layout, *args, **kwargs)`.
 
@@ -96,6 +101,7 @@ class Policy:
     default: Literal["auto", "replicate", "error"] = "auto"
     min_size: int = 0
     pad: Mapping[str, int] = field(default_factory=dict)
+    local_sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     given: ClassVar[frozenset[str]] = frozenset()  # each policy has its own: the fields that its caller named
@@ -114,7 +120,7 @@ class Policy:
         return policy
 
     def __post_init__(self) -> None:
-        for name in ("rules", "axes", "sizes", "acts", "pad", "compute"):
+        for name in MAPPINGS:
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
@@ -163,7 +169,7 @@ class Policy:
             return NotImplemented
         given = other.given
         merged = {f.name: getattr(other if f.name in given else self, f.name) for f in fields(self)}
-        for name in ("rules", "axes", "sizes", "acts", "pad", "compute"):
+        for name in MAPPINGS:
             first, second = getattr(other, name), getattr(self, name)
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
         both = given | self.given

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, pytree, spec_of
-from shardfn.core.collectives import RankIndex, pvary, watched, watching
+from shardfn.core.collectives import Moved, RankIndex, pvary, watched, watching
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.lowering import Lift, Lower
 from shardfn.core.mapped import mapped_axes
@@ -231,10 +231,11 @@ class _Typed(TorchFunctionMode):
             )
         self._indexed |= {axis} & self._axes
 
-    def note_collective(self, varies: bool, x: Tensor, out: Tensor, axis: str) -> None:
-        """A collective over `axis` made `out` of x."""
-        if axis in self._axes:
-            self.note(out, self.axes_of(x) | {axis} if varies else self.axes_of(x) - {axis})
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
+        """A collective made `out` of x."""
+        if moved.axis in self._axes:
+            known = self.axes_of(x)
+            self.note(out, known | {moved.axis} if moved.varies else known - {moved.axis})
 
     def axes_of(self, x: Tensor) -> frozenset[str]:
         """Over which axes a tensor differs; constants do not."""

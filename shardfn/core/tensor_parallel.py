@@ -9,7 +9,8 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
     lookup   ids [..]       -> masked rows of W [vocab@tp, c] -> psum          -> [.., c]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import has_no_memory, outside_transforms, values_of
@@ -28,9 +30,11 @@ from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.model import ModuleInfo
+from shardfn.core.model import OUT_DIM, ModuleInfo
+from shardfn.core.parts import Part, Runs
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
+from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
 
 
@@ -39,13 +43,20 @@ class Adjustments:
     """What a run without data added to the derivation, see [Note: varying and invariant].
 
     `vary`: parameters and module outputs that need a `pvary`, with the axis; `gather`: column-parallel modules whose
-    output is gathered because it leaves `apply`. `splits`: if any dropout module is called on a split activation,
-    all calls of such modules, by path and number, with the axis of each dim ("" for none); None when no dim explains
-    the size.
+    output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum still to be added
+    up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of the output that
+    have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an axis, and their
+    dim.
+    `splits`: if any dropout module is called on a split activation, all calls of such modules, by path and number, with
+    the axis of each dim ("" for none); None when no dim explains the size.
     """
 
     vary: frozenset[tuple[str, str]] = frozenset()
     gather: frozenset[str] = frozenset()
+    sums: frozenset[tuple[str, int, str]] = frozenset()
+    ready: frozenset[tuple[str, str]] = frozenset()
+    shared: frozenset[tuple[int, str]] = frozenset()
+    kept: frozenset[tuple[int, str, int]] = frozenset()
     splits: frozenset[tuple[str, int, tuple[str, ...] | None]] = frozenset()
 
     def axes_of(self, source: str) -> list[str]:
@@ -76,10 +87,6 @@ class ComputeAxes:
 
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
-        if self._variance is not None and axis in self._variance.tag(x).axes:
-            self._variance.refuse(
-                f"an input that is already split over '{axis}' meets a weight that splits its output over it"
-            )
         cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
             with torch.set_grad_enabled(x.requires_grad or torch.is_grad_enabled()):  # also used outside a no_grad
@@ -87,15 +94,84 @@ class ComputeAxes:
             self._count(x, axis, 2 if x.requires_grad else 0)
         return cache[x]
 
+    def entered(self, x: Tensor, axis: str, path: str, ready: bool) -> Tensor:
+        """The input of a column-parallel linear at `path`, varying; `ready` when it was before."""
+        if self._variance is None:
+            return x if ready else self.vary(x, axis)
+        part = self._variance.tag(x).parts.get(axis)
+        if part is None:
+            return self.vary(x, axis)
+        if part.kind == "same":
+            self._variance.findings.ready.add((path, axis))
+        else:
+            self._variance.refuse(
+                f"an input that is already split over '{axis}' meets a weight that splits its output over it"
+                + (f" ({part.why})" if part.why else "")
+            )
+        return x
+
+    def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
+        """The input [.., in] of a row-parallel linear as this rank's part [.., in@axis], of one that may be whole."""
+        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
+        size = sum(outer * inner for outer, inner in wanted.runs)
+        if x.shape[-1] == size * self.sizes[axis] and (part is None or part.kind == "same"):
+            if self._variance is not None and part is not None:
+                self._variance.findings.ready.add((path, axis))
+            return self._taken(x, axis, wanted.runs, ready or part is not None)
+        if self._variance is not None and x.shape[-1] == size:
+            if part is None or part != wanted.at(x.dim() - 1):
+                self._variance.refuse(_not_its_part(x, axis, part, wanted))
+        return x
+
+    def _taken(self, x: Tensor, axis: str, runs: Runs, ready: bool) -> Tensor:
+        """This rank's pieces of the last dim of a tensor that all ranks have whole."""
+        pieces, start, size = [], 0, self.sizes[axis]
+        with self.hidden():
+            for outer, inner in runs:
+                piece = x.narrow(-1, start, outer * inner * size).unflatten(-1, (outer, size * inner))
+                start += outer * inner * size
+                if ready:
+                    piece = piece.narrow(-1, self.coords[axis] * inner, inner)
+                else:
+                    piece = collectives.shard_slice(piece, self.mesh, axis, -1)
+                pieces.append(piece.flatten(-2))
+            taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        self._count(x, axis, 0 if ready or not x.requires_grad else 1)
+        self.note_part(taken, axis, Part("split", x.dim() - 1, runs))
+        return taken
+
     def total(self, x: Tensor, axis: str) -> Tensor:
         """The sum over `axis`, the same on all its ranks."""
         self._count(x, axis, 2)
         return collectives.psum(x, self.mesh, axis)
 
-    def join(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """The parts of all ranks of `axis` side by side, the same on all its ranks."""
+    def join(self, x: Tensor, axis: str, dim: int, runs: Runs = ()) -> Tensor:
+        """The parts of all ranks of `axis` side by side, the same on all its ranks; `runs` when dim -1 is not even."""
         self._count(x, axis, self.sizes[axis])
-        return collectives.all_gather_invariant(x, self.mesh, axis, dim)
+        if len(runs) < 2 and all(outer == 1 for outer, _ in runs):
+            return collectives.all_gather_invariant(x, self.mesh, axis, dim)
+        with self.hidden():
+            whole, start = [], 0
+            for outer, inner in runs:
+                piece = x.narrow(-1, start, outer * inner).unflatten(-1, (outer, inner))
+                start += outer * inner
+                whole.append(collectives.all_gather_invariant(piece, self.mesh, axis, -1).flatten(-2))
+            joined = torch.cat(whole, -1)
+        self.note_part(joined, axis, None)
+        return joined
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Operations within are not the model's own."""
+        with self._variance.hidden() if self._variance is not None else nullcontext():
+            yield
+
+    def note_part(self, x: Tensor, axis: str, part: Part | None) -> None:
+        """Tell the run without data what x is over an axis."""
+        if self._variance is not None:
+            tag = self._variance.tag(x)
+            parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
+            self._variance.mark(x, replace(tag, parts=parts))
 
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Tell the run without data where a module's output comes from."""
@@ -120,29 +196,107 @@ def parallel_forwards(
     for module in plan.info.modules:
         custom = first_match(plan.policy.compute, [module.name])
         if custom is not None:
-            forwards[module.name] = _custom(module, plan, axes.mesh, weight, plan.policy.compute[custom])
-        elif any(plan.compute_axes(plan.layouts[name]) for _, name in module.params):
+            forwards[module.name] = _custom(module, plan, axes, weight, plan.policy.compute[custom])
+        elif module.kind != "other" and any(plan.compute_axes(plan.layouts[name]) for _, name in module.params):
             names = dict(module.params)
             layout = plan.layouts[names["weight"]]
-            if module.kind == "linear":
+            if module.kind in OUT_DIM:
                 forwards[module.name] = _linear(module, layout, names.get("bias"), plan, axes, weight, adjust)
-            elif module.kind == "embedding":
-                forwards[module.name] = _embedding(module, layout, plan, axes, weight)
+            else:
+                lookup = _lookup(module, layout, plan, axes, weight)
+                forwards[module.name] = lookup if module.kind == "embedding" else _around_lookup(lookup)
     return forwards
 
 
+def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
+    """By axis, which part of a weight a module computes with."""
+    zero, sizes = dict.fromkeys(plan.axes, 0), plan.axes
+    found: dict[str, Part] = {}
+    for axis in plan.compute_axes(layout):
+        for dim in range(len(layout.shape)):
+            runs: list[tuple[int, int] | None] = []
+            for leaf in layout.leaves:
+                first = sum(leaf.merges[:dim])
+                local = leaf.local_shape(sizes, zero, plan.roles.compute)[first : first + leaf.merges[dim]]
+                splits = leaf.splits[first : first + leaf.merges[dim]]
+                at = next((i for i, split in enumerate(splits) if axis in split), None)
+                runs.append(None if at is None else (prod(local[:at]), prod(local[at:])))
+            runs = runs if dim == layout.block_dim else runs[:1]
+            known = tuple(run for run in runs if run is not None)
+            if len(known) == len(runs):
+                found[axis] = Part("split", dim, known)
+            elif known:
+                found[axis] = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'")
+    return found
+
+
+def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
+    """Why an input of the right size is not what a row-parallel weight needs."""
+    if part is None:
+        return f"its input of {x.shape[-1]} features is the same on all ranks of '{axis}', and its weight is split"
+    if part.kind == "lost":
+        return f"it cannot be told which part over '{axis}' its input is: {part.why}"
+    if part.kind == "sum":
+        return f"its input is a sum over '{axis}' that is still pending"
+    return (
+        f"its input has dim {part.dim} split over '{axis}' in pieces {part.runs}, and its weight needs dim "
+        f"{x.dim() - 1} in {wanted.runs}"
+    )
+
+
 class Layouts(dict[str, Layout]):
-    """How the weights of a module lie, by attribute, and the `mesh` for collectives."""
+    """How the weights of a module lie, by attribute, the `mesh` for collectives, and the `axes` that split any.
 
-    def __init__(self, layouts: Mapping[str, Layout], mesh: DeviceMesh | MeshSpec) -> None:
+    Operations within `hidden()` have no counterpart in the module's own forward.
+    """
+
+    def __init__(self, layouts: Mapping[str, Layout], axes: "ComputeAxes", split: Sequence[str]) -> None:
         super().__init__(layouts)
-        self.mesh = mesh
+        self.mesh, self.axes, self.hidden, self.note_part = axes.mesh, tuple(split), axes.hidden, axes.note_part
 
 
-def _custom(
-    module: ModuleInfo, plan: Plan, mesh: DeviceMesh | MeshSpec, weight: Callable[[str], Tensor], fn: Forward
-) -> Forward:
-    layouts = Layouts({attribute: plan.layouts[name] for attribute, name in module.params}, mesh)
+def without_data(shaped: Forward) -> Callable[[Forward], Forward]:
+    """A decorator of a parallel forward: `shaped(module, *args)` stands for the module's own in a run without data."""
+
+    def keep(forward: Forward) -> Forward:
+        _SHAPED[forward] = shaped
+        return forward
+
+    return keep
+
+
+def calls_own_forward(forward: Forward) -> Forward:
+    """A decorator of a parallel forward that calls the module's own, and does the rest within `Layouts.hidden()`."""
+    _CALLING.add(forward)
+    return forward
+
+
+_SHAPED: dict[Forward, Forward] = {}
+_CALLING: set[Forward] = set()
+
+
+def others_forwards(plan: Plan) -> set[str]:
+    """The modules whose forward is not their own."""
+    found = ((module, first_match(plan.policy.compute, [module.name])) for module in plan.info.modules)
+    return {
+        module.name
+        for module, pattern in found
+        if module.kind != "other"
+        or (pattern is not None and getattr(fn := plan.policy.compute[pattern], "func", fn) not in _CALLING)
+    }
+
+
+def shaped_forwards(plan: Plan) -> dict[str, Forward]:
+    """Module path -> what stands for its forward in a run without data on whole weights."""
+    found = ((m.name, first_match(plan.policy.compute, [m.name])) for m in plan.info.modules)
+    functions = {name: plan.policy.compute[pattern] for name, pattern in found if pattern is not None}
+    return {name: _SHAPED[fn] for name, fn in functions.items() if fn in _SHAPED}
+
+
+def _custom(module: ModuleInfo, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], fn: Forward) -> Forward:
+    own_layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
+    split = {axis for layout in own_layouts.values() for axis in plan.compute_axes(layout)}
+    layouts = Layouts(own_layouts, axes, [axis for axis in plan.roles.compute if axis in split])
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         local = {attribute: weight(layout.name) for attribute, layout in layouts.items()}
@@ -161,21 +315,20 @@ def _linear(
     adjust: Adjustments,
 ) -> Forward:
     """Column-parallel, row-parallel or both, by the axes on the out and in dims of the weight."""
-    columns, rows = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
-    gathers = module.name in adjust.gather
-    act = first_match(plan.policy.acts, [module.name])
-    out_features = layout.shape[0]
-    if gathers and len(layout.leaves) > 1:
-        raise ShardError(
-            f"apply: the fused output of {module.name!r} leaves the model split over {columns}; split it first"
-        )
+    out = OUT_DIM[module.kind]
+    columns, rows = plan.compute_axes(layout, out), plan.compute_axes(layout, 1 - out)
+    name, parts, out_features = module.name, weight_parts(plan, layout), layout.shape[out]
+    gathers = name in adjust.gather or gathered_by_acts(plan, name)
+    ready = {axis for path, axis in adjust.ready if path == name}
 
     def forward(own: nn.Module, x: Tensor) -> Any:
-        w = weight(layout.name)  # [out/columns, in/rows]
+        w = weight(layout.name) if out == 0 else weight(layout.name).t()  # [out/columns, in/rows]
         bias = weight(bias_name) if bias_name is not None else None
-        _check_features(module.name, layout, x, w, rows)
+        for axis in rows:
+            x = axes.own(x, axis, name, parts[axis], axis in ready)
+        _check_features(name, layout, x, w, layout.shape[1 - out], rows)
         for axis in columns:
-            x = axes.vary(x, axis)
+            x = axes.entered(x, axis, name, axis in ready)
         if not rows:
             y = F.linear(x, w, bias)
         else:
@@ -183,56 +336,98 @@ def _linear(
             for axis in rows:
                 y = axes.total(y, axis)
             y = y if bias is None else y + bias  # after the sum, or it would count once a rank
-        y = axes.note_source(y, f"module {module.name}", module.name if columns else None)
-        if act is not None and columns:
-            return _as_split_logits(y, plan.policy.acts[act], module.name, columns, axes, out_features)
+        y = axes.note_source(y, f"module {name}", name if columns else None)
         if gathers:
             for axis in reversed(columns):
-                y = axes.join(y, axis, -1)
-            y = y[..., :out_features]
+                y = axes.join(y, axis, -1, parts[axis].runs)
+            with axes.hidden():
+                y = y[..., :out_features]
         return y
 
     return forward
 
 
-def _check_features(name: str, layout: Layout, x: Tensor, w: Tensor, rows: Sequence[str]) -> None:
+def _check_features(name: str, layout: Layout, x: Tensor, w: Tensor, features: int, rows: Sequence[str]) -> None:
     if x.shape[-1] != w.shape[1]:
         why = f" over {', '.join(rows)}" if rows else ""
         raise ShardError(
             f"apply: {name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves {w.shape[1]} of "
-            f"{layout.shape[1]} here{why}. The layer that produces it must be split alike: use the same name and "
-            "axis in its "
-            f"rule, and sizes taken from the tensors, not from the configuration, in between."
+            f"{features} here{why}. The layer that produces it must be split alike: use the same name and axis in its "
+            "rule, and sizes taken from the tensors, not from the configuration, in between."
         )
 
 
-def _as_split_logits(
-    y: Tensor, act: str, name: str, columns: Sequence[str], axes: ComputeAxes, features: int
-) -> Tensor:
-    """Logits as a DTensor over the compute axes, so that using them as whole ones is an error, never a wrong number."""
-    wanted = [axis for axis in columns if axis in parse(act).expand(y.dim()).dims[-1].factors[-1].axes]
-    if wanted != list(columns) or len(columns) != 1:
-        raise ShardError(
-            f"apply: Policy.acts asks for '{act}' at {name!r}, whose last dim is split over {', '.join(columns)}"
-        )
-    if y.shape[-1] * axes.sizes[columns[0]] != features:
-        raise ShardError(
-            f"apply: Policy.acts at {name!r}: logits over a padded dim cannot stay split; drop the entry or the padding"
-        )
-    if y.is_meta:
-        return y
-    shape = torch.Size((*y.shape[:-1], features))
-    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    assert isinstance(axes.mesh, DeviceMesh)
-    mesh = axes.mesh[columns[0]]
-    return DTensor.from_local(y.contiguous(), mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
+def kept_by_acts(plan: Plan) -> set[str]:
+    """The column-parallel linears whose output `Policy.acts` leaves split over the compute axes of their weight.
+
+    Raises:
+        ShardError: an entry names other axes than the weight's, or the dim is padded.
+    """
+    found = set()
+    for module, layout, columns, last in _acts_on_linears(plan):
+        if not last:
+            continue
+        if list(last) != columns or len(columns) != 1:
+            raise ShardError(
+                f"apply: Policy.acts asks for {module!r} split over {', '.join(last)}, whose last dim is split over "
+                f"{', '.join(columns) or 'nothing'}"
+            )
+        if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
+            raise ShardError(
+                f"apply: Policy.acts at {module!r}: logits over a padded dim cannot stay split; drop the entry or the "
+                "padding"
+            )
+        found.add(module)
+    return found
 
 
-def _embedding(
+def gathered_by_acts(plan: Plan, path: str) -> bool:
+    """Whether `Policy.acts` has the output of a column-parallel linear whole: `"b s c"`."""
+    return any(module == path and not last for module, _, _, last in _acts_on_linears(plan))
+
+
+def _acts_on_linears(plan: Plan) -> Iterator[tuple[str, Layout, list[str], tuple[str, ...]]]:
+    """(path, weight, its column axes, compute axes of the last dim that an entry asks for)."""
+    for module in plan.info.modules if plan.policy.acts else ():
+        act = first_match(plan.policy.acts, [module.name])
+        if act is not None and module.kind in OUT_DIM:
+            layout = plan.layouts[dict(module.params)["weight"]]
+            dims = parse(plan.policy.acts[act]).dims
+            last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
+            if columns := plan.compute_axes(layout, OUT_DIM[module.kind]):
+                yield module.name, layout, columns, tuple(axis for axis in last if plan.axes[axis] > 1)
+
+
+class _Lookups(TorchFunctionMode):
+    """Has lookups in the table of one module done by its parallel forward."""
+
+    def __init__(self, lookup: Forward, own: nn.Module) -> None:
+        super().__init__()
+        self._lookup, self._own = lookup, own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding:
+            return self._lookup(self._own, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _around_lookup(lookup: Forward) -> Forward:
+    """The forward of a subclass of `nn.Embedding`, which does something with the ids or the rows."""
+
+    def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Lookups(lookup, own):
+            return class_of(own).forward(own, *args, **kwargs)
+
+    return forward
+
+
+def _lookup(
     module: ModuleInfo, layout: Layout, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor]
 ) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
+    act = first_match(plan.policy.acts, [module.name])
+    joins = act is None or not set(columns) & {axis for f in parse(plan.policy.acts[act]).factors for axis in f.axes}
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
@@ -252,7 +447,7 @@ def _embedding(
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         for axis in vocab:
             rows = axes.total(rows, axis)
-        for axis in reversed(columns):
+        for axis in reversed(columns) if joins else ():
             rows = axes.join(rows, axis, -1)
         return axes.note_source(rows, f"module {module.name}")
 

@@ -5,7 +5,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: varying and invariant]), and counts the bytes of activations that travel.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +19,20 @@ from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
 from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.binding import Bound, Forward, Wiring
-from shardfn.core.engine.variance import Findings, Tag, Variance, check_outputs, to_meta
+from shardfn.core.engine.variance import Findings, Framed, Tag, Variance, Whole, check_outputs, to_meta
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
+from shardfn.core.tensor_parallel import (
+    Adjustments,
+    ComputeAxes,
+    kept_by_acts,
+    others_forwards,
+    shaped_forwards,
+    weight_parts,
+)
 from shardfn.core.wiring import Around, chained, owned_names, shared_parts, wire
 
 _ROUNDS = 8
@@ -78,10 +85,6 @@ def plan(
     return replace(made, activation_bytes=trial.bytes_moved)
 
 
-class _ForwardFailed(ShardError):
-    """The forward itself raised, with the sizes of one rank."""
-
-
 class Trial:
     """Runs a forward on meta tensors until nothing is found to add."""
 
@@ -91,8 +94,9 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
-        with outside_transforms(), outside_modes():
-            self._buffers: dict[str, Tensor] = to_meta(dict(buffers))
+        self._whole: Whole | None = None
+        self._buffers = dict(buffers)
+        self._given: Any = ((), {})
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What has to be added to the derived collectives.
@@ -101,45 +105,60 @@ class Trial:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
         with outside_transforms(), outside_modes():
-            adjust = self._found(*to_meta((args, kwargs)))
-            return replace(adjust, splits=self._splits(*to_meta((args, kwargs))))
+            self._given = args, kwargs
+            self._whole = self._run_whole()
+            adjust = self._found()
+            return replace(adjust, splits=self._splits())
 
-    def _found(self, args: Any, kwargs: Any) -> Adjustments:
+    def _found(self) -> Adjustments:
         try:
-            return self._settled(Adjustments(), args, kwargs)
-        except _ForwardFailed as failure:
-            # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries.
+            return self._settled(Adjustments())
+        except ShardError as failure:
+            # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
+            # broadcast to them.
             groups = self._groups()
             with suppress(ShardError):
                 if groups:
-                    return self._settled(Adjustments(vary=groups), args, kwargs)
+                    return self._settled(Adjustments(vary=groups))
             raise ShardError(str(failure)) from failure.__cause__
 
-    def _settled(self, adjust: Adjustments, args: Any, kwargs: Any) -> Adjustments:
+    def _settled(self, adjust: Adjustments) -> Adjustments:
         found = Findings()
         for _ in range(_ROUNDS):
-            found = self._run(adjust, *to_meta(cast_inputs(self.plan, (args, kwargs))))
+            found = self._run(adjust)
             if new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
-            elif new_vary := found.vary - adjust.vary:
-                for source, axis in sorted(new_vary):
+            elif found.vary - adjust.vary or found.sums - adjust.sums:
+                for source, axis in sorted(found.vary - adjust.vary):
                     if source.startswith("module "):
                         shared_parts(self.plan, source.removeprefix("module "), axis)
-                adjust = replace(adjust, vary=adjust.vary | new_vary)
+                adjust = replace(adjust, vary=adjust.vary | found.vary, sums=adjust.sums | found.sums)
             elif not found.mixed:
-                return adjust
+                ends = {name: frozenset(getattr(found, name)) for name in ("ready", "shared", "kept")}
+                return replace(adjust, **ends)
             else:
                 break
         raise ShardError(_mixed_message(found))
 
-    def _splits(self, args: Any, kwargs: Any) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
-        """Over which dims the inputs of dropout modules are split: a run with all heads and features tells."""
-        noted = self._drops
-        if not any(drop.tag.axes for drop in noted):
+    def _splits(self) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
+        """Over which dims the inputs of dropout modules are split."""
+        if not any(drop.tag.axes for drop in self._drops):
             return frozenset()
-        whole = _Drops()
+        return frozenset((drop.path, drop.call, _split_dims(drop)) for drop in self._drops)
+
+    def _forward(self, bound: Bound, run: Framed) -> Any:
+        """The forward of copies on inputs and buffers without data."""
+        args, kwargs = cast_inputs(self.plan, to_meta(self._given, run.values))
+        bound.begin(to_meta(self._buffers, run.values))
+        with run, torch.enable_grad():
+            return getattr(bound.root, self.method)(*args, **kwargs)
+
+    def _run_whole(self) -> Whole | None:
+        """The forward with whole weights; None when that cannot be run without data."""
         layouts, dtypes = self.plan.layouts, self.plan.compute_dtypes
-        around = unit_casts(self.plan) | {path: whole.around(path) for path in dropout_modules(self.model)}
+        whole = Whole()
+        around = {path: _within(whole, path) for path in self.names}
+        around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
 
         def weight(name: str) -> Tensor:
             return torch.empty(
@@ -147,46 +166,12 @@ class Trial:
             )
 
         ignored = frozenset(self.plan.info.ignored)
-        wiring = Wiring(self.names, weight, lambda *_: None, {}, around, ignored=ignored, of_own=_meta_table)
-        bound = Bound(self.model, wiring)
-        bound.begin(self._buffers)
-        with suppress(Exception), torch.enable_grad():  # a forward for parts only: nothing is known then
-            args, kwargs = to_meta(cast_inputs(self.plan, (args, kwargs)))
-            getattr(bound.root, self.method)(*args, **kwargs)
-        shapes = {(drop.path, drop.call): drop.shape for drop in whole}
-        return frozenset(
-            (drop.path, drop.call, self._split_dims(drop, shapes.get((drop.path, drop.call))))
-            if drop.tag.axes
-            else (drop.path, drop.call, ("",) * len(drop.shape))
-            for drop in noted
-        )
-
-    def _split_dims(self, drop: "_Drop", whole: torch.Size | None) -> tuple[str, ...] | None:
-        """The axis that splits each dim, "" for none; None when sizes do not tell.
-
-        A first dim that is split holds samples and heads side by side, and a dim as long as a fused output the parts
-        of that: what this rank has is not one piece of them.
-        """
-        part, axes, sizes = drop.shape, drop.tag.axes, self.plan.axes
-        if whole is None or len(part) != len(whole) or part[:1] != whole[:1]:
-            return None
-        found = []
-        for own, full in zip(part, whole, strict=True):
-            fits = [axis for axis in axes if own != full and own * sizes[axis] == full]
-            if own != full and (len(fits) != 1 or self._in_pieces(drop.tag.split_by, full, fits[0])):
-                return None
-            found.append(fits[0] if fits else "")
-        return tuple(found) if set(found) - {""} == set(axes) else None
-
-    def _in_pieces(self, paths: Collection[str], size: int, axis: str) -> bool:
-        """Whether a module of these has outputs of this size of which a rank has several pieces."""
-        for module in self.plan.info.modules:
-            if module.name in paths and module.kind == "linear":
-                layout = self.plan.layouts[dict(module.params)["weight"]]
-                out = layout.rule.expand(len(layout.shape)).dims[0]
-                if layout.shape[0] == size and (len(out.blocks) > 1 or axis not in out.factors[0].axes):
-                    return True
-        return False
+        wiring = Wiring(self.names, weight, shaped_forwards(self.plan), around, ignored=ignored, of_own=_meta_table)
+        try:
+            self._forward(Bound(self.model, wiring), whole)
+        except Exception:
+            return None  # the run with parts tells what cannot be done
+        return whole
 
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
@@ -198,9 +183,12 @@ class Trial:
             if self.plan.axes[axis] % parts == 0
         )
 
-    def _run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Findings:
+    def _run(self, adjust: Adjustments) -> Findings:
         """One forward."""
-        variance = Variance(self.plan.roles.compute)
+        sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
+        stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
+        padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
+        variance = Variance(sizes, self._whole, others_forwards(self.plan), padded)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
         self._drops = _Drops(variance)
@@ -210,15 +198,15 @@ class Trial:
         weight = _MetaWeights(self.plan, variance)
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
         bound = Bound(self.model, replace(wiring, of_own=_meta_table))
-        bound.begin(self._buffers)
         try:
-            with variance, watched(variance.note_collective), torch.enable_grad():
-                output = getattr(bound.root, self.method)(*args, **kwargs)
+            with watched(variance.note_collective):
+                output = self._forward(bound, variance)
         except ShardError:
             raise
         except Exception as error:
-            raise _ForwardFailed(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
-        check_outputs(variance, (output, bound.assigned()))
+            raise ShardError(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
+        check_outputs(variance, output, kept_by_acts(self.plan))
+        check_outputs(variance, bound.assigned())
         self.bytes_moved = axes.bytes_moved
         return variance.findings
 
@@ -229,8 +217,10 @@ class Trial:
             f"{path!r}: {error}\n"
             "Where two layers disagree about a size, split what is between them alike in both rules. Otherwise take "
             "sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: "
-            "only this rank's part of each split dim is there. Tensors that are neither parameters nor buffers must "
-            "follow x.device, and control flow must not depend on values."
+            "only this rank's part of each split dim is there; or name the attribute that holds one in "
+            "Policy(local_sizes=...), or give the module a parallel forward: Policy(compute=...), @sf.register. "
+            "Tensors that are neither parameters nor buffers must follow x.device, and control flow must not depend on "
+            "values."
         )
 
 
@@ -279,8 +269,8 @@ class _MetaWeights:
             parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
             made.requires_grad_(layout.trainable and (made.is_floating_point() or made.is_complex()))
-            axes = frozenset(axis for axis in layout.axes if axis in roles.compute and sizes[axis] > 1)
-            self._variance.mark(made, Tag(axes, made.requires_grad, None if axes else f"parameter {name}"))
+            parts = weight_parts(self._plan, layout)
+            self._variance.mark(made, Tag(parts, made.requires_grad, None if parts else f"parameter {name}"))
             self._made[name] = made
         return self._made[name]
 
@@ -290,6 +280,19 @@ def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
 
 
+def _within(run: Whole, path: str) -> Callable[[Forward], Forward]:
+    """Name the module whose operations follow."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with run.inside(path):
+                return inner(*args, **kwargs)
+
+        return forward
+
+    return around
+
+
 def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Callable[[Forward], Forward]:
     """Name the module in errors, and as the source of its output when it owns parameters."""
 
@@ -297,18 +300,37 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Cal
         def forward(*args: Any, **kwargs: Any) -> Any:
             with variance.inside(path):
                 out = inner(*args, **kwargs)
-            return axes.note_source(out, f"module {path}") if owns else out
+            if not owns:
+                return out
+            for at, leaf in enumerate(pytree.tree_leaves(out)):
+                for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
+                    if part.kind == "sum":
+                        variance.findings.sums.add((path, at, axis))
+            return axes.note_source(out, f"module {path}")
 
         return forward
 
     return around
 
 
+def _split_dims(drop: _Drop) -> tuple[str, ...] | None:
+    """The axis that splits each dim of what is dropped, "" for none; None when a rank has no one piece of it."""
+    dims = [""] * len(drop.shape)
+    for axis, part in drop.tag.parts.items():
+        if part.kind == "same":
+            continue
+        if part.share > 1 or [outer for outer, _ in part.runs] != [1] or dims[part.dim]:
+            return None
+        dims[part.dim] = axis
+    return tuple(dims)
+
+
 def _mixed_message(found: Findings) -> str:
     listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(found.mixed))
     return (
         f"apply: gradients would be partial sums\n{listed}\n"
-        f"Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared value."
+        "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared value; or "
+        "give the module that joins them a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
     )
 
 

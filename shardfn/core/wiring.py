@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import Compiler
+from shardfn._torch import Compiler, pytree
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
-from shardfn.core.pattern import first_match
+from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
@@ -58,9 +58,12 @@ def wire(
         if source.startswith("module "):
             path = source.removeprefix("module ")
             wrapped[path] = chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
+    for path, leaf, axis in sorted(adjust.sums):
+        wrapped[path] = chained(_added_up(axes, axis, leaf), wrapped.get(path))
     forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     ignored = frozenset(plan.info.ignored)
-    return Wiring(names, fetch, _refusal(plan), forwards, wrapped, _compilers(plan) if compiles else None, ignored)
+    compilers = _compilers(plan) if compiles else None
+    return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes)
 
 
 def _compilers(plan: Plan) -> dict[str, Compiler]:
@@ -100,23 +103,6 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 
-def _refusal(plan: Plan) -> Callable[[str, str, str], str | None]:
-    """A weight split over a compute axis is used by its derived forward, not read as an attribute."""
-
-    def why(path: str, attribute: str, name: str) -> str | None:
-        layout = plan.layouts[name]
-        split = plan.compute_axes(layout)
-        if not split or first_match(plan.policy.compute, [path]) is not None:
-            return None
-        return (
-            f"apply: '{name}' is split over {', '.join(split)} by '{layout.rule}', but a forward reads '{attribute}' "
-            f"of {path!r} itself; call the module, or take '@{split[0]}' out of the rule, or give its owner a forward "
-            f"in Policy(compute=...)"
-        )
-
-    return why
-
-
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
     """How many parts the output of a linear has that asked to be split over `axis` (`kv@tp?`) and does not divide.
 
@@ -153,7 +139,24 @@ def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
         def forward(*args: Any, **kwargs: Any) -> Any:
             out = axes.vary(inner(*args, **kwargs), axis)
             length = out.shape[-1] // parts
-            return out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
+            with axes.hidden():
+                own = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
+            axes.note_part(own, axis, Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts))
+            return own
+
+        return forward
+
+    return around
+
+
+def _added_up(axes: ComputeAxes, axis: str, at: int) -> Around:
+    """A leaf of a module's output, on each rank a summand, as the sum."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = pytree.tree_flatten(inner(*args, **kwargs))
+            leaves[at] = axes.total(leaves[at], axis)
+            return pytree.tree_unflatten(leaves, structure)
 
         return forward
 

@@ -5,6 +5,7 @@ be recomputed in a backward (`torch.utils.checkpoint` keeps the copies it was gi
 bound. What a forward assigns to attributes of its own modules is written back to the template afterwards.
 """
 
+import copy as copying
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,29 +48,38 @@ _DELETED = object()
 class Wiring:
     """What to put into the copies.
 
-    `params[path]` maps attributes to canonical parameter names; `fetch` gives the weight, `refusal` may say why a
-    forward must not read it from the module; `forwards[path]` replaces a module's forward, `around[path]` goes around
-    it, and `compilers[path]` compiles it; with `compilers` None nothing is compiled. Parameters in `ignored` are the
-    module's own, as `of_own` makes them.
+    `params[path]` maps attributes to canonical parameter names, and `fetch` gives the weight; `forwards[path]` replaces
+    a module's forward, `around[path]` goes around it, and `compilers[path]` compiles it; with `compilers` None nothing
+    is compiled. Parameters in `ignored` are the module's own, as `of_own` makes them. `sizes[path]` are attributes that
+    hold a size of this rank, by their names; "config.heads" is one of an object that the module has.
     """
 
     params: Mapping[str, Mapping[str, str]]
     fetch: Callable[[str], Tensor]
-    refusal: Callable[[str, str, str], str | None]
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     around: Mapping[str, Callable[[Forward], Forward]] = field(default_factory=dict)
     compilers: Mapping[str, Compiler] | None = None
     ignored: Collection[str] = ()
     of_own: Callable[[Any], Any] = lambda own: own
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def lazy_weights(self, path: str, own: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """The `_parameters` of the copy at `path` of a module whose own table is `own`."""
         names = self.params.get(path, {})
         prefix = f"{path}." if path else ""
         absent = [attribute for attribute, value in own.items() if value is None or prefix + attribute in self.ignored]
-        found = {attribute: self.refusal(path, attribute, name) for attribute, name in names.items()}
-        refusals = {attribute: why for attribute, why in found.items() if why is not None}
-        return LazyWeights({**dict.fromkeys(absent), **names}, self.fetch, refusals, self.of_own(own))
+        return LazyWeights({**dict.fromkeys(absent), **names}, self.fetch, self.of_own(own))
+
+    def set_sizes(self, path: str, copy: nn.Module) -> None:
+        """Give a copy the sizes of this rank; objects that hold one are copied."""
+        for name, size in self.sizes.get(path, {}).items():
+            holder, _, attribute = name.rpartition(".")
+            table = copy.__dict__
+            if holder:
+                own = table[holder] = copying.copy(table[holder])
+                setattr(own, attribute, size)
+            else:
+                table[attribute] = size
 
     def compiler(self, asked: Compiler | None, path: str) -> Compiler | None:
         """What compiles the forward of a module: what the module was asked to compile itself with, or the policy.
@@ -186,6 +196,7 @@ class Bound:
         prefix = f"{path}." if path else ""
         weights = self._wiring.lazy_weights(path, parameters_of(module))
         copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
+        self._wiring.set_sizes(path, copy)
         self._pairs.append((weakref.ref(module), copy))
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None

@@ -1,4 +1,4 @@
-"""Which values differ between the ranks of a compute axis, found by a run without data. Layer 3.
+"""Which values differ between the ranks of a compute axis, and how, found by a run without data. Layer 3.
 
 [Note: varying and invariant]
 Along a compute axis a value is *varying* when each rank has another part of it, *invariant* when all have the same.
@@ -7,55 +7,168 @@ one without a `pvary` between them: `q_norm` (a scale over head_dim, replicated)
 are replicated because their heads do not divide. There the gradient on each rank is only a part of the sum. JAX inserts
 the missing `pvary` from its types; here the forward runs once on meta tensors under `Variance`, which follows the types
 through every operation and says where it is missing.
+
+[Note: run beside the whole one]
+Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So the forward also runs
+with whole weights, under `Whole`, and each result must be the part of the whole one that is claimed. Operations are
+matched module call by module call, in their order; one that only the whole run has, or only this one, is passed over.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import TorchDispatchMode, base_of, pytree
+from shardfn._torch import TorchDispatchMode, base_name, base_of, holds_data, is_mutable, pytree
+from shardfn.core.collectives import Moved, watching
+from shardfn.core.engine.values import Values
+from shardfn.core.operations import Operation, made_here, parts_after
+from shardfn.core.parts import Part, after_collective
 
 
 @dataclass(frozen=True)
 class Tag:
     """What is known about one tensor.
 
-    `axes`: the axes it varies over. `wants`: whether it depends on what is differentiated, which its `requires_grad`
-    does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one parameter or module
-    output that it is made of (by operations whose other inputs need no gradient). `split_by`: the column-parallel
-    modules whose split it carries.
+    `parts`: what it is over each axis it varies over. `wants`: whether it depends on what is differentiated, which its
+    `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one
+    parameter or module output that it is made of (by operations whose other inputs need no gradient). `split_by`: the
+    column-parallel modules whose split it carries.
     """
 
-    axes: frozenset[str] = frozenset()
+    parts: Mapping[str, Part] = field(default_factory=dict)
     wants: bool = False
     source: str | None = None
     split_by: frozenset[str] = frozenset()
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes it varies over."""
+        return frozenset(self.parts)
+
+    def whole_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the whole value, of which a rank has `shape`."""
+        for axis, part in self.parts.items():
+            shape = part.whole_shape(shape, sizes[axis])
+        return shape
+
 
 @dataclass
 class Findings:
-    """What a run without data found: where a `pvary` is missing, and which outputs leave `apply` split."""
+    """What a run without data found: which collectives are missing, and what none can mend."""
 
     vary: set[tuple[str, str]] = field(default_factory=set)  # (source, axis)
     mixed: list[str] = field(default_factory=list)  # problems that no single source explains
     gather: set[str] = field(default_factory=set)  # column-parallel modules whose output leaves `apply`
+    sums: set[tuple[str, int, str]] = field(default_factory=set)  # (module, leaf of its output, axis) still to add up
+    ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before
+    shared: set[tuple[int, str]] = field(default_factory=set)  # (leaf of the output, axis): the same, used in shares
+    kept: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): stays split
 
 
-class Variance(TorchDispatchMode):
+@dataclass(frozen=True)
+class _Record:
+    """One operation of a run."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    numbers: tuple[float, ...]  # among its arguments, where it works element by element
+
+    def may_be_part_of(self, whole: "_Record") -> bool:
+        """Whether the same operation on whole values may have that result: each dim is as long, or a multiple."""
+        if self.name != whole.name or len(self.shapes) != len(whole.shapes):
+            return False
+        pairs = zip(self.shapes, whole.shapes, strict=True)
+        return all(
+            len(mine) == len(other) and all(m == n or (m and n % m == 0) for m, n in zip(mine, other, strict=True))
+            for mine, other in pairs
+        )
+
+    def falls_apart_unlike(self, whole: "_Record") -> bool:
+        """Whether the same operation on whole values has another number of results."""
+        return self.name == whole.name and len(self.shapes) != len(whole.shapes)
+
+
+class Framed(TorchDispatchMode):
+    """A run whose operations are counted module call by module call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._path: list[tuple[str, int]] = [("", 0)]
+        self._calls: dict[str, int] = {}
+        self._hidden = 0
+        self.values = Values()
+        self._failed_at: str | None = None
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Within the forward of a module; remembers the deepest one that raised."""
+        self._calls[path] = self._calls.get(path, 0) + 1
+        self._path.append((path, self._calls[path]))
+        try:
+            yield
+        except Exception:
+            self._failed_at = self._failed_at or path
+            raise
+        finally:
+            self._path.pop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Within it operations are not those of the model's own forward."""
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    @property
+    def failed_at(self) -> str:
+        """The path of the module in which the run failed; empty for the model itself."""
+        return self._failed_at or ""
+
+
+class Whole(Framed):
+    """Notes the operations of a run with whole weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: dict[tuple[str, int], list[_Record]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self.values.run(func, args, kwargs or {})
+        if not self._hidden and base_name(func) not in _COPIES:
+            self.records.setdefault(self._path[-1], []).append(_record(func, args, kwargs or {}, out))
+        return out
+
+
+class Variance(Framed):
     """Follows tags through the operations of a forward."""
 
-    def __init__(self, axes: Collection[str]) -> None:
-        """`axes` are those over which values may be split."""
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        whole: Whole | None = None,
+        ours: Collection[str] = (),
+        padded: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """Follow what differs over axes.
+
+        Args:
+            sizes: the axes over which values may be split, and their sizes.
+            whole: a run with whole values, if there was one.
+            ours: modules whose forwards are derived from rules, and so are not those of that run.
+            padded: (true size, stored size) of factors that are padded here and not in that run.
+        """
         super().__init__()
-        self._axes = axes
+        self.sizes = dict(sizes)
+        self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
         self._tags = WeakIdKeyDictionary()
-        self._path: list[str] = []
-        self._failed_at: str | None = None
+        self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
         self.findings = Findings()
 
     def tag(self, tensor: Tensor) -> Tag:
@@ -66,57 +179,150 @@ class Variance(TorchDispatchMode):
         """Say what a collective or a module made of a tensor."""
         self._tags[tensor] = tag
 
-    def note_collective(self, varies: bool, x: Tensor, out: Tensor, axis: str) -> None:
-        """A collective over `axis` made `out` of x; its result varies, or is the same on all ranks."""
-        if axis in self._axes:
-            known = self.tag(x)
-            axes = known.axes | {axis} if varies else known.axes - {axis}
-            wants = known.wants or x.requires_grad
-            self.mark(out, Tag(axes, wants, None, known.split_by if axes else frozenset()))
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
+        """A collective made `out` of x."""
+        if moved.axis not in self.sizes:
+            return
+        known = self.tag(x)
+        parts = dict(known.parts)
+        part = after_collective(moved.kind, parts.pop(moved.axis, None), out.shape, moved.dims)
+        if part is not None:
+            parts[moved.axis] = part
+        wants = known.wants or x.requires_grad
+        self.mark(out, Tag(parts, wants, None, known.split_by if parts else frozenset()))
 
     def refuse(self, why: str) -> None:
         """Note a problem at the module that is running."""
-        self.findings.mixed.append(f"in {self._path[-1] if self._path else '(the model)'!r}: {why}")
-
-    @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
-        """Within the forward of a module; remembers the deepest one that raised."""
-        self._path.append(path)
-        try:
-            yield
-        except Exception:
-            self._failed_at = self._failed_at or path
-            raise
-        finally:
-            self._path.pop()
-
-    @property
-    def failed_at(self) -> str:
-        """The path of the module in which the run failed; empty for the model itself."""
-        return self._failed_at or ""
+        self.findings.mixed.append(f"in {self._path[-1][0] or '(the model)'!r}: {why}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if inputs:
-            tag = self._joined(inputs, str(func))
-            for leaf in pytree.tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self._tags[leaf] = tag
-                    self._tag_base(leaf, tag)
+        out = self.values.run(func, args, kwargs)
+        if not watching():
+            return out  # within a collective, which says itself what it made
+        self._follow(func, args, kwargs, out)
         return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        whole = self._record_of(func, args, kwargs, out)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = base_name(func)
+        parts = self._parts(name, func, args, kwargs, results, whole)
+        known = self._joined(inputs, parts, str(func))
+        for result, own in zip(results, parts, strict=True):
+            tag = replace(known, parts=own)
+            if inputs or own:
+                self._tags[result] = tag
+            if is_mutable(func):
+                self._tag_base(result, tag)
+
+    def _parts(
+        self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor], whole: _Record | None
+    ) -> list[dict[str, Part]]:
+        """By axis, the parts of each result."""
+        shapes = whole.shapes if whole is not None and len(whole.shapes) == len(results) else None
+        pointwise = torch.Tag.pointwise in func.tags
+        found: list[dict[str, Part]] = [{} for _ in results]
+
+        def seen_from(axis: str) -> Operation:
+            def part(x: Tensor) -> Part | None:
+                return self.tag(x).parts.get(axis)
+
+            return Operation(name, args, kwargs, tuple(results), part, self.sizes[axis], pointwise, shapes)
+
+        operations = {axis: seen_from(axis) for axis in self.sizes}
+        varied = [axis for axis, op in operations.items() if any(op.part(x) is not None for x in op.inputs)]
+        made = {axis: parts_after(operations[axis]) for axis in varied}
+        if not varied and shapes is not None:
+            made = made_here(operations)
+        for axis, parts in made.items():
+            for own, part in zip(found, parts, strict=True):
+                if part is not None:
+                    own[axis] = part
+        if whole is not None:
+            self._compare(name, args, kwargs, results, whole, found, pointwise)
+        return found
+
+    def _compare(
+        self,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        results: list[Tensor],
+        whole: _Record,
+        found: list[dict[str, Part]],
+        pointwise: bool,
+    ) -> None:
+        """Lose what is not the part of the whole result that it is said to be."""
+        if len(whole.shapes) != len(found):
+            why = f"{name} has {len(found)} results here and {len(whole.shapes)} on one rank"
+            for own in found:
+                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+            return
+        numbers = pointwise and any(found) and _numbers(args, kwargs) != whole.numbers
+        for result, own, expected in zip(results, found, whole.shapes, strict=True):
+            if any(part.kind == "lost" for part in own.values()):
+                continue
+            shape = Tag(own).whole_shape(tuple(result.shape), self.sizes)
+            if shape != expected:
+                # Keys of grouped queries are not repeated on a rank that has one of these queries.
+                once = {axis: replace(part, share=1) for axis, part in own.items()}
+                if Tag(once).whole_shape(tuple(result.shape), self.sizes) == expected:
+                    own.update(once)
+                    shape = expected
+            if self._fits(shape, expected) and not numbers:
+                continue
+            why = (
+                f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a part "
+                f"of it would make {shape}: a size is taken from elsewhere than the tensors"
+            )
+            if self._fits(shape, expected):
+                why = f"{name} is given numbers made of this rank's sizes"
+            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+
+    def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Whether shapes are equal, but for padding."""
+        return len(shape) == len(expected) and all(
+            mine == other or any(mine * true == other * padded for true, padded in self._padded)
+            for mine, other in zip(shape, expected, strict=True)
+        )
+
+    def _record_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> _Record | None:
+        """The same operation in the run with whole values."""
+        frame = self._path[-1]
+        if self._whole is None or self._hidden or frame[0] in self._ours:
+            return None
+        if base_name(func) in _COPIES:
+            return None
+        mine, records, start = (
+            _record(func, args, kwargs, out),
+            self._whole.records.get(frame, []),
+            self._next.get(frame, 0),
+        )
+        for at in range(start, min(start + _AHEAD, len(records))):
+            if mine.may_be_part_of(records[at]) or (at == start and mine.falls_apart_unlike(records[at])):
+                self._next[frame] = at + 1  # what was passed over is not done here, such as a repetition of one
+                return records[at]
+        return None  # it is done here only
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
         base = base_of(written)
-        if base is not None and tag.axes - self.tag(base).axes:
-            known = self.tag(base)
-            self._tags[base] = Tag(known.axes | tag.axes, known.wants or tag.wants, None, known.split_by | tag.split_by)
+        if base is None or not tag.parts:
+            return
+        known = self.tag(base)
+        parts = dict(known.parts)
+        for axis, part in tag.parts.items():
+            fits = base.dim() == written.dim() and base.shape[part.dim] == written.shape[part.dim] if part.split else 0
+            if not (fits and parts.get(axis) == part):
+                parts[axis] = Part("lost", why="split values are written into a piece of a tensor that is not split")
+        self._tags[base] = Tag(parts, known.wants or tag.wants, None, known.split_by | tag.split_by)
 
-    def _joined(self, inputs: list[Tensor], operation: str) -> Tag:
+    def _joined(self, inputs: list[Tensor], parts: list[dict[str, Part]], operation: str) -> Tag:
+        """What results have of their inputs besides parts."""
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
-        axes = frozenset().union(*(tag.axes for _, tag in tags))
+        axes = frozenset().union(*(tag.axes for _, tag in tags), *parts)
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.axes):
@@ -129,19 +335,56 @@ class Variance(TorchDispatchMode):
         sources = {tag.source for tag in grads}
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
-        return Tag(axes, wants, sources.pop() if len(sources) == 1 else None, split_by)
+        return Tag({}, wants, sources.pop() if len(sources) == 1 else None, split_by)
 
 
-def check_outputs(variance: Variance, output: Any) -> None:
-    """Note the column-parallel modules whose split would leave `apply`."""
-    for leaf in _tensors(output, depth=4):
-        if isinstance(leaf, Tensor) and variance.tag(leaf).axes:
-            tag = variance.tag(leaf)
-            variance.findings.gather |= tag.split_by
-            if not tag.split_by:
-                variance.findings.mixed.append(
-                    f"an output of shape {tuple(leaf.shape)} is split over {sorted(tag.axes)}"
-                )
+def _record(func: Any, args: Any, kwargs: Any, out: Any) -> _Record:
+    shapes = tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+    numbers = _numbers(args, kwargs) if torch.Tag.pointwise in func.tags else ()
+    name = base_name(func)
+    return _Record("view" if name in _VIEWS else name, shapes, numbers)
+
+
+# Whether a reshape copies depends on strides, and so on sizes.
+_COPIES = {"clone", "contiguous"}
+_AHEAD = 12  # how many operations of the whole run may have no counterpart here
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias"}
+
+
+def _numbers(args: Any, kwargs: Any) -> tuple[float, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, int | float))
+
+
+def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
+    """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
+    for at, leaf in enumerate(pytree.tree_leaves(output)):
+        for inner, tensor in enumerate(_tensors(leaf, depth=4)):
+            tag = variance.tag(tensor)
+            for axis, part in tag.parts.items():
+                direct = isinstance(leaf, Tensor) and not inner
+                _check_output(variance, tag, axis, part, at if direct else None, tuple(tensor.shape), kept)
+
+
+def _check_output(
+    variance: Variance, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
+) -> None:
+    found = variance.findings
+    asked = bool(tag.split_by) and tag.split_by <= set(kept)
+    if asked and part.split and at is not None:
+        found.kept.add((at, axis, part.dim))
+    elif asked:
+        found.mixed.append(
+            f"{', '.join(sorted(tag.split_by))}: Policy.acts leaves its output split over '{axis}', and what is made "
+            f"of it within the model is not the same as of the whole output ({part.why or part.kind}). Compute a loss "
+            "outside of the model, by sf.cross_entropy, or drop the entry"
+        )
+    elif part.kind == "same" and at is not None:
+        found.shared.add((at, axis))
+    elif tag.split_by:
+        found.gather |= tag.split_by
+    else:
+        why = f": {part.why}" if part.why else ""
+        found.mixed.append(f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}")
 
 
 def _tensors(tree: Any, depth: int) -> Iterator[Tensor]:
@@ -149,18 +392,30 @@ def _tensors(tree: Any, depth: int) -> Iterator[Tensor]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable):
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable) and not stays(leaf):
             yield from _tensors(dict(vars(leaf)), depth - 1)
 
 
-def to_meta(tree: Any) -> Any:
-    """A tree with every tensor on the meta device, without data; gradients are asked for as before."""
+def stays(value: object) -> bool:
+    """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
+    return any(
+        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
+    )
+
+
+def to_meta(tree: Any, values: Values | None = None) -> Any:
+    """A tree with every tensor on the meta device, without data; gradients are asked for as before.
+
+    Integers and booleans are noted in `values`.
+    """
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         # Not `empty_like`, whose result would belong to the transform that `leaf` belongs to.
         blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        if values is not None and not leaf.is_meta and holds_data(leaf):
+            values.note(blank, leaf)
         return blank.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(move, tree)

@@ -21,22 +21,16 @@ class LazyWeights(dict[str, Any]):
         self,
         names: Mapping[str, str | None],
         fetch: Callable[[str], Tensor],
-        refusals: Mapping[str, str],
         own: Mapping[str, Tensor | None] = MappingProxyType({}),
     ) -> None:
-        """`names[attribute]` is what `fetch` gets, `refusals[attribute]` why it must not be read here.
-
-        Without a name it is what the module's own table `own` has there.
-        """
+        """`names[attribute]` is what `fetch` gets; without a name it is what the module's own table `own` has there."""
         super().__init__(names)
-        self._fetch, self._refusals, self._own = fetch, refusals, own
+        self._fetch, self._own = fetch, own
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
         if name is None:
             return self._own.get(attribute)
-        if attribute in self._refusals:
-            raise ShardError(self._refusals[attribute])
         return self._fetch(name)
 
     def __setitem__(self, attribute: str, value: Any) -> None:
@@ -56,8 +50,8 @@ class LazyWeights(dict[str, Any]):
         return (weight for _, weight in self.items())
 
     def gathered(self) -> dict[str, Tensor | None]:
-        """An ordinary table of those that may be read."""
-        return {attribute: self[attribute] for attribute in self if attribute not in self._refusals}
+        """An ordinary table of them."""
+        return {attribute: self[attribute] for attribute in self}
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""The values of small integer and boolean tensors in a run without data. Layer 3.
+
+Forwards ask masks and positions for values ("does any sample have padding?") and go one way or the other. These are
+made of sizes and of integer inputs, which is cheap to do for real beside the meta tensors; what depends on weights is
+not.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfn._torch import base_name, base_of, is_mutable, pytree
+
+_LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
+
+
+class Values:
+    """What is known of the values of meta tensors."""
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()
+
+    def note(self, blank: Tensor, real: Tensor) -> None:
+        """A meta tensor stands for a real one."""
+        if _counts(real) and real.numel() <= _LARGEST:
+            self._known[blank] = real.detach().cpu()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, without data, and where its inputs are known with values beside it."""
+        name = base_name(func)
+        if name == "_grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if any(x not in self._known for x in tensors) or (
+            not tensors and not _makes_small_integers(name, args, kwargs)
+        ):
+            out = func(*args, **kwargs)
+            self._forget(func, out)
+            return out
+        real_args, real_kwargs = pytree.tree_unflatten([self._real(x) for x in flat], structure)
+        real = func(*real_args, **real_kwargs)
+        if name == "_local_scalar_dense":
+            return real
+        out = self._blank(func, args, kwargs, real)
+        for blank, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
+            if isinstance(blank, Tensor):
+                self._known.pop(blank, None)
+                self.note(blank, value)
+        return out
+
+    def _blank(self, func: Any, args: Any, kwargs: Any, real: Any) -> Any:
+        """The result on meta tensors; the shape of some depends on values."""
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return pytree.tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, real)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._known[value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _forget(self, func: Any, out: Any) -> None:
+        """What was written with values that are not known is not known any more."""
+        if is_mutable(func):
+            for x in pytree.tree_leaves(out):
+                if isinstance(x, Tensor):
+                    self._known.pop(x, None)
+                    base = base_of(x)
+                    if base is not None:
+                        self._known.pop(base, None)
+
+
+def _counts(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex()
+
+
+def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a factory makes something whose values are worth keeping."""
+    if name not in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices"):
+        return False
+    dtype = kwargs.get("dtype")
+    if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+        return False
+    sizes = [n for n in pytree.tree_leaves(args) if isinstance(n, int) and not isinstance(n, bool)]
+    total = 1
+    for n in sizes:
+        total *= max(n, 1)
+    return total <= _LARGEST

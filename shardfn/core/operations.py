@@ -1,0 +1,685 @@
+"""What each operation of torch makes of parts: the rules by which a run without data follows them. Layer 1.
+
+A rule looks at one mesh axis. It is given an operation whose inputs may be parts, and says which parts its results are,
+or raises `Lost` when the operation, done rank by rank, is not the operation on the whole values. An operation without a
+rule loses the part.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core.parts import SAME, SUM, Lost, Part, even, reshaped, sliced
+
+Parts = list["Part | None"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operation on one rank, seen from an axis of `size` ranks.
+
+    `whole` has the shapes of its results in the run with whole values, when the same call was found there.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Tensor, ...]
+    part: Callable[[Tensor], Part | None]
+    size: int
+    pointwise: bool = False
+    whole: tuple[tuple[int, ...], ...] | None = None
+
+    def given(self, at: int, name: str, default: Any = None) -> Any:
+        """An argument by its place or name."""
+        return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among the arguments, also those in lists."""
+        found: list[Tensor] = []
+        for value in (*self.args, *self.kwargs.values()):
+            found += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
+        return found
+
+    def differs(self, dim: int) -> bool:
+        """Whether the first result is larger at `dim` in the run with whole values, as far as that is known."""
+        if self.whole is None or len(self.whole[0]) != self.results[0].dim():
+            return True
+        return self.whole[0][dim] != self.results[0].shape[dim] or self.results[0].shape[dim] == 0
+
+
+Rule = Callable[[Operation], "Part | Parts | None"]
+_RULES: dict[str, Rule] = {}
+
+
+def parts_after(op: Operation) -> Parts:
+    """The parts of the results of an operation."""
+    known = [op.part(x) for x in op.inputs]
+    gone = next((part for part in known if part is not None and part.kind == "lost"), None)
+    if gone is not None:
+        return [gone] * len(op.results)
+    try:
+        rule = _RULES.get(op.name.rstrip("_") if op.name not in _RULES else op.name)
+        if rule is None and op.pointwise:
+            rule = _pointwise
+        if rule is None:
+            raise Lost(f"nothing is known of {op.name} on split values")
+        found = rule(op)
+    except Lost as lost:
+        return [Part("lost", why=str(lost))] * len(op.results)
+    return found if isinstance(found, list) else [found] * len(op.results)
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def keep(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return keep
+
+
+# -- what is made of nothing, or of values that all ranks share -------------------------------------------------------
+
+_FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "expand", "empty_strided"}
+
+
+def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
+    """Shared values make shared ones, unless sizes of this rank are in it; by the axis that sizes fit."""
+    for axis, op in operations.items():
+        assert op.whole is not None
+        fits = [_filled_part(op, tuple(x.shape), whole) for x, whole in zip(op.results, op.whole, strict=True)]
+        if any(fits):
+            return {axis: fits}
+    return {}
+
+
+def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) -> Part | None:
+    """A part of a value that is alike everywhere along the dim that differs."""
+    if len(shape) != len(whole) or op.name not in _FILLS:
+        return None
+    other = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
+    return even(other[0], shape[other[0]]) if len(other) == 1 and shape[other[0]] * op.size == whole[other[0]] else None
+
+
+# -- element by element -----------------------------------------------------------------------------------------------
+
+_LINEAR = {"mul", "div", "neg", "_to_copy", "clone", "detach", "alias", "positive", "lift_fresh", "copy"}
+
+
+def _pointwise(op: Operation) -> Part | None:
+    ndim = max((x.dim() for x in op.results), default=0)
+    varied = [(x, part) for x in op.inputs if (part := op.part(x)) is not None]
+    if any(part.kind == "sum" for _, part in varied):
+        return _of_sums(op, [part for _, part in varied])
+    splits = _one_copy({part.at(part.dim + ndim - x.dim()) for x, part in varied if part.split})
+    if not splits:
+        return SAME
+    if len(splits) > 1:
+        raise Lost(f"{op.name} joins values that are split over different dims, or in different pieces")
+    (found,) = splits
+    for x in op.inputs:
+        at = found.dim - (ndim - x.dim())
+        part = op.part(x)
+        if at >= 0 and x.shape[at] != 1 and not (part is not None and part.split):
+            raise Lost(
+                f"{op.name} joins a value whose dim {found.dim} is split with one of shape {tuple(x.shape)}, which is "
+                "not"
+            )
+    return found
+
+
+def _one_copy(parts: set[Part]) -> set[Part]:
+    """Parts of the same pieces, of which some are shared by neighbours, as not shared.
+
+    Keys of grouped queries are repeated for the queries of a group, but not on a rank that has one of these. Whether
+    that holds here, the shape of the whole result tells.
+    """
+    alike = {replace(part, share=1, dim=0, copies=None) for part in parts}
+    return {replace(part, share=1, copies=None) for part in parts} if len(parts) > 1 and len(alike) == 1 else parts
+
+
+def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
+    sums = [part for part in parts if part.kind == "sum"]
+    name = op.name.rstrip("_")
+    if len(sums) == len(parts):
+        if name in ("add", "sub") and len(sums) == len(op.inputs) == 2:
+            return SUM
+        if name in _LINEAR and len(sums) == 1 and not (name == "div" and op.part(op.args[0]) is None):
+            return SUM
+    raise Lost(f"{op.name} of a sum that is still pending")
+
+
+for _name in ("masked_fill", "where", "add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow", "clamp"):
+    _RULES[_name] = _pointwise  # written in place they do not have torch's tag
+
+
+@_rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "bernoulli", "native_dropout", "_conj")
+def _identity(op: Operation) -> Part | None:
+    return op.part(op.args[0])
+
+
+@_rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+def _like(op: Operation) -> Part | None:
+    part = op.part(op.args[0])
+    return part if part is not None and part.split else None
+
+
+@_rule("fill", "zero")
+def _filled(op: Operation) -> Part | None:
+    part = op.part(op.args[0])
+    return part if part is not None and part.split else None
+
+
+@_rule("new_zeros", "new_ones", "new_full", "new_empty")
+def _new(op: Operation) -> Part | None:
+    return _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
+
+
+@_rule("copy_")
+def _copied(op: Operation) -> Part | None:
+    source = op.part(op.args[1])
+    if source is None:
+        target = op.part(op.args[0])
+        if target is not None and target.split and op.args[1].dim():
+            raise Lost("a shared value is written into a split one")
+        return target
+    if not source.split:
+        return source
+    return source.at(source.dim + op.results[0].dim() - op.args[1].dim())
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+
+
+def _one(op: Operation) -> Part:
+    """The part of the first argument, when that alone varies and is split; others pass through linear operations."""
+    part = op.part(op.args[0])
+    if part is None or any(op.part(x) is not None for x in op.inputs if x is not op.args[0]):
+        raise Lost(f"{op.name} by values that differ between ranks")
+    return part
+
+
+def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> Rule:
+    """A rule for operations that are linear and move elements of their first argument."""
+
+    def rule(op: Operation) -> "Part | Parts | None":
+        part = _one(op)
+        return move(op, part) if part.split else part
+
+    return rule
+
+
+@_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
+@_moving
+def _view(op: Operation, part: Part) -> Part:
+    ways = reshaped(part, op.args[0].shape, op.results[0].shape)
+    way = next((way for way in ways if op.differs(way.dim)), ways[0])
+    if part.copies is not None and op.whole is not None:
+        joined = replace(way, share=1, copies=None)
+        return joined if joined.whole_shape(op.results[0].shape, op.size) == op.whole[0] else way
+    return way
+
+
+@_rule("t", "transpose", "permute", "movedim", "numpy_T")
+@_moving
+def _permuted(op: Operation, part: Part) -> Part:
+    ndim = op.args[0].dim()
+    order = list(range(ndim))
+    if op.name == "permute":
+        order = [dim % ndim for dim in op.args[1]]
+    elif op.name == "transpose":
+        a, b = op.args[1] % ndim, op.args[2] % ndim
+        order[a], order[b] = b, a
+    elif op.name == "movedim":
+        raise Lost("movedim")
+    else:
+        order.reverse()
+    return part.at(order.index(part.dim))
+
+
+@_rule("expand", "broadcast_to")
+@_moving
+def _expanded(op: Operation, part: Part) -> Part:
+    dim = part.dim + op.results[0].dim() - op.args[0].dim()
+    if op.results[0].shape[dim] != op.args[0].shape[part.dim]:
+        raise Lost("expand of a dim that is split")
+    if part.share > 1 and op.whole is not None:  # keys of grouped queries, once for each query of this rank
+        shape, whole = op.results[0].shape, op.whole[0]
+        more = [d for d in range(len(shape)) if d != dim and shape[d] * part.share == whole[d]]
+        if len(more) == 1:
+            return replace(part, dim=dim, copies=more[0])
+    return part.at(dim)
+
+
+@_rule("repeat", "tile")
+@_moving
+def _repeated(op: Operation, part: Part) -> Part:
+    dim = part.dim + op.results[0].dim() - op.args[0].dim()
+    times = op.args[1][dim]
+    if times != 1 and len(part.runs) > 1:
+        raise Lost("repeat of a fused dim")
+    return replace(part, dim=dim, runs=tuple((outer * times, inner) for outer, inner in part.runs))
+
+
+@_rule("select")
+@_moving
+def _selected(op: Operation, part: Part) -> Part:
+    dim = op.args[1] % op.args[0].dim()
+    if dim == part.dim:
+        raise Lost("one element is taken of a dim that is split")
+    return part.at(part.dim - (dim < part.dim))
+
+
+@_rule("slice", "narrow")
+@_moving
+def _slice(op: Operation, part: Part) -> Part:
+    x = op.args[0]
+    dim = op.given(1, "dim", 0) % x.dim()
+    if dim != part.dim or op.results[0].shape == x.shape:
+        return part
+    if op.name == "narrow":
+        start = op.args[2]
+    else:
+        start = op.given(2, "start") or 0
+        if op.given(4, "step", 1) != 1:
+            raise Lost("a slice with steps of a dim that is split")
+    start = start + x.shape[dim] if start < 0 else start
+    return sliced(part, start, op.results[0].shape[dim])
+
+
+@_rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split")
+@_moving
+def _pieces(op: Operation, part: Part) -> Parts:
+    x = op.args[0]
+    dim = op.given(2, "dim", 0) % x.dim()
+    if dim != part.dim:
+        return [part] * len(op.results)
+    out: Parts = []
+    start = 0
+    for piece in op.results:
+        out.append(sliced(part, start, piece.shape[dim]))
+        start += piece.shape[dim]
+    return out
+
+
+@_rule("unbind")
+@_moving
+def _unbound(op: Operation, part: Part) -> Part:
+    dim = op.given(1, "dim", 0) % op.args[0].dim()
+    if dim == part.dim:
+        raise Lost("a dim that is split is taken apart")
+    return part.at(part.dim - (dim < part.dim))
+
+
+@_rule("flip", "roll", "tril", "triu", "constant_pad_nd", "unfold", "diff")
+@_moving
+def _beside(op: Operation, part: Part) -> Part:
+    """Within some dims, of which the split one is none."""
+    ndim = op.args[0].dim()
+    if op.name in ("tril", "triu"):
+        dims = [ndim - 2, ndim - 1]
+    elif op.name == "constant_pad_nd":
+        widths = op.args[1]
+        dims = [ndim - 1 - i // 2 for i, width in enumerate(widths) if width]
+    elif op.name == "roll":
+        dims = [dim % ndim for dim in op.given(2, "dims", [])] or list(range(ndim))
+    elif op.name == "unfold":
+        dims = [op.args[1] % ndim]
+    else:
+        dims = [dim % ndim for dim in op.given(1, "dims", [])]
+    if part.dim in dims:
+        raise Lost(f"{op.name} along a dim that is split")
+    return part
+
+
+@_rule("cat", "stack")
+def _joined(op: Operation) -> Part | None:
+    tensors = [x for x in op.args[0] if x.numel() or x.dim() == op.results[0].dim()]
+    parts = [op.part(x) for x in tensors]
+    ndim = op.results[0].dim()
+    dim = op.given(1, "dim", 0) % ndim
+    if any(part is None for part in parts):
+        if all(part is None or part.kind == "same" for part in parts):
+            return SAME
+        raise Lost(f"{op.name} of split values and values that all ranks share")
+    kinds = {part.kind for part in parts if part is not None}
+    if kinds != {"split"}:
+        if len(kinds) == 1:
+            return parts[0]
+        raise Lost(f"{op.name} of values that are split and values that are not")
+    known = [part for part in parts if part is not None]
+    if len({part.dim for part in known}) > 1:
+        raise Lost(f"{op.name} of values that are split over different dims")
+    at = known[0].dim
+    if op.name == "stack":
+        if len({part.pieces for part in known}) > 1:
+            raise Lost("stack of values that are split in different pieces")
+        return known[0].at(at + (dim <= at))
+    if at == dim and len({part.share for part in known}) == 1:
+        return replace(known[0], runs=tuple(run for part in known for run in part.runs))
+    if len({part.pieces for part in known}) > 1:
+        raise Lost("cat of values that are split in different pieces")
+    return known[0]
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
+    """A product such as "mk,kn->mn"."""
+    inputs, out = labels.split("->")
+    terms = inputs.split(",")
+    parts = [op.part(x) for x in operands]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    if any(part.kind == "sum" for part in known):
+        if len(known) == 1:
+            return SUM
+        raise Lost(f"{op.name} of a sum that is still pending and of another value that differs between ranks")
+    both = zip(terms, parts, strict=True)
+    found = {(term[part.dim], part) for term, part in both if part is not None and part.split}
+    found = {(label, part.pieces) for label in dict(found) for part in _one_copy({p for o, p in found if o == label})}
+    if not found:
+        return SAME
+    if len(found) > 1:
+        raise Lost(f"{op.name} of values that are split over different dims, or in different pieces")
+    ((label, (runs, share)),) = found
+    for term, part in zip(terms, parts, strict=True):
+        if label in term and not (part is not None and part.split):
+            raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
+    if label not in out and share > 1:
+        raise Lost(f"{op.name} adds up a dim of which several ranks have the same part")
+    return Part("split", out.index(label), runs, share) if label in out else SUM
+
+
+@_rule("mm")
+def _mm(op: Operation) -> Part | None:
+    return _contracted(op, "mk,kn->mn", *op.args[:2])
+
+
+@_rule("bmm")
+def _bmm(op: Operation) -> Part | None:
+    return _contracted(op, "bmk,bkn->bmn", *op.args[:2])
+
+
+@_rule("mv")
+def _mv(op: Operation) -> Part | None:
+    return _contracted(op, "mk,k->m", *op.args[:2])
+
+
+@_rule("dot")
+def _dot(op: Operation) -> Part | None:
+    return _contracted(op, "k,k->", *op.args[:2])
+
+
+@_rule("_grouped_mm")
+def _grouped(op: Operation) -> Part | None:
+    return _contracted(op, "sk,ekn->sn", *op.args[:2])
+
+
+def _added(op: Operation, bias: Tensor, product: Part | None) -> Part | None:
+    """A product and what is added to it, which is broadcast to its shape."""
+    part, ndim = op.part(bias), op.results[0].dim()
+    if part is None and product is None:
+        return None
+    if (product is not None and product.kind == "sum") or (part is not None and part.kind == "sum"):
+        if product == part == SUM or op.kwargs.get("beta") == 0:
+            return SUM
+        raise Lost(f"{op.name} adds to a sum that is still pending: that would count once a rank")
+    if op.kwargs.get("beta") == 0:
+        return product
+    if product is None or not product.split:
+        if part is not None and part.split:
+            raise Lost(f"{op.name} adds a split value to one that is not")
+        return product or part
+    at = product.dim - (ndim - bias.dim())
+    matches = part is not None and part.split and part == product.at(at)
+    if at >= 0 and bias.shape[at] != 1 and not matches:
+        raise Lost(f"{op.name} adds a value of shape {tuple(bias.shape)} to one that is split otherwise")
+    if part is not None and part.split and not matches:
+        raise Lost(f"{op.name} adds a value that is split otherwise")
+    return product
+
+
+@_rule("addmm")
+def _addmm(op: Operation) -> Part | None:
+    return _added(op, op.args[0], _contracted(op, "mk,kn->mn", *op.args[1:3]))
+
+
+@_rule("baddbmm")
+def _baddbmm(op: Operation) -> Part | None:
+    return _added(op, op.args[0], _contracted(op, "bmk,bkn->bmn", *op.args[1:3]))
+
+
+@_rule("convolution", "_convolution")
+def _convolution(op: Operation) -> Part | None:
+    """x [b, c, ...], w [out, c/groups, ...]."""
+    x, weight, bias = op.args[:3]
+    groups = op.given(8, "groups", 1)
+    of_x, of_w = op.part(x), op.part(weight)
+    if op.given(6, "transposed", False):
+        raise Lost("a transposed convolution of split values")
+    kinds = {part.kind for part in (of_x, of_w) if part is not None}
+    if "sum" in kinds:
+        raise Lost("a convolution of a sum that is still pending")
+    if of_x is not None and of_x.split and of_x.dim == 0:
+        product: Part | None = of_x
+        if of_w is not None and of_w.split:
+            raise Lost("a convolution of values that are split over different dims")
+    elif of_x is not None and of_x.split and of_x.dim == 1 and of_w is not None and of_w.split:
+        if of_w.dim == 0 and weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces:
+            product = of_x  # channel by channel
+        elif of_w.dim == 1 and groups == 1 and of_w.pieces == of_x.pieces:
+            product = SUM
+        else:
+            raise Lost("a convolution in groups of a part of the channels")
+    elif of_w is not None and of_w.split and of_w.dim == 0 and groups == 1 and not (of_x is not None and of_x.split):
+        product = of_w.at(1)
+    elif (of_x is not None and of_x.split) or (of_w is not None and of_w.split):
+        raise Lost("a convolution of values that are split otherwise than its channels")
+    else:
+        product = SAME
+    if bias is None:
+        return product
+    if product is SUM:
+        raise Lost("a convolution adds its bias to a sum that is still pending")
+    own = op.part(bias)
+    fits = own is not None and own.split and own.pieces == product.pieces if product is not None else False
+    if product is not None and product.split and product.dim == 1 and not fits:
+        raise Lost("a convolution adds a bias that is not split as its outputs are")
+    return product
+
+
+# -- along a dim ------------------------------------------------------------------------------------------------------
+
+
+@_rule(
+    *(
+        "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk cummax cummin log_softmax "
+        "softmax argsort kthvalue"
+    ).split()
+)
+def _along(op: Operation) -> Part | None:
+    part = _one(op)
+    at = {"topk": 2, "kthvalue": 2}.get(op.name, 1)
+    dim = op.given(at, "dim", -1)
+    dim = -1 if dim is None or isinstance(dim, bool) else dim
+    if part.kind == "sum":
+        if op.name == "cumsum":
+            return SUM
+        raise Lost(f"{op.name} of a sum that is still pending")
+    if part.split and dim % op.args[0].dim() == part.dim:
+        raise Lost(f"{op.name} along dim {part.dim}, of which each rank has a part")
+    return part
+
+
+@_rule(
+    *(
+        "sum mean amax amin max min prod any all argmax argmin var std var_mean logsumexp linalg_vector_norm norm "
+        "count_nonzero nansum"
+    ).split()
+)
+def _reduced(op: Operation) -> Part | None:
+    part, x = _one(op), op.args[0]
+    if part.kind == "sum":
+        if op.name in ("sum", "mean"):
+            return SUM
+        raise Lost(f"{op.name} of a sum that is still pending")
+    if not part.split:
+        return part
+    at = 2 if op.name in ("linalg_vector_norm", "norm") else 1
+    dims = op.given(at, "dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    dims = [dim % x.dim() for dim in dims] if dims else list(range(x.dim()))
+    if part.dim in dims:
+        if op.name == "sum" and part.share == 1:
+            return SUM
+        raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
+    if op.results[0].dim() == x.dim():
+        return part
+    return part.at(part.dim - sum(dim < part.dim for dim in dims))
+
+
+@_rule(
+    *(
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+    ).split()
+)
+def _attention(op: Operation) -> Parts:
+    """q, k, v [b, heads, s, d]: each sample and head by itself."""
+    q, *others = (op.part(x) for x in op.args[:3])
+    if any(part != q for part in others) or q is None or not q.split or q.dim > 1:
+        raise Lost(f"{op.name} of values that are not split by samples or heads alike")
+    for x in op.inputs[3:]:
+        part, at = op.part(x), q.dim - (4 - x.dim())
+        if at >= 0 and x.shape[at] != 1 and (part is None or part != q.at(at)):
+            raise Lost(f"{op.name} with a mask that is not split as its queries are")
+    return [q if x.dim() > q.dim else None for x in op.results]
+
+
+@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+def _layer_norm(op: Operation) -> Part | None:
+    part = op.part(op.args[0])
+    if part is None or not part.split:
+        if part == SUM or any((own := op.part(x)) is not None and own.split for x in op.inputs[1:]):
+            raise Lost(f"{op.name} by values that are split otherwise")
+        return SAME
+    if part.dim >= op.args[0].dim() - len(op.args[1]):
+        raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
+    if any((own := op.part(x)) is not None and own.split for x in op.inputs[1:]):
+        raise Lost(f"{op.name} by values that are split otherwise")
+    return part
+
+
+@_rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_native_batch_norm_legit_no_training")
+def _batch_norm(op: Operation) -> Parts:
+    """x [b, c, ...]; all else [c]."""
+    part = op.part(op.args[0])
+    if part is None or not part.split or part.dim != 1:
+        raise Lost("batch_norm of values that are not split by channels")
+    for x in op.inputs[1:]:
+        own = op.part(x)
+        if own is None or not own.split or own.pieces != part.pieces:
+            raise Lost("batch_norm with statistics or weights that are not split as its input is")
+    return [part, *[part.at(0)] * (len(op.results) - 1)]
+
+
+@_rule(
+    *(
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d upsample_nearest2d "
+        "upsample_bilinear2d avg_pool1d upsample_bicubic2d reflection_pad2d max_pool2d"
+    ).split()
+)
+@_moving
+def _spatial(op: Operation, part: Part) -> Part:
+    if part.dim >= op.args[0].dim() - 2 + ("1d" in op.name):
+        raise Lost(f"{op.name} along a dim that is split")
+    return part
+
+
+# -- by indices -------------------------------------------------------------------------------------------------------
+
+
+@_rule("embedding")
+def _embedding(op: Operation) -> Part | None:
+    table, ids = op.part(op.args[0]), op.part(op.args[1])
+    if table is None or not table.split:
+        return ids.at(ids.dim) if ids is not None and ids.split else (table or ids)
+    if table.dim == 0:
+        raise Lost("a lookup in a table of which each rank has some rows")
+    if ids is not None and ids.split:
+        raise Lost("a lookup of split ids in a split table")
+    return table.at(op.results[0].dim() - 1)
+
+
+@_rule("index_select")
+def _index_select(op: Operation) -> Part | None:
+    part = _one(op)
+    if part.split and op.args[1] % op.args[0].dim() == part.dim:
+        raise Lost("elements are picked of a dim that is split")
+    return part
+
+
+@_rule("index")
+def _index(op: Operation) -> Part | None:
+    x, indices = op.args[:2]
+    part = _one(op)
+    if not part.split:
+        return part
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if part.dim in used or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        raise Lost("elements are picked of a dim that is split, or by a mask")
+    width = max(indices[dim].dim() for dim in used)
+    together = used == list(range(used[0], used[-1] + 1))
+    if not together:
+        return part.at(width + sum(dim < part.dim for dim in range(x.dim()) if dim not in used))
+    return part.at(part.dim + (width - len(used) if part.dim > used[0] else 0))
+
+
+@_rule("gather", "take_along_dim")
+def _gather(op: Operation) -> Part | None:
+    part, index = op.part(op.args[0]), op.part(op.args[2])
+    dim = op.args[1] % max(op.args[0].dim(), 1)
+    if part is not None and part.split and part.dim != dim and index == part:
+        return part
+    if (part == SAME and index is None) or (part is None and index == SAME):
+        return SAME
+    raise Lost("gather of values that are split otherwise than the indices")
+
+
+@_rule("index_copy", "index_add", "scatter", "scatter_add")
+def _written(op: Operation) -> Part | None:
+    x, dim, index = op.args[:3]
+    part, by = op.part(x), op.part(index)
+    source = op.given(3, "src" if "scatter" in op.name else "source")
+    of_source = op.part(source) if isinstance(source, Tensor) else None
+    inside = index.dim() == x.dim()  # one index for each element
+    if part is not None and part.split and part.dim != dim % x.dim():
+        if of_source == part or not isinstance(source, Tensor):
+            if by == part or not inside:
+                return part
+    raise Lost(f"{op.name} of values that are split otherwise")
+
+
+@_rule("index_put", "_index_put_impl")
+def _index_put(op: Operation) -> Part | None:
+    x, indices, values = op.args[:3]
+    part, own = op.part(x), op.part(values)
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if part is not None and part.split and part.dim not in used and used == list(range(used[0], used[-1] + 1)):
+        width = max(indices[dim].dim() for dim in used)
+        at = part.dim + (width - len(used) if part.dim > used[0] else 0)
+        if own == part.at(at) or (own is None and values.numel() == 1):
+            return part
+    raise Lost("values are written into a tensor that is split otherwise")
+
+
+@_rule("nll_loss_forward")
+def _nll(op: Operation) -> Part | None:
+    raise Lost("a loss over values of which each rank has a part")

@@ -1,0 +1,144 @@
+"""Which part of a tensor the ranks of one axis have, as plain data, and what views make of it. Layer 1.
+
+A dim that W ranks split is a sequence of *runs*. A run (outer, inner) is `outer` blocks of `inner` elements here, and
+of `W * inner` elements in the whole tensor, of which each rank has one part in order:
+
+    "ff@tp"             one run       ((1, ff/W),)
+    "(3 heads@tp d)"    one run       ((3, heads/W * d),)
+    "(q: h@tp + k: g@tp)" two runs    ((1, h/W), (1, g/W)), one when h = g
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+Runs = tuple[tuple[int, int], ...]
+Shape = Sequence[int]
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same with neighbours of one inner size as one run."""
+    out: list[tuple[int, int]] = []
+    for outer, inner in runs:
+        if out and out[-1][1] == inner:
+            out[-1] = (out[-1][0] + outer, inner)
+        else:
+            out.append((outer, inner))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the ranks of an axis have of one tensor; None in its place means that all have the same, whole.
+
+    kind     | each rank has
+    ---------|--------------------------------------------------------------------------------
+    split    | its part of dim `dim`, which lies there as `runs` say; `share` ranks have the same
+    same     | the same values, of which it uses its own share: gradients are parts of a sum
+    sum      | a summand; the sum over ranks is the value
+    lost     | something that cannot be told, because of `why`
+    """
+
+    kind: Literal["split", "same", "sum", "lost"]
+    dim: int = 0
+    runs: Runs = ()
+    share: int = 1  # how many neighbouring ranks have the same part
+    copies: int | None = None  # a dim of copies of it, of which each of these ranks has as many as it needs
+    why: str = ""
+
+    @property
+    def split(self) -> bool:
+        """Whether it is a part of one dim."""
+        return self.kind == "split"
+
+    def at(self, dim: int) -> "Part":
+        """The same at another dim."""
+        return replace(self, dim=dim)
+
+    def whole_shape(self, shape: Shape, size: int) -> tuple[int, ...]:
+        """The shape of the whole tensor, of which a rank has `shape`."""
+        if not self.split:
+            return tuple(shape)
+        whole = [n * size // self.share if dim == self.dim else n for dim, n in enumerate(shape)]
+        if self.copies is not None:
+            whole[self.copies] *= self.share
+        return tuple(whole)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", _joined(self.runs))
+
+    @property
+    def pieces(self) -> tuple[Runs, int]:
+        """How the split dim lies: what two values have to have in common to be joined."""
+        return self.runs, self.share
+
+
+SAME = Part("same")
+SUM = Part("sum")
+
+
+class Lost(Exception):
+    """An operation on split values that is not, rank by rank, the operation on whole values."""
+
+
+def even(dim: int, size: int) -> Part:
+    """A dim of which each rank has one piece of `size` elements."""
+    return Part("split", dim, ((1, size),))
+
+
+def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
+    """Where a split dim is after a view of `shape` as `new`, both of one rank; several ways when sizes repeat.
+
+    The elements of the tensor lie as [outer, W, inner], and a dim of `new` has W when the dims before it divide outer
+    and those after it inner.
+
+        >>> from shardfn.core.parts import even, reshaped
+        >>> reshaped(even(1, 8), (5, 8), (5, 2, 4))[0]
+        Part(kind='split', dim=1, runs=((1, 2),), share=1, copies=None, why='')
+
+    Raises:
+        Lost: the view cuts between the parts, or joins several runs with dims around them.
+    """
+    if 0 in shape and len(new) == len(shape):
+        return [part]
+    before, after = prod(shape[: part.dim]), prod(shape[part.dim + 1 :])
+    ways = []
+    for dim, size in enumerate(new) if 0 not in shape else ():
+        front, back = prod(new[:dim]), prod(new[dim + 1 :])
+        divide = all(outer * before % front == 0 and inner * after % back == 0 for outer, inner in part.runs)
+        runs = tuple((outer * before // front, inner * after // back) for outer, inner in part.runs)
+        if divide and sum(outer * inner for outer, inner in runs) == size and (len(runs) == 1 or front == before):
+            ways.append(replace(part, dim=dim, runs=runs))
+    if not ways:
+        raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of dim {part.dim}")
+    return sorted(ways, key=lambda way: way.runs[0][0])  # fewest pieces first
+
+
+def sliced(part: Part, start: int, length: int) -> Part:
+    """The runs in `length` elements of the split dim from `start` on, both on one rank.
+
+    Raises:
+        Lost: the slice does not end where runs or their blocks do.
+    """
+    runs, at = [], 0
+    for outer, inner in part.runs:
+        first, last = max(start - at, 0), min(start + length - at, outer * inner)
+        at += outer * inner
+        if first >= last:
+            continue
+        if first % inner or last % inner:
+            raise Lost("a slice cuts through the part of a split dim")
+        runs.append(((last - first) // inner, inner))
+    return replace(part, runs=tuple(runs))
+
+
+def after_collective(kind: str, part: Part | None, shape: Shape, dims: Sequence[int]) -> Part | None:
+    """What a collective over the axis makes of a part of a value; `shape` is that of its result."""
+    if kind in ("psum", "pmean", "all_gather_invariant"):
+        return None
+    if kind in ("pvary", "into_losses", "all_gather"):
+        return SAME
+    if kind in ("psum_scatter", "shard_slice"):
+        return even(dims[0], shape[dims[0]])
+    return Part("lost", why=f"{kind} was done by hand")

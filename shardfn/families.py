@@ -1,0 +1,351 @@
+"""What a transformers model's own plans mean as rules, and rules for families without a plan. Layer 5.
+
+Two sources say which weights are split, in this order: the model's `tp_plan` (of its configuration and its heads), and
+the names that attention and feed-forward layers have everywhere. How many heads lie in a weight is read off the
+attention module. All of it becomes an ordinary `Policy`, whose rules can be printed and pasted back.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn._torch import unsplit_classes
+from shardfn.core.collectives import psum, pvary, shard_slice
+from shardfn.core.errors import raise_problems
+from shardfn.core.model import OUT_DIM, kind_of
+from shardfn.core.parts import Part
+from shardfn.core.policy import Policy
+from shardfn.core.shadow import class_of
+from shardfn.core.tensor_parallel import Layouts, calls_own_forward, without_data
+
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
+_ROWS = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
+_TABLES = {"embedding_rowwise", "embedding_colwise"}
+_EXPERTS = "moe_tp_experts"
+# Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
+_DERIVED = set(
+    "replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split()
+)
+
+# Families without a plan: how the paths of linears end.
+_INTO_HEADS = set("q k v query key value q_proj k_proj v_proj c_attn query_key_value".split())
+_KEYS = set("k v key value k_proj v_proj".split())
+_OUT_OF_HEADS = set("o o_proj out_proj dense c_proj output.dense".split())
+_INTO_FF = set("fc1 c_fc dense_h_to_4h wi wi_0 wi_1 up_proj gate_proj lin1 intermediate.dense".split())
+_OUT_OF_FF = set("fc2 c_proj dense_4h_to_h wo down_proj lin2 output.dense".split())
+
+_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
+
+def from_transformers(model: nn.Module, *, axis: str = "tp", data_axis: str | None = "fsdp") -> Policy:
+    """Rules for a model of the transformers library.
+
+    Reads `model.tp_plan`; a family without one gets rules by the names of its layers. Linears before heads and hidden
+    features split their outputs over `axis`, those after them their inputs, and the vocabulary is split; the other dim
+    is sharded over `data_axis`. Units are the blocks that transformers does not split either (`_no_split_modules`).
+
+        >>> import transformers, shardfn as sf
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        ... )
+        >>> with torch.device("meta"):
+        ...     model = transformers.LlamaForCausalLM(config)
+        >>> sf.policies.from_transformers(model).rules["model.layers.*.self_attn.q_proj.weight"]
+        '(heads@tp d) _@fsdp'
+
+    Args:
+        model: a `PreTrainedModel`, also on the meta device.
+        axis: the mesh axis of tensor parallelism.
+        data_axis: the axis that shards the other dim; None replicates it.
+
+    Returns:
+        a policy with `rules`, `acts`, `units`, `local_sizes` and, for experts, `compute`.
+
+    Raises:
+        ShardError: the plan has a style that is not known here.
+        TypeError: the model has no configuration.
+    """
+    if not hasattr(model, "config") or unsplit_classes(model) is None:
+        raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
+    return _Reading(model, axis, data_axis).policy()
+
+
+class _Reading:
+    """The rules of one model, collected module by module; layer numbers are written `*`."""
+
+    def __init__(self, model: nn.Module, axis: str, data_axis: str | None) -> None:
+        self.model, self.tp = model, f"@{axis}"
+        self.fsdp = f"@{data_axis}" if data_axis else ""
+        self.axis = axis
+        self.modules = dict(model.named_modules())
+        self.rules: dict[str, str] = {}
+        self.acts: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self.pad: dict[str, int] = {}
+        self.compute: dict[str, Callable[..., Any]] = {}
+        self.local_sizes: dict[str, dict[str, str]] = {}
+        self.problems: list[str] = []
+        self._names: dict[str, int] = {}  # of factors, with their sizes
+        self._counts: dict[str, dict[str, str]] = {}  # attention module -> "heads", "kv" -> factor
+
+    def policy(self) -> Policy:
+        plan = getattr(self.model, "tp_plan", None) or {}
+        styles = dict(self._expanded(plan)) if plan else dict(self._by_names())
+        for path, style in styles.items():
+            self._apply(path, style)
+        if not plan:
+            self._vocabulary()
+        raise_problems("from_transformers", self.problems)
+        given = {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
+        return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
+
+    # -- which modules and parameters have a style -----------------------------------------------------------------
+
+    def _expanded(self, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """The modules and parameters that a plan names."""
+        names = [*self.modules, *(name for name, _ in self.model.named_parameters())]
+        for name in names:
+            style = plan.get(_starred(name))
+            if style is not None:
+                yield name, style
+
+    def _by_names(self) -> Iterator[tuple[str, str]]:
+        """What linears in the blocks of the model are, by the ends of their paths."""
+        for block in _block_modules(self.model):
+            for path, module in self.modules.items():
+                if not path.startswith(f"{block}.") or kind_of(module) not in OUT_DIM:
+                    continue
+                last, two = path.rpartition(".")[2], ".".join(path.split(".")[-2:])
+                attends = re.search(r"att", path[len(block) :].rpartition(".")[0], re.IGNORECASE) is not None
+                if last in _INTO_HEADS and attends:
+                    yield path, "colwise"
+                elif attends and (last in _OUT_OF_HEADS or two in _OUT_OF_HEADS):
+                    yield path, "rowwise"
+                elif not attends and (last in _INTO_FF or two in _INTO_FF):
+                    yield path, "colwise"
+                elif not attends and (last in _OUT_OF_FF or two in _OUT_OF_FF):
+                    yield path, "rowwise"
+
+    # -- what a style means ----------------------------------------------------------------------------------------
+
+    def _apply(self, path: str, style: str) -> None:
+        module = self.modules.get(path)
+        if style == _EXPERTS:
+            self.compute[_starred(path)] = tensor_parallel_experts
+        elif style in _COLUMNS | _ROWS:
+            if module is None:
+                self._parameter(path, style)
+            elif kind_of(module) in OUT_DIM:
+                self._linear(path, module, style)
+            else:
+                self.problems.append(f"{path!r}: style {style!r} is for linears, and it is a {type(module).__name__}")
+        elif style in _TABLES:
+            split = self._vocab(module) if style == "embedding_rowwise" else "_"
+            other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
+            self.rules[f"{_starred(path)}.weight"] = f"{split} {other}"
+        elif style not in _DERIVED:
+            self.problems.append(f"{path!r}: style {style!r} is not known here")
+
+    def _linear(self, path: str, module: Any, style: str) -> None:
+        weight = module.weight
+        out = OUT_DIM[kind_of(module)]
+        columns = style in _COLUMNS
+        size = weight.shape[out] if columns else weight.shape[1 - out]
+        split = self._factors(path, size, style)
+        other = f"_{self.fsdp}"
+        first = columns == (out == 0)
+        self.rules[f"{_starred(path)}.weight"] = f"{split} {other}" if first else f"{other} {split}"
+        if style in _GATHERED:
+            self.acts[_starred(path)] = "... _"
+
+    def _parameter(self, name: str, style: str) -> None:
+        """A weight that is no linear's, such as those of experts: [experts, out, in]."""
+        param = self.model.get_parameter(name)
+        dims = ["_"] * param.dim()
+        at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
+        dims[at] = f"(2 _{self.tp})" if style.startswith("packed") else f"_{self.tp}"
+        whole = [dim for dim in range(param.dim()) if dim != at]
+        if whole and self.fsdp:
+            dims[max(whole)] = f"_{self.fsdp}"
+        self.rules[_starred(name)] = " ".join(dims)
+
+    def _vocab(self, module: Any) -> str:
+        rows = module.weight.shape[0]
+        name = self._named("vocab", rows)
+        if rows % 64:
+            self.pad[name] = 64
+        return f"{name}{self.tp}?"
+
+    # -- heads -----------------------------------------------------------------------------------------------------
+
+    def _factors(self, path: str, size: int, style: str) -> str:
+        """The dim of a weight that is split: whole heads where there are any."""
+        if style in _GATHERED | {"rowwise_split_input", "rowwise_rep"}:
+            vocab = getattr(self.model.config, "vocab_size", None)
+            return f"{self._named('vocab', size)}{self.tp}?" if size == vocab else f"_{self.tp}"
+        owner_path, owner = self._attention(path)
+        last = path.rpartition(".")[2]
+        if owner is None or last in _INTO_FF | {"w1", "w2", "w3"}:
+            packed = "2 " if style.startswith("packed") else ""
+            return f"({packed}_{self.tp})" if packed else f"{self._named('ff', size)}{self.tp}"
+        width = next(getattr(owner, name) for name in _HEAD_SIZES if isinstance(getattr(owner, name, None), int))
+        count = next((getattr(owner, n) for n in _HEAD_COUNTS if isinstance(getattr(owner, n, None), int)), None)
+        if size % width and count and size % count == 0:
+            width = size // count
+        if size % width:
+            return f"_{self.tp}"
+        if last == "c_attn" and size == 3 * (count or 0) * width:
+            return self._heads("heads", size // 3, width, owner_path, owner, "3 ")
+        if last == "query_key_value":
+            return self._heads("heads", size, 3 * width, owner_path, owner)
+        return self._heads("kv" if last in _KEYS else "heads", size, width, owner_path, owner)
+
+    def _heads(self, name: str, size: int, width: int, path: str, owner: Any, before: str = "") -> str:
+        count = size // width
+        heads, d = self._named(name, count), self._named("d", width)
+        optional = "?" if name == "kv" else ""
+        self.sizes[heads] = count
+        self._own_sizes(path, owner, heads, name, count, width, d)
+        return f"({before}{heads}{self.tp}{optional} {d})"
+
+    def _own_sizes(self, path: str, owner: Any, heads: str, kind: str, count: int, width: int, d: str) -> None:
+        """Attributes of an attention module that hold how many heads, or features of all heads, there are."""
+        found = self.local_sizes.setdefault(_starred(path), {})
+        text = _source(owner)
+        counts = self._counts.setdefault(_starred(path), {})
+        names = _KEY_COUNTS if kind == "kv" else _HEAD_COUNTS
+        counts[kind] = factor = f"{heads}{self.tp}{'?' if kind == 'kv' else ''}"
+        if len(counts) == 2 and hasattr(owner, "num_key_value_groups"):
+            found["num_key_value_groups"] = f"{counts['heads']} / {counts['kv']}"
+        for name in names:
+            if getattr(owner, name, None) == count and f"self.{name}" in text:
+                found[name] = factor
+            if f"self.config.{name}" in text:
+                found[f"config.{name}"] = factor
+        for name in ("split_size", "inner_dim", "all_head_size"):
+            if kind == "heads" and getattr(owner, name, None) == count * width and f"self.{name}" in text:
+                found[name] = f"{factor} {d}"
+        if not found:
+            del self.local_sizes[_starred(path)]
+        if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
+            self.compute[_starred(path)] = partial(forward, axis=self.axis)
+        table = getattr(owner, "relative_attention_bias", None)
+        if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
+            name = f"{_starred(path)}.relative_attention_bias"
+            self.rules[f"{name}.weight"] = f"_ {heads}{self.tp}"
+            self.acts[name] = f"... {heads}{self.tp}"
+
+    def _attention(self, path: str) -> tuple[str, Any]:
+        """The attention module around a linear: the nearest one that knows the size of a head."""
+        while path:
+            path = path.rpartition(".")[0]
+            module = self.modules[path]
+            if any(isinstance(getattr(module, name, None), int) for name in _HEAD_SIZES):
+                return path, module
+            for child, inner in module.named_children():  # BERT's heads are beside what joins them
+                if any(isinstance(getattr(inner, name, None), int) for name in _HEAD_SIZES) and "att" in path.lower():
+                    return f"{path}.{child}", inner
+        return "", None
+
+    def _named(self, name: str, size: int) -> str:
+        """A name for a size, which is one number in the whole model."""
+        numbered = name
+        for number in range(2, 100):
+            if self._names.setdefault(numbered, size) == size:
+                return numbered
+            numbered = f"{name}{number}"
+        return "_"
+
+    # -- the vocabulary of a model without a plan ------------------------------------------------------------------
+
+    def _vocabulary(self) -> None:
+        for get, gathers in (("get_input_embeddings", False), ("get_output_embeddings", True)):
+            try:
+                table = getattr(self.model, get)()
+            except (AttributeError, NotImplementedError):
+                continue
+            path = next((name for name, module in self.modules.items() if module is table), None)
+            if path is None or table is None or not isinstance(getattr(table, "weight", None), Tensor):
+                continue
+            if isinstance(table, nn.Embedding | nn.Linear):
+                self.rules[f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
+                if gathers:
+                    self.acts[path] = "... _"
+
+
+@calls_own_forward
+def bloom_attention(
+    own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
+) -> Any:
+    """BLOOM's attention with the position biases [b * heads, 1, s] of this rank's heads."""
+    given = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    alibi, batch = given.arguments["alibi"], given.arguments["hidden_states"].shape[0]
+    with layouts.hidden():
+        heads = shard_slice(alibi.view(batch, -1, *alibi.shape[1:]), layouts.mesh, axis, 1)
+        given.arguments["alibi"] = own_alibi = heads.flatten(0, 1)
+    layouts.note_part(own_alibi, axis, Part("split", 0, ((batch, heads.shape[1]),)))
+    return class_of(own).forward(*given.args, **given.kwargs)
+
+
+# By the name of a class: a forward of its attention that works with a part of the heads.
+_ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}
+
+
+def _starred(name: str) -> str:
+    """A name with `*` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _source(module: nn.Module) -> str:
+    """The text of the methods of a module that run in its forward."""
+    try:
+        text = inspect.getsource(class_of(module))
+    except (OSError, TypeError):
+        return ""
+    return text.partition("def __init__")[2].partition("\n    def ")[2]
+
+
+def _block_modules(model: nn.Module) -> list[str]:
+    """The paths of the blocks that are not split, in lists of them."""
+    classes = set(unsplit_classes(model) or ())
+    return [
+        name
+        for name, module in model.named_modules()
+        if class_of(module).__name__ in classes and re.search(r"\.\d+$", name)
+    ]
+
+
+def _blocks(model: nn.Module) -> Any:
+    """Units: the patterns of those paths, or what `units="auto"` finds."""
+    return tuple(dict.fromkeys(_starred(name) for name in _block_modules(model))) or "auto"
+
+
+def _alike(own: nn.Module, hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+    """What experts return, without data: which of them are used depends on values."""
+    return torch.empty_like(hidden)
+
+
+@without_data(_alike)
+def tensor_parallel_experts(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
+
+    Communication: one all-reduce of the output, and in the backward one of each floating input's gradient.
+    """
+    for axis in layouts.axes:
+        args = tuple(
+            pvary(x, layouts.mesh, axis) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+        )
+    out = _alike(own, *args) if args[0].is_meta else class_of(own).forward(own, *args, **kwargs)
+    for axis in layouts.axes:
+        out = psum(out, layouts.mesh, axis)
+    return out

@@ -1,0 +1,139 @@
+"""Models of transformers by `from_transformers`: logits, loss, every gradient and three steps as on one rank."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Family, InDouble
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes
+
+MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+STEPS = 3
+
+
+def _reference(family: Family) -> tuple[Tensor, dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Loss, gradients, the losses of AdamW's steps and the weights after them."""
+    model = family.make()
+    inputs, ids = family.batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    losses, grads = [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = family.loss(model(**inputs), ids)
+        loss.backward()
+        if not step:
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in _named(model)}
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses[0], dtype=torch.float64), grads, losses, {n: p.detach() for n, p in _named(model)}
+
+
+def _named(model: nn.Module) -> Any:
+    return model.named_parameters(remove_duplicate=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_meshes(*MESHES)
+def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
+    _train(mesh, FAMILIES[name])
+
+
+VARIANTS = {
+    "one key head": ("Llama", {"num_key_value_heads": 1}),
+    "two key heads": ("Qwen3", {"num_key_value_heads": 2}),
+    "two key heads, eager attention": ("Qwen3", {"num_key_value_heads": 2, "attn_implementation": "eager"}),
+    "a vocabulary that does not divide": ("Llama", {"vocab_size": 97}),
+    "a tied vocabulary that does not divide": ("GPT-2", {"vocab_size": 101}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
+    name, fields = VARIANTS[variant]
+    family = FAMILIES[name]
+    _train(mesh, replace(family, fields=family.fields | fields))
+
+
+def _train(mesh: DeviceMesh, family: Family) -> None:
+    model = family.make()
+    params = sf.shard(model, mesh, sf.policies.from_transformers(model))
+    inputs, ids = family.batch()
+    local, local_ids = sf.data.local_batch((inputs, ids), mesh)
+
+    def loss_fn(params: sf.Params) -> Tensor:
+        return family.loss(sf.apply(model, params, **local), local_ids)
+
+    with InDouble():
+        expected, expected_grads, expected_losses, expected_weights = _reference(family)
+        optimizer = sf.optim.adamw(1e-3, weight_decay=0)
+        state, losses = optimizer.init(params), []
+        for step in range(STEPS):
+            loss, grads = sf.value_and_grad(loss_fn)(params)
+            if not step:
+                assert_parity({"loss": loss}, {"loss": expected}, tol=1e-9)
+                assert_parity(sf.gather(grads), expected_grads, tol=1e-9)
+            params, state = optimizer.step(params, grads, state)
+            losses.append(float(loss))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-9)
+    assert_parity(sf.gather(params), expected_weights, tol=1e-8)
+    split = [x.name for x in params.plan.layouts.values() if "tp" in x.axes]
+    assert len(split) > 8, "tensor parallelism splits the blocks and the vocabulary"
+
+
+def _policy(name: str) -> sf.Policy:
+    return sf.policies.from_transformers(FAMILIES[name].make())
+
+
+def test_a_plan_is_rules_that_can_be_pasted() -> None:
+    policy = _policy("Llama")
+    assert policy.rules["model.layers.*.self_attn.k_proj.weight"] == "(kv@tp? d) _@fsdp"
+    assert policy.units == ("model.layers.*",)
+    pasted = sf.Policy(**{name: getattr(policy, name) for name in policy.given})
+    model, mesh = FAMILIES["Llama"].make(), sf.MeshSpec(fsdp=2, tp=2)
+    assert sf.plan(model, mesh, pasted) == sf.plan(model, mesh, policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "axes", "match"),
+    [
+        ("Llama", "GPT-2", {"fsdp": 2, "tp": 2}, r"rule 'model\.embed_tokens\.weight' matches no parameter"),
+        ("GPT-2", "GPT-2", {"fsdp": 1, "tp": 8}, r"attn.c_attn.weight.*\(heads=4\) over tp=8, 4 % 8 = 4"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_an_error(policy: str, model: str, axes: dict[str, int], match: str) -> None:
+    with pytest.raises(sf.ShardError, match=match):
+        sf.plan(FAMILIES[model].make(), sf.MeshSpec(**axes), _policy(policy))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "why"),
+    [("OPT", "self_attn", "view"), ("GPT-2", "attn", "values to unpack"), ("BLOOM", "self_attention", "")],
+)
+def test_fixed_sizes_are_found_without_processes(name: str, where: str, why: str) -> None:
+    """Each of these attention modules has the head count of the whole model in an attribute."""
+    model = FAMILIES[name].make()
+    policy = sf.policies.from_transformers(model)
+    without = sf.Policy(**{field: getattr(policy, field) for field in policy.given - {"local_sizes"}})
+    example = torch.zeros(2, 8, dtype=torch.long)
+    sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=example)
+    with pytest.raises(sf.ShardError, match=rf"\d\.{where}(.|\n)*{re.escape(why)}"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), without, example=example)
+
+
+def test_other_models_and_styles_are_errors() -> None:
+    with pytest.raises(TypeError, match="expected a model of transformers, got Linear"):
+        sf.policies.from_transformers(nn.Linear(2, 2))
+    model: Any = FAMILIES["Llama"].make()
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "diagonal", "model.norm": "colwise"}
+    with pytest.raises(
+        sf.ShardError, match=r"'diagonal' is not known(.|\n)*'model.norm': style 'colwise' is for linears"
+    ):
+        sf.policies.from_transformers(model)

@@ -1,0 +1,176 @@
+"""What operations make of parts, held against the numbers: each rank's result is the part of the whole that is said."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from shardfn.core.collectives import watched
+from shardfn.core.engine.variance import Tag, Variance, Whole
+from shardfn.core.parts import SUM, Part, even
+
+RANKS = 2
+
+
+def _rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _taken(whole: Tensor, part: Part | None, rank: int) -> Tensor:
+    """What a rank has of a whole tensor."""
+    if part is None:
+        return whole
+    pieces, start = [], 0
+    for outer, inner in part.runs:
+        run = whole.narrow(part.dim, start, outer * inner * RANKS).unflatten(part.dim, (outer, RANKS, inner))
+        pieces.append(run.select(part.dim + 1, rank).flatten(part.dim, part.dim + 1))
+        start += outer * inner * RANKS
+    return torch.cat(pieces, part.dim)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, the shapes of its whole inputs, the parts of them, and the kind of what comes out."""
+
+    fn: Callable[..., Tensor]
+    inputs: tuple[tuple[int, ...], ...]
+    parts: tuple[Part | None, ...]
+    kind: str = "split"
+
+
+def _heads(n: int, size: int) -> Part:
+    """`(n size@tp)` of a last dim 2: each rank has `size / 2` of every one."""
+    return Part("split", 2, ((n, size // RANKS),))
+
+
+def _repeated_keys(q: Tensor, k: Tensor) -> Tensor:
+    b, kv, s, d = k.shape
+    k = k[:, :, None].expand(b, kv, 2, s, d).reshape(b, kv * 2, s, d)
+    return q @ k.transpose(-1, -2)
+
+
+def _written(x: Tensor, y: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape)
+    out[:, :2] = y
+    return out
+
+
+X = ((3, 4, 6),)
+LAST, FIRST = even(2, 3), even(1, 2)
+CASES = {
+    "element by element": Case(lambda x: torch.sigmoid(x) * 2 + 1, X, (LAST,)),
+    "with a shared value": Case(lambda x, y: x * y, ((3, 4, 6), (3, 4, 1)), (LAST, None)),
+    "with a shared value along the split dim": Case(
+        lambda x, y: x * y[..., : x.shape[-1]], (*X, (6,)), (LAST, None), "lost"
+    ),
+    "of two splits": Case(lambda x, y: x + y, (*X, *X), (LAST, LAST)),
+    "heads": Case(lambda x: x.view(3, 4, -1, 2), ((3, 4, 8),), (even(2, 4),)),
+    "heads, transposed": Case(lambda x: x.view(3, 4, -1, 2).transpose(1, 2), ((3, 4, 8),), (even(2, 4),)),
+    "one head a rank": Case(
+        lambda x: x.view(3, 4, -1, 4).transpose(1, 2).reshape(-1, 4, 4), ((3, 4, 8),), (even(2, 4),)
+    ),
+    "heads of fixed number": Case(lambda x: x.view(3, 4, 4, -1), ((3, 4, 8),), (even(2, 4),), "lost"),
+    "fixed heads, any length": Case(lambda x: x.view(3, -1, 4, 2), ((3, 4, 8),), (even(2, 4),), "lost"),
+    "three in one": Case(lambda x: x.unflatten(-1, (3, -1))[..., 1, :], ((3, 4, 12),), (_heads(3, 4),)),
+    "three in one, chunked": Case(lambda x: x.chunk(3, -1)[2], ((3, 4, 12),), (_heads(3, 4),)),
+    "three in one, by size": Case(lambda x: x.split(4, -1)[0], ((3, 4, 12),), (_heads(3, 4),), "lost"),
+    "unequal blocks": Case(
+        lambda x: x[..., : x.shape[-1] // 2], ((3, 4, 8),), (Part("split", 2, ((1, 2), (1, 1), (1, 1))),)
+    ),
+    "samples and heads together": Case(
+        lambda x: rearrange(x, "b s (h d) -> (b h) s d", d=2), ((3, 4, 8),), (even(2, 4),)
+    ),
+    "and apart again": Case(
+        lambda x: rearrange(rearrange(x, "b s (h d) -> (b h) s d", d=2), "(b h) s d -> b s (h d)", b=3),
+        ((3, 4, 8),),
+        (even(2, 4),),
+    ),
+    "cat beside": Case(lambda x, y: torch.cat([x, y], 1), (*X, *X), (LAST, LAST)),
+    "cat along": Case(lambda x, y: torch.cat([x, y], 2), (*X, (3, 4, 2)), (LAST, even(2, 1))),
+    "cat with a shared value": Case(lambda x, y: torch.cat([x, y], 2), (*X, (3, 4, 2)), (LAST, None), "lost"),
+    "stack": Case(lambda x, y: torch.stack([x, y], 0), (*X, *X), (LAST, LAST)),
+    "columns": Case(lambda x, w: F.linear(x, w), (*X, (8, 6)), (None, even(0, 4))),
+    "columns with a bias": Case(lambda x, w, b: F.linear(x, w, b), (*X, (8, 6), (8,)), (None, even(0, 4), even(0, 4))),
+    "rows": Case(lambda x, w: F.linear(x, w), (*X, (8, 6)), (LAST, even(1, 3)), "sum"),
+    "rows of other pieces": Case(
+        lambda x, w: F.linear(x, w), ((3, 4, 12), (8, 12)), (_heads(3, 4), even(1, 6)), "lost"
+    ),
+    "rows with a bias": Case(lambda x, w, b: F.linear(x, w, b), (*X, (8, 6), (8,)), (LAST, even(1, 3), None), "lost"),
+    "a block diagonal": Case(lambda x, w: F.linear(x, w), (*X, (8, 6)), (FIRST, even(0, 4)), "lost"),
+    "attention": Case(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), ((3, 4, 5, 2),) * 3, (FIRST,) * 3),
+    "grouped queries": Case(_repeated_keys, ((3, 8, 5, 2), (3, 4, 5, 2)), (even(1, 4), even(1, 2))),
+    "softmax beside": Case(lambda x: x.softmax(1), X, (LAST,)),
+    "softmax along": Case(lambda x: x.softmax(-1), X, (LAST,), "lost"),
+    "sum beside": Case(lambda x: x.sum(1), X, (LAST,)),
+    "sum along": Case(lambda x: x.sum(-1), X, (LAST,), "sum"),
+    "mean along": Case(lambda x: x.mean(-1), X, (LAST,), "lost"),
+    "sum along, squared": Case(lambda x: x.sum(-1) ** 2, X, (LAST,), "lost"),
+    "sum along, scaled": Case(lambda x, y: x.sum(-1) * y, (*X, (3, 4)), (LAST, None), "sum"),
+    "sum along, plus one": Case(lambda x: x.sum(-1) + 1, X, (LAST,), "lost"),
+    "norm beside": Case(lambda x: F.layer_norm(x, (6,)), X, (FIRST,)),
+    "norm along": Case(lambda x: F.layer_norm(x, x.shape[-1:]), X, (LAST,), "lost"),
+    "a number of this rank's sizes": Case(lambda x: x / x.shape[-1], X, (LAST,), "lost"),
+    "positions of this rank's sizes": Case(lambda x: x * torch.arange(x.shape[-1]), X, (LAST,), "lost"),
+    "zeros of this rank's sizes": Case(lambda x: x + torch.zeros(x.shape[-1], dtype=x.dtype), X, (LAST,)),
+    "a selection beside": Case(lambda x: x[:, 0], X, (LAST,)),
+    "a selection along": Case(lambda x: x[..., 0], X, (LAST,), "lost"),
+    "picked beside": Case(lambda x: x[:, torch.tensor([2, 0, 1])], X, (LAST,)),
+    "picked along": Case(lambda x: x[..., torch.tensor([0, 1])], X, (LAST,), "lost"),
+    "a lookup of columns": Case(lambda w: F.embedding(torch.tensor([[1, 2], [0, 3]]), w), ((4, 6),), (even(1, 3),)),
+    "a lookup of rows": Case(lambda w: F.embedding(torch.tensor([1, 0]), w), ((4, 6),), (even(0, 2),), "lost"),
+    "a convolution to channels": Case(lambda x, w: F.conv1d(x, w), ((2, 3, 7), (4, 3, 2)), (None, even(0, 2))),
+    "a convolution of channels": Case(
+        lambda x, w: F.conv1d(x, w), ((2, 4, 7), (3, 4, 2)), (even(1, 2), even(1, 2)), "sum"
+    ),
+    "a convolution channel by channel": Case(
+        lambda x, w: F.conv1d(x, w, groups=x.shape[1]), ((2, 4, 7), (4, 1, 2)), (even(1, 2), even(0, 2))
+    ),
+    "written beside": Case(_written, (*X, (3, 2, 6)), (LAST, LAST)),
+    "what nothing is known of": Case(lambda x: torch.linalg.matrix_exp(x[:, :3, :3]), ((3, 4, 6),), (LAST,), "lost"),
+    "repeated": Case(lambda x: x.repeat(1, 1, 2), X, (LAST,)),
+    "padded beside": Case(lambda x: F.pad(x, (0, 0, 1, 1)), X, (LAST,)),
+    "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
+    "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_has_the_part_that_is_said(name: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    inputs = [_rand(*shape) for shape in case.inputs]
+    whole = Whole()
+    with whole:
+        expected = case.fn(*inputs)
+    results: list[Tensor] = []
+    said: Part | None = None
+    for rank in range(RANKS):
+        run = Variance({"tp": RANKS}, whole)
+        own = [_taken(x, part, rank) for x, part in zip(inputs, case.parts, strict=True)]
+        for x, part in zip(own, case.parts, strict=True):
+            run.mark(x, Tag({"tp": part} if part is not None else {}))
+        with run, watched(run.note_collective):
+            results.append(case.fn(*own))
+        said = run.tag(results[-1]).parts.get("tp")
+        assert said is not None and said.kind == case.kind, (said, case.kind)
+        assert said.why if case.kind == "lost" else not said.why
+        if case.kind == "split":
+            torch.testing.assert_close(results[-1], _taken(expected, said, rank))
+    if said == SUM:
+        torch.testing.assert_close(results[0] + results[1], expected)
+
+
+def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
+    """A lost value stays lost, whatever is done with it."""
+    run = Variance({"tp": RANKS})
+    x = _rand(3, 4)
+    run.mark(x, Tag({"tp": Part("lost", why="of a reason")}))
+    done: Any = None
+    with run, watched(run.note_collective):
+        done = (x.softmax(-1) @ x.t()).sum()
+    assert run.tag(done).parts["tp"].why == "of a reason"
