@@ -94,6 +94,7 @@ class _Reading:
         self.local_sizes: dict[str, dict[str, str]] = {}
         self.problems: list[str] = []
         self._names: dict[str, int] = {}  # of factors, with their sizes
+        self._found_sizes: dict[str, dict[str, str]] = {}  # attention module -> attributes
         self._counts: dict[str, dict[str, str]] = {}  # attention module -> "heads", "kv" -> factor
 
     def policy(self) -> Policy:
@@ -104,6 +105,9 @@ class _Reading:
         if not plan:
             self._vocabulary()
         raise_problems("from_transformers", self.problems)
+        for path, found in self._found_sizes.items():
+            if found:
+                self._put(self.local_sizes, path, found)
         given = {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
         return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
 
@@ -139,7 +143,7 @@ class _Reading:
     def _apply(self, path: str, style: str) -> None:
         module = self.modules.get(path)
         if style == _EXPERTS:
-            self.compute[_starred(path)] = tensor_parallel_experts
+            self._put(self.compute, path, tensor_parallel_experts)
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
@@ -150,7 +154,7 @@ class _Reading:
         elif style in _TABLES:
             split = self._vocab(module) if style == "embedding_rowwise" else "_"
             other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
-            self.rules[f"{_starred(path)}.weight"] = f"{split} {other}"
+            self._put(self.rules, f"{path}.weight", f"{split} {other}")
         elif style not in _DERIVED:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
@@ -162,9 +166,9 @@ class _Reading:
         split = self._factors(path, size, style)
         other = f"_{self.fsdp}"
         first = columns == (out == 0)
-        self.rules[f"{_starred(path)}.weight"] = f"{split} {other}" if first else f"{other} {split}"
+        self._put(self.rules, f"{path}.weight", f"{split} {other}" if first else f"{other} {split}")
         if style in _GATHERED:
-            self.acts[_starred(path)] = "... _"
+            self._put(self.acts, path, "... _")
 
     def _parameter(self, name: str, style: str) -> None:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
@@ -175,7 +179,7 @@ class _Reading:
         whole = [dim for dim in range(param.dim()) if dim != at]
         if whole and self.fsdp:
             dims[max(whole)] = f"_{self.fsdp}"
-        self.rules[_starred(name)] = " ".join(dims)
+        self._put(self.rules, name, " ".join(dims))
 
     def _vocab(self, module: Any) -> str:
         rows = module.weight.shape[0]
@@ -183,6 +187,13 @@ class _Reading:
         if rows % 64:
             self.pad[name] = 64
         return f"{name}{self.tp}?"
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        """An entry for all layers, or for this one when layers differ; those come first, since the first match wins."""
+        if table.setdefault(_starred(name), value) != value:
+            others = dict(table)
+            table.clear()
+            table.update({name: value} | others)
 
     # -- heads -----------------------------------------------------------------------------------------------------
 
@@ -218,9 +229,9 @@ class _Reading:
 
     def _own_sizes(self, path: str, owner: Any, heads: str, kind: str, count: int, width: int, d: str) -> None:
         """Attributes of an attention module that hold how many heads, or features of all heads, there are."""
-        found = self.local_sizes.setdefault(_starred(path), {})
+        found = self._found_sizes.setdefault(path, {})
         text = _source(owner)
-        counts = self._counts.setdefault(_starred(path), {})
+        counts = self._counts.setdefault(path, {})
         names = _KEY_COUNTS if kind == "kv" else _HEAD_COUNTS
         counts[kind] = factor = f"{heads}{self.tp}{'?' if kind == 'kv' else ''}"
         if len(counts) == 2 and hasattr(owner, "num_key_value_groups"):
@@ -233,15 +244,13 @@ class _Reading:
         for name in ("split_size", "inner_dim", "all_head_size"):
             if kind == "heads" and getattr(owner, name, None) == count * width and f"self.{name}" in text:
                 found[name] = f"{factor} {d}"
-        if not found:
-            del self.local_sizes[_starred(path)]
         if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
-            self.compute[_starred(path)] = partial(forward, axis=self.axis)
+            self.compute.setdefault(_starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
-            name = f"{_starred(path)}.relative_attention_bias"
-            self.rules[f"{name}.weight"] = f"_ {heads}{self.tp}"
-            self.acts[name] = f"... {heads}{self.tp}"
+            name = f"{path}.relative_attention_bias"
+            self._put(self.rules, f"{name}.weight", f"_ {heads}{self.tp}")
+            self._put(self.acts, name, f"... {heads}{self.tp}")
 
     def _attention(self, path: str) -> tuple[str, Any]:
         """The attention module around a linear: the nearest one that knows the size of a head."""

@@ -137,3 +137,24 @@ def test_other_models_and_styles_are_errors() -> None:
         sf.ShardError, match=r"'diagonal' is not known(.|\n)*'model.norm': style 'colwise' is for linears"
     ):
         sf.policies.from_transformers(model)
+
+
+def test_layers_that_differ_have_rules_of_their_own() -> None:
+    """Gemma 4's last layers have other heads than the ones before."""
+    config = {"num_key_value_heads": 2, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    fields = {**FAMILIES["Gemma3"].fields, **config, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
+    family = replace(FAMILIES["Gemma3"], model="Gemma4ForCausalLM", config="Gemma4TextConfig", fields=fields)
+    model = family.make()
+    policy = sf.policies.from_transformers(model)
+    assert next(iter(policy.rules)).startswith("model.layers.1.self_attn"), "before the rule for all layers"
+    plan = sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.zeros(2, 8, dtype=torch.long))
+    shapes = [plan.local_shape(f"model.layers.{i}.self_attn.q_proj.weight") for i in (0, 1)]
+    assert shapes == [(16, 32), (32, 32)]
+
+
+def test_a_forward_that_fails_on_one_rank_too_says_so() -> None:
+    family = FAMILIES["Llama"]
+    model: Any = family.make()
+    model.model.layers[1].self_attn.head_dim = 7
+    with pytest.raises(sf.ShardError, match=r"on whole weights, failed in 'model.layers.1.self_attn'"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy("Llama"), example=torch.zeros(2, 8, dtype=torch.long))

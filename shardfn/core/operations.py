@@ -224,6 +224,15 @@ def _view(op: Operation, part: Part) -> Part:
     return way
 
 
+@_rule("view_as_complex", "view_as_real")
+@_moving
+def _paired(op: Operation, part: Part) -> Part:
+    """The last dim of a real tensor is taken for real and imaginary parts."""
+    if part.dim == max(op.args[0].dim(), op.results[0].dim()) - 1:
+        raise Lost(f"{op.name} of a dim that is split")
+    return part
+
+
 @_rule("t", "transpose", "permute", "movedim", "numpy_T")
 @_moving
 def _permuted(op: Operation, part: Part) -> Part:

@@ -418,7 +418,8 @@ def _local_sizes(
                 problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
                 continue
             for name in named:
-                found.setdefault(name, {})[attribute] = terms[0] // terms[1] if len(terms) == 2 else terms[0]
+                size = terms[0] // terms[1] if len(terms) == 2 else terms[0]
+                found.setdefault(name, {}).setdefault(attribute, size)  # the first match wins
     return found
 
 

@@ -97,6 +97,7 @@ class Trial:
         self._whole: Whole | None = None
         self._buffers = dict(buffers)
         self._given: Any = ((), {})
+        self._failed_whole: str | None = None  # why the forward cannot be run without data on one rank
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
         """What has to be added to the derived collectives.
@@ -169,7 +170,8 @@ class Trial:
         wiring = Wiring(self.names, weight, shaped_forwards(self.plan), around, ignored=ignored, of_own=_meta_table)
         try:
             self._forward(Bound(self.model, wiring), whole)
-        except Exception:
+        except Exception as error:
+            self._failed_whole = f"{whole.failed_at or type(self.model).__name__!r}: {error}"
             return None  # the run with parts tells what cannot be done
         return whole
 
@@ -211,6 +213,12 @@ class Trial:
         return variance.findings
 
     def _failed(self, path: str, error: Exception) -> str:
+        if self._failed_whole is not None:
+            return (
+                f"apply: a run of the forward without data, on whole weights, failed in {self._failed_whole}\n"
+                "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
+                "follow x.device, and control flow must not depend on values that depend on weights."
+            )
         over = ", ".join(f"{axis}={self.plan.axes[axis]}" for axis in self.plan.roles.compute)
         return (
             f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in "
