@@ -32,7 +32,17 @@ from shardfn.core.pattern import matches
 from shardfn.core.policy import Policy
 from shardfn.families import from_transformers
 
-__all__ = ["ddp", "from_parallelize_plan", "from_transformers", "from_wrap_policy", "fsdp", "gathered", "hsdp", "zero2"]
+__all__ = [
+    "ddp",
+    "from_parallelize_plan",
+    "from_regex",
+    "from_transformers",
+    "from_wrap_policy",
+    "fsdp",
+    "gathered",
+    "hsdp",
+    "zero2",
+]
 
 
 def fsdp(**overrides: Any) -> Policy:
@@ -239,6 +249,54 @@ def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
         if answer:
             found.append(module)
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JAX's lists of rules
+
+
+def from_regex(rules: Sequence[tuple[str, str | Sequence[str | Sequence[str] | None]]]) -> Policy:
+    """Rules from a list of (regular expression, spec), as JAX code has them.
+
+    An expression matches a parameter when it is found anywhere in its name; the first match wins. A spec is what
+    `PartitionSpec` takes, one entry a dim: the axis that splits it, several of them, or None; dims without an entry are
+    whole. It may also be a rule.
+
+        >>> from shardfn.policies import from_regex
+        >>> from_regex([("w[qkv].weight", ("tp", "fsdp")), ("norm", ()), (".*", "...")]).rules
+        {'re:.*(?:w[qkv].weight).*': '_@tp _@fsdp ...', 're:.*(?:norm).*': '...', 're:.*(?:.*).*': '...'}
+
+    Args:
+        rules: the list, in order.
+
+    Returns:
+        a policy with `rules` only.
+
+    Raises:
+        ShardError: when a plan is made: an expression that cannot be read, one that matches no parameter.
+        TypeError: an entry is no pair of an expression and a spec.
+    """
+    made: dict[str, str] = {}
+    for entry in rules:
+        if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[0], str):
+            raise TypeError(f"from_regex: expected (regular expression, spec), got {entry!r}")
+        made.setdefault(f"re:.*(?:{entry[0]}).*", _rule_of_spec(entry[1]))
+    return Policy(rules=made)
+
+
+def _rule_of_spec(spec: Any) -> str:
+    """`("tp", None)` as `"_@tp _ ..."`."""
+    if isinstance(spec, str):
+        return spec
+    if not isinstance(spec, tuple | list):
+        raise TypeError(f"from_regex: expected a rule or one entry a dim, got {spec!r}")
+    words = []
+    for axes in spec:
+        several = (axes,) if isinstance(axes, str) else axes if axes is not None else ()
+        if not isinstance(several, tuple | list) or not all(isinstance(axis, str) for axis in several):
+            raise TypeError(f"from_regex: {axes!r} in {spec!r} is no axis, no axes and not None")
+        words.append("@".join(["_", *several]))
+    return " ".join([*words, "..."])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

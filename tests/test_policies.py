@@ -325,3 +325,23 @@ def test_a_gathered_tree_is_used_without_gathers(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(out, model(ids))
     assert (counted.all_gather, counted.send) == (0, 0)
     assert counted.all_reduce == (2 if "tp" in (mesh.mesh_dim_names or ()) else 0)  # a row-parallel linear a layer
+
+
+def test_a_list_of_regular_expressions() -> None:
+    model = nn.ModuleDict({"wq": nn.Linear(8, 16), "wo": nn.Linear(16, 8), "norm": nn.LayerNorm(8)})
+    listed = [(r"wq\.weight$", ("tp", ("fsdp",))), ("wo.*weight", (None, "tp")), ("norm", ()), ("weight", "_@fsdp _")]
+    policy = sf.policies.from_regex(listed[:3])
+    plan = sf.plan(model, sf.MeshSpec(fsdp=2, tp=2), policy)
+    assert sf.typeof(plan, "wq.weight") == "f32[_@tp _@fsdp]"
+    assert sf.typeof(plan, "wo.weight") == "f32[_ _@tp]", "None is whole"
+    assert sf.typeof(plan, "norm.weight") == "f32[_]", "dims without an entry are whole"
+    with pytest.raises(sf.ShardError, match="matches no parameter"):
+        sf.plan(model, sf.MeshSpec(fsdp=2, tp=2), sf.policies.from_regex([*listed, ("embed", ())]))
+    first = sf.policies.from_regex([(".*", ()), *listed[:1]])
+    assert sf.typeof(sf.plan(model, sf.MeshSpec(fsdp=2, tp=2), first), "wq.weight") == "f32[_ _]", "the first wins"
+
+
+@pytest.mark.parametrize("entry", ["wq", ("wq",), ("wq", 3), ("wq", (3,)), (1, ())])
+def test_what_is_no_pair_of_expression_and_spec(entry: Any) -> None:
+    with pytest.raises(TypeError, match="from_regex"):
+        sf.policies.from_regex([entry])
