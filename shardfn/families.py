@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import unsplit_classes
-from shardfn.core.collectives import psum, pvary, shard_slice
+from shardfn.core.collectives import axis_size, psum, pvary, shard_slice
 from shardfn.core.errors import raise_problems
 from shardfn.core.model import OUT_DIM, kind_of
 from shardfn.core.parts import Part
@@ -28,6 +28,7 @@ _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
 _ROWS = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
 _TABLES = {"embedding_rowwise", "embedding_colwise"}
 _EXPERTS = "moe_tp_experts"
+_IDENTITY = "moe_identity_expert"
 # Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
 _DERIVED = set(
     "replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split()
@@ -144,6 +145,8 @@ class _Reading:
         module = self.modules.get(path)
         if style == _EXPERTS:
             self._put(self.compute, path, tensor_parallel_experts)
+        elif style == _IDENTITY:
+            self.compute.setdefault(_starred(path), partial(identity_expert, axis=self.axis))
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
@@ -288,6 +291,13 @@ class _Reading:
                 self.rules[f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
                 if gathers:
                     self.acts[path] = "... _"
+
+
+def identity_expert(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
+) -> Tensor:
+    """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
+    return x / axis_size(layouts.mesh, axis)
 
 
 @calls_own_forward

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.core.collectives import watched
 from shardfn.core.engine.variance import Tag, Variance, Whole
-from shardfn.core.parts import SUM, Part, even
+from shardfn.core.parts import SAME, SUM, Part, even
 
 RANKS = 2
 
@@ -23,7 +23,7 @@ def _rand(*shape: int) -> Tensor:
 
 def _taken(whole: Tensor, part: Part | None, rank: int) -> Tensor:
     """What a rank has of a whole tensor."""
-    if part is None:
+    if part is None or part == SAME:
         return whole
     pieces, start = [], 0
     for outer, inner in part.runs:
@@ -89,6 +89,11 @@ CASES = {
         lambda x: rearrange(rearrange(x, "b s (h d) -> (b h) s d", d=2), "(b h) s d -> b s (h d)", b=3),
         ((3, 4, 8),),
         (even(2, 4),),
+    ),
+    "one for all heads": Case(
+        lambda x, y: torch.cat([x, (y * 1).expand(-1, x.shape[1], -1, -1)], -1),
+        ((3, 4, 5, 2), (3, 1, 5, 2)),
+        (even(1, 2), SAME),
     ),
     "cat beside": Case(lambda x, y: torch.cat([x, y], 1), (*X, *X), (LAST, LAST)),
     "cat along": Case(lambda x, y: torch.cat([x, y], 2), (*X, (3, 4, 2)), (LAST, even(2, 1))),

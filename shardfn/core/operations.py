@@ -251,8 +251,11 @@ def _permuted(op: Operation, part: Part) -> Part:
 
 
 @_rule("expand", "broadcast_to")
-@_moving
-def _expanded(op: Operation, part: Part) -> Part:
+def _expanded(op: Operation) -> Part:
+    part = _one(op)
+    if not part.split:  # as many copies as this rank has of what they are for
+        copies = _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
+        return copies if copies is not None and part == SAME else part
     dim = part.dim + op.results[0].dim() - op.args[0].dim()
     if op.results[0].shape[dim] != op.args[0].shape[part.dim]:
         raise Lost("expand of a dim that is split")

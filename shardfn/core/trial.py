@@ -33,7 +33,7 @@ from shardfn.core.tensor_parallel import (
     shaped_forwards,
     weight_parts,
 )
-from shardfn.core.wiring import Around, chained, owned_names, shared_parts, wire
+from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
 
 _ROUNDS = 8
 
@@ -130,15 +130,16 @@ class Trial:
             if new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
             elif found.vary - adjust.vary or found.sums - adjust.sums:
-                for source, axis in sorted(found.vary - adjust.vary):
-                    if source.startswith("module "):
-                        shared_parts(self.plan, source.removeprefix("module "), axis)
                 adjust = replace(adjust, vary=adjust.vary | found.vary, sums=adjust.sums | found.sums)
             elif not found.mixed:
                 ends = {name: frozenset(getattr(found, name)) for name in ("ready", "shared", "kept")}
                 return replace(adjust, **ends)
             else:
                 break
+        for source, axis in sorted(adjust.vary):
+            path = source.removeprefix("module ")
+            if path != source and not shared_parts(self.plan, path, axis):
+                raise ShardError(f"{shared_alone(path, axis)}\n{_mixed_message(found)}")
         raise ShardError(_mixed_message(found))
 
     def _splits(self) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:

@@ -57,7 +57,9 @@ def wire(
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
-            wrapped[path] = chained(_own_part(axes, axis, shared_parts(plan, path, axis)), wrapped.get(path))
+            parts = shared_parts(plan, path, axis)
+            added = _own_part(axes, axis, parts) if parts else _varied(axes, axis)
+            wrapped[path] = chained(added, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
         wrapped[path] = chained(_added_up(axes, axis, leaf), wrapped.get(path))
     forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
@@ -106,27 +108,47 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
     """How many parts the output of a linear has that asked to be split over `axis` (`kv@tp?`) and does not divide.
 
+    Returns:
+        the number, 0 when nobody asked for that.
+
     Raises:
-        ShardError: nobody asked for that, or ranks of the axis would need parts of a part.
+        ShardError: ranks of the axis would need parts of a part.
     """
     module = next((m for m in plan.info.modules if m.name == path), None)
     layout = plan.layouts[dict(module.params)["weight"]] if module is not None and module.kind == "linear" else None
     parts = dict(layout.shared).get(axis, 0) if layout is not None else 0
     ranks = plan.axes[axis]
-    if parts and ranks % parts == 0:
+    if not parts or ranks % parts == 0:
         return parts
-    if parts and layout is not None:
+    if layout is not None:
         raise ShardError(
             f"apply: {path!r} has {parts} parts by '{layout.rule}', {axis}={ranks} ranks need one each or share one in "
             f"equal groups, {ranks} % {parts} = {ranks % parts} and {parts} % {ranks} = {parts % ranks}. "
             f"Choose another size of '{axis}'."
         )
-    raise ShardError(
+    return parts
+
+
+def shared_alone(path: str, axis: str) -> str:
+    """Why an output that all ranks share, and nobody asked to split, may not fit to values that are split."""
+    return (
         f"apply: the output of {path!r} is the same on all ranks of '{axis}' and meets values that are split over it. "
         f"Split it too, for keys and values of grouped queries with a rule such as '(kv@{axis}? d) c', where '?' lets "
         f"the ranks of one group share a head; or, when it belongs to every part, write "
         f"sf.collectives.pvary(x, mesh, '{axis}')."
     )
+
+
+def _varied(axes: ComputeAxes, axis: str) -> Around:
+    """A module's output, of which each rank uses all for its own part of something else."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return axes.vary(inner(*args, **kwargs), axis)
+
+        return forward
+
+    return around
 
 
 def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
