@@ -106,9 +106,9 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
     ways = []
     for dim, size in enumerate(new) if 0 not in shape else ():
         front, back = prod(new[:dim]), prod(new[dim + 1 :])
-        divide = all(outer * before % front == 0 and inner * after % back == 0 for outer, inner in part.runs)
         runs = tuple((outer * before // front, inner * after // back) for outer, inner in part.runs)
-        if divide and sum(outer * inner for outer, inner in runs) == size and (len(runs) == 1 or front == before):
+        # What does not divide was rounded down, and leaves less than the dim has.
+        if sum(outer * inner for outer, inner in runs) == size and (len(runs) == 1 or front == before):
             ways.append(replace(part, dim=dim, runs=runs))
     if not ways:
         raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of dim {part.dim}")
