@@ -238,3 +238,29 @@ def test_sparse_gradients_become_dense(mesh: DeviceMesh, reduce: Any) -> None:
     model(ids).backward()
     want = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
     assert_parity(sf.gather(sf.reduce_grads(grads) if reduce is None else grads), want)
+
+
+class SharedToo(MLP):
+    """A value that is used by each rank for its own part, and that leaves the model too."""
+
+    def forward(self, x: Tensor, mode: str | None = None) -> Any:
+        seen = self.enter(x)
+        return self.down(torch.tanh(self.up(x)) * seen.mean(-1, keepdim=True)), seen
+
+
+@on_meshes(*MESHES)
+def test_a_shared_value_that_leaves_the_model_counts_once(mesh: DeviceMesh) -> None:
+    model, reference = _make(SharedToo), _make(SharedToo)
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+
+    def loss_of(outputs: Any) -> Tensor:
+        return outputs[0].square().mean() + outputs[1].square().mean()
+
+    loss, grads = sf.value_and_grad(lambda p: loss_of(sf.apply(model, p, local)))(params)
+    expected = loss_of(reference(x))
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()})
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
+    assert_parity(sf.gather(grads), wanted, tol=1e-11)
