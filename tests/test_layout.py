@@ -53,6 +53,7 @@ LAYERS = {
     "shardfn.core.functional": 3,
     "shardfn.core.engine": 3,
     "shardfn.core.tensor_parallel": 4,
+    "shardfn.core.sequence": 4,
     "shardfn.core.wiring": 4,
     "shardfn.core.trial": 4,
     "shardfn.core.apply": 4,

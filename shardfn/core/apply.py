@@ -6,7 +6,7 @@ inputs checked -> (first call: run without data) -> copies bound to a session ->
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import prod
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, kinds_of_transforms, pytree
 from shardfn.core.agreement import check_batch, wrong_inputs
-from shardfn.core.collectives import weighed
+from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
@@ -28,9 +29,10 @@ from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.recording import recording
+from shardfn.core.sequence import ranks_of_acts
 from shardfn.core.shadow import class_of, submodule
 from shardfn.core.spec import parse
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, Gathers
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.wiring import chained, owned_names, wire
@@ -91,6 +93,7 @@ class _Record:
 
     plan: Plan
     names: Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
+    ranks_of_sequences: int = 1  # between how many ranks `Policy.acts` splits activations
     calls: int = 0
     adjustments: dict[Any, Adjustments] = field(default_factory=dict)
 
@@ -169,7 +172,8 @@ class _Call:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         modes = tuple(module.training for module in self.model.modules())
-        key = (self.method, modes, str(structure), *map(_kind, leaves))
+        ranks = self.record.ranks_of_sequences
+        key = (self.method, modes, str(structure), *(_kind(leaf, ranks) for leaf in leaves))
         if key not in self.record.adjustments:
             trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
             self.record.adjustments[key] = trial.adjustments(args, kwargs)
@@ -235,6 +239,14 @@ class _Current:
         assert self.session is not None
         return self.session.weight(name)
 
+    def gathers_again(self, gathers: Gathers, mesh: DeviceMesh) -> AbstractContextManager[None]:
+        """Within it, autograd keeps this rank's pieces of what was gathered."""
+        assert self.session is not None
+        pieces = [
+            (own, whole, partial(all_gather, mesh=mesh, axis=step.axis, dim=step.dim)) for step, own, whole in gathers
+        ]
+        return self.session.keeps_pieces(pieces)
+
     def in_unit(self, unit: str) -> Callable[[Forward], Forward]:
         """What goes around the forward of a unit."""
 
@@ -291,9 +303,11 @@ class _Current:
 
 def leaving(output: Any, adjust: Adjustments, grid: Grid) -> Any:
     """An output as callers get it: split leaves as `DTensor`s, so that taking them for whole ones is an error."""
-    if not adjust.kept and not adjust.shared:
+    if not (adjust.kept or adjust.shared or adjust.joined):
         return output
     leaves, structure = pytree.tree_flatten(output)
+    for at, axis, dim in adjust.joined:
+        leaves[at] = all_gather_invariant(leaves[at], grid.mesh, axis, dim)
     for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
         leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
     for at, axis, dim in adjust.kept:
@@ -311,6 +325,7 @@ class _Copies:
     def __init__(self, model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> None:
         """`seeded`: a `dropout_seed` goes on."""
         self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
+        self.axes.gathers_again = partial(self.current.gathers_again, mesh=grid.mesh)
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
         around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
         drops = {
@@ -365,10 +380,13 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _kind(leaf: Any) -> Any:
-    """What of an input may change the way of a forward, and is looked at to decide whether a new run is needed."""
+def _kind(leaf: Any, ranks: int) -> Any:
+    """What of an input may change the way of a forward, and is looked at to decide whether a new run is needed.
+
+    Activations may be split between `ranks` where they can be.
+    """
     if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.dtype, leaf.requires_grad
+        return leaf.dim(), leaf.dtype, leaf.requires_grad, *(size % ranks for size in leaf.shape)
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
@@ -377,5 +395,5 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
     for record in records:
         if record.plan == plan:
             return record
-    records.append(_Record(plan, owned_names(model, plan)))
+    records.append(_Record(plan, owned_names(model, plan), ranks_of_acts(plan)))
     return records[-1]

@@ -10,10 +10,10 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +26,34 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn._torch import has_no_memory, outside_transforms, values_of
 from shardfn.core import collectives
 from shardfn.core.engine.binding import Forward
-from shardfn.core.engine.variance import Variance
+from shardfn.core.engine.variance import BY_ACTS, Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import OUT_DIM, ModuleInfo
-from shardfn.core.parts import Part, Runs
+from shardfn.core.parts import Part, Runs, even
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
+
+
+class Step(NamedTuple):
+    """What is done with leaf `at` of the inputs or outputs of the module at `path`, see [Note: steps] in sequence.py.
+
+    how    | before                  | after                   | backward
+    -------|-------------------------|-------------------------|---------------
+    slice  | whole                   | this rank's piece       | all-gather
+    own    | whole, used in shares   | this rank's piece       | zeros around it
+    gather | this rank's piece       | whole, used in shares   | reduce-scatter
+    join   | this rank's piece       | whole                   | slice
+    """
+
+    path: str
+    at: int
+    axis: str
+    dim: int
+    how: Literal["slice", "own", "gather", "join"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,11 @@ class Adjustments:
     output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum still to be added
     up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of the output that
     have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an axis, and their
-    dim.
+    dim; `joined`: those that are gathered as they leave.
+    `inputs`, `outputs`: steps of modules for activations split by `Policy.acts`; `scattered`: which modules scatter
+    their sum, and over which dim. For the next run without data, `in_shares`: modules that use gathered inputs in
+    shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
+    whole, `entries`: others that need their inputs whole.
     `splits`: if any dropout module is called on a split activation, all calls of such modules, by path and number, with
     the axis of each dim ("" for none); None when no dim explains the size.
     """
@@ -57,11 +79,27 @@ class Adjustments:
     ready: frozenset[tuple[str, str]] = frozenset()
     shared: frozenset[tuple[int, str]] = frozenset()
     kept: frozenset[tuple[int, str, int]] = frozenset()
+    joined: frozenset[tuple[int, str, int]] = frozenset()
+    inputs: frozenset[Step] = frozenset()
+    outputs: frozenset[Step] = frozenset()
+    scattered: frozenset[tuple[str, str, int]] = frozenset()
+    in_shares: frozenset[str] = frozenset()
+    may_scatter: frozenset[tuple[str, str, int]] = frozenset()
+    whole: frozenset[str] = frozenset()
+    entries: frozenset[str] = frozenset()
     splits: frozenset[tuple[str, int, tuple[str, ...] | None]] = frozenset()
 
     def axes_of(self, source: str) -> list[str]:
         """The axes over which a source needs a `pvary`."""
         return sorted(axis for name, axis in self.vary if name == source)
+
+    def scatters(self, path: str, axis: str) -> int | None:
+        """The dim over which the sum that a module makes is scattered."""
+        return next((dim for at, over, dim in self.scattered if (at, over) == (path, axis)), None)
+
+
+Scatters = Callable[[str, str, Tensor], int | None]  # (module, axis, summand) -> dim
+Gathers = Sequence[tuple[Step, Tensor, Tensor]]  # the step, what was gathered, the whole
 
 
 class ComputeAxes:
@@ -76,6 +114,8 @@ class ComputeAxes:
     ) -> None:
         self.mesh, self.sizes, self.coords = mesh, sizes, coords
         self._variance = variance
+        self.scatters: Scatters | None = None  # decides in a run without data which sums are scattered
+        self.gathers_again: Callable[[Gathers], AbstractContextManager[Any]] = nullcontext
         self.bytes_moved = 0  # counted in a run without data: received by each rank in a forward and a backward
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
@@ -140,10 +180,37 @@ class ComputeAxes:
         self.note_part(taken, axis, Part("split", x.dim() - 1, runs))
         return taken
 
-    def total(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over `axis`, the same on all its ranks."""
+    def total(self, x: Tensor, axis: str, path: str, dim: int | None) -> Tensor:
+        """The sum over `axis` that the module at `path` makes: whole, or of which each rank has its part of `dim`."""
+        if self.scatters is not None:
+            dim = self.scatters(path, axis, x)
+        if dim is None:
+            self._count(x, axis, 2)
+            return collectives.psum(x, self.mesh, axis)
         self._count(x, axis, 2)
-        return collectives.psum(x, self.mesh, axis)
+        return self._by_acts(collectives.psum_scatter(x, self.mesh, axis, dim), path)
+
+    def step(self, x: Tensor, step: Step) -> Tensor:
+        """Slice or gather a value."""
+        if step.how == "own":
+            size = x.shape[step.dim] // self.sizes[step.axis]
+            with self.hidden():
+                own = x.narrow(step.dim, self.coords[step.axis] * size, size)
+            self.note_part(own, step.axis, even(step.dim, size))
+            return self._by_acts(own, step.path)
+        if step.how == "slice":
+            self._count(x, step.axis, 1 if x.requires_grad else 0)
+            return self._by_acts(collectives.shard_slice(x, self.mesh, step.axis, step.dim), step.path)
+        if step.how == "join":
+            return self.join(x, step.axis, step.dim)
+        self._count(x, step.axis, self.sizes[step.axis] * (2 if x.requires_grad else 1))
+        return collectives.all_gather(x, self.mesh, step.axis, step.dim)
+
+    def _by_acts(self, x: Tensor, path: str) -> Tensor:
+        """Tell the run without data that an entry of `Policy.acts` splits x."""
+        if self._variance is not None:
+            self._variance.mark(x, replace(self._variance.tag(x), split_by=frozenset([f"{BY_ACTS}{path}"])))
+        return x
 
     def join(self, x: Tensor, axis: str, dim: int, runs: Runs = ()) -> Tensor:
         """The parts of all ranks of `axis` side by side, the same on all its ranks; `runs` when dim -1 is not even."""
@@ -203,7 +270,7 @@ def parallel_forwards(
             if module.kind in OUT_DIM:
                 forwards[module.name] = _linear(module, layout, names.get("bias"), plan, axes, weight, adjust)
             else:
-                lookup = _lookup(module, layout, plan, axes, weight)
+                lookup = _lookup(module, layout, plan, axes, weight, adjust)
                 forwards[module.name] = lookup if module.kind == "embedding" else _around_lookup(lookup)
     return forwards
 
@@ -334,7 +401,7 @@ def _linear(
         else:
             y = F.linear(x, w)
             for axis in rows:
-                y = axes.total(y, axis)
+                y = axes.total(y, axis, name, adjust.scatters(name, axis))
             y = y if bias is None else y + bias  # after the sum, or it would count once a rank
         y = axes.note_source(y, f"module {name}", name if columns else None)
         if gathers:
@@ -422,7 +489,12 @@ def _around_lookup(lookup: Forward) -> Forward:
 
 
 def _lookup(
-    module: ModuleInfo, layout: Layout, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor]
+    module: ModuleInfo,
+    layout: Layout,
+    plan: Plan,
+    axes: ComputeAxes,
+    weight: Callable[[str], Tensor],
+    adjust: Adjustments,
 ) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
@@ -446,7 +518,7 @@ def _lookup(
         if vocab:
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         for axis in vocab:
-            rows = axes.total(rows, axis)
+            rows = axes.total(rows, axis, module.name, adjust.scatters(module.name, axis))
         for axis in reversed(columns) if joins else ():
             rows = axes.join(rows, axis, -1)
         return axes.note_source(rows, f"module {module.name}")

@@ -25,6 +25,7 @@ from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
+from shardfn.core.sequence import Flow
 from shardfn.core.tensor_parallel import (
     Adjustments,
     ComputeAxes,
@@ -36,6 +37,8 @@ from shardfn.core.tensor_parallel import (
 from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
 
 _ROUNDS = 8
+# What the last run found belongs to the adjustments as it is.
+_ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
 
 
 def plan(
@@ -94,6 +97,7 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
+        self._more = Adjustments()  # what a further run may try
         self._whole: Whole | None = None
         self._buffers = dict(buffers)
         self._given: Any = ((), {})
@@ -108,32 +112,37 @@ class Trial:
         with outside_transforms(), outside_modes():
             self._given = args, kwargs
             self._whole = self._run_whole()
-            adjust = self._found()
+            adjust = self._found(Adjustments())
+            if self._more != Adjustments():
+                with suppress(ShardError):
+                    adjust = self._found(self._more)
             return replace(adjust, splits=self._splits())
 
-    def _found(self) -> Adjustments:
+    def _found(self, known: Adjustments) -> Adjustments:
         try:
-            return self._settled(Adjustments())
+            return self._settled(known)
         except ShardError as failure:
             # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
             # broadcast to them.
             groups = self._groups()
             with suppress(ShardError):
                 if groups:
-                    return self._settled(Adjustments(vary=groups))
+                    return self._settled(replace(known, vary=groups))
             raise ShardError(str(failure)) from failure.__cause__
 
     def _settled(self, adjust: Adjustments) -> Adjustments:
         found = Findings()
         for _ in range(_ROUNDS):
             found = self._run(adjust)
-            if new := found.gather - adjust.gather:
+            if found.whole - adjust.whole or found.entries - adjust.entries:
+                adjust = replace(adjust, whole=adjust.whole | found.whole, entries=adjust.entries | found.entries)
+            elif new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
             elif found.vary - adjust.vary or found.sums - adjust.sums:
                 adjust = replace(adjust, vary=adjust.vary | found.vary, sums=adjust.sums | found.sums)
             elif not found.mixed:
-                ends = {name: frozenset(getattr(found, name)) for name in ("ready", "shared", "kept")}
-                return replace(adjust, **ends)
+                self._more = Adjustments(in_shares=frozenset(found.in_shares), may_scatter=frozenset(found.may_scatter))
+                return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
             else:
                 break
         for source, axis in sorted(adjust.vary):
@@ -199,6 +208,8 @@ class Trial:
         for path in dropout_modules(self.model):
             around[path] = chained(around[path], self._drops.around(path))
         weight = _MetaWeights(self.plan, variance)
+        flow = Flow(self.plan, variance, axes, adjust)
+        around |= {path: chained(moves, around.get(path)) for path, moves in flow.around().items()}
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
         bound = Bound(self.model, replace(wiring, of_own=_meta_table))
         try:
@@ -207,6 +218,8 @@ class Trial:
         except ShardError:
             raise
         except Exception as error:
+            if flow.failed(variance.failed_at):
+                return variance.findings
             raise ShardError(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
         check_outputs(variance, output, kept_by_acts(self.plan))
         check_outputs(variance, bound.assigned())

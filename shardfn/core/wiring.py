@@ -14,6 +14,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
+from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
 
@@ -54,6 +55,8 @@ def wire(
     fetch = vary if varying else weight
 
     wrapped = dict(around)
+    for path, moves in stepped(axes, adjust).items():
+        wrapped[path] = chained(moves, wrapped.get(path))
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
@@ -61,11 +64,11 @@ def wire(
             added = _own_part(axes, axis, parts) if parts else _varied(axes, axis)
             wrapped[path] = chained(added, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
-        wrapped[path] = chained(_added_up(axes, axis, leaf), wrapped.get(path))
+        wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
     forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     ignored = frozenset(plan.info.ignored)
     compilers = _compilers(plan) if compiles else None
-    return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes)
+    return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes, units=tuple(around))
 
 
 def _compilers(plan: Plan) -> dict[str, Compiler]:
@@ -171,13 +174,13 @@ def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
     return around
 
 
-def _added_up(axes: ComputeAxes, axis: str, at: int) -> Around:
-    """A leaf of a module's output, on each rank a summand, as the sum."""
+def _added_up(axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None) -> Around:
+    """A leaf of a module's output, on each rank a summand, as the sum; or, with `dim`, this rank's part of that."""
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = pytree.tree_flatten(inner(*args, **kwargs))
-            leaves[at] = axes.total(leaves[at], axis)
+            leaves[at] = axes.total(leaves[at], axis, path, dim)
             return pytree.tree_unflatten(leaves, structure)
 
         return forward

@@ -51,7 +51,8 @@ class Wiring:
     `params[path]` maps attributes to canonical parameter names, and `fetch` gives the weight; `forwards[path]` replaces
     a module's forward, `around[path]` goes around it, and `compilers[path]` compiles it; with `compilers` None nothing
     is compiled. Parameters in `ignored` are the module's own, as `of_own` makes them. `sizes[path]` are attributes that
-    hold a size of this rank, by their names; "config.heads" is one of an object that the module has.
+    hold a size of this rank, by their names; "config.heads" is one of an object that the module has. `units` are the
+    modules whose weights are gathered when their forwards begin.
     """
 
     params: Mapping[str, Mapping[str, str]]
@@ -62,6 +63,7 @@ class Wiring:
     ignored: Collection[str] = ()
     of_own: Callable[[Any], Any] = lambda own: own
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    units: Collection[str] = ()
 
     def lazy_weights(self, path: str, own: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """The `_parameters` of the copy at `path` of a module whose own table is `own`."""
@@ -90,7 +92,7 @@ class Wiring:
         if self.compilers is None:
             return None
         found = asked or self.compilers.get(path)
-        inner = [unit for unit in self.around if unit != path and unit.startswith(f"{path}." if path else "")]
+        inner = [unit for unit in self.units if unit != path and unit.startswith(f"{path}." if path else "")]
         if found is not None and inner:
             raise ShardError(
                 f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "

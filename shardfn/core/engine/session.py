@@ -56,6 +56,7 @@ from shardfn._torch import (
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
 from shardfn.core.collectives import Steps
 from shardfn.core.dropout import Masks
+from shardfn.core.engine.activations import Activation, PackedActivation
 from shardfn.core.engine.compiled import untraced
 from shardfn.core.engine.gradients import (
     Accumulation,
@@ -195,6 +196,7 @@ class Session:
         self._started: dict[Event, Flight] = {}
         self._by_storage: dict[int, _Gathered] = {}
         self._uncopied: dict[int, list[_Uncopied]] = {}  # by storage
+        self._activations: dict[int, Activation] = {}  # of modules that are running, by storage
         # Weak: the graph and its packed views keep these alive, and each keeps the session.
         self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[_Gathered]] = []
@@ -396,7 +398,7 @@ class Session:
         pure = self.grid.pure  # and what is recorded never changes
         if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or in_transform():
             return nullcontext()
-        of_storage, uncopied = self._by_storage.get, self._uncopied
+        of_storage, uncopied, activations = self._by_storage.get, self._uncopied, self._activations
 
         def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
             if saved.layout is not torch.strided:
@@ -408,6 +410,8 @@ class Session:
             gathered = of_storage(key)
             if gathered is not None:
                 return gathered.pack(saved, part)
+            if key in activations and (packed := activations[key].pack(saved)) is not None:
+                return packed
             if pure:
                 return saved
             counters = _counters_of(part, uncopied[key]) if key in uncopied else ()
@@ -416,6 +420,24 @@ class Session:
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
         return saved_tensors_hooks(pack, _unpack)
+
+    @contextmanager
+    def keeps_pieces(self, gathered: Sequence[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+        """Within it, autograd keeps pieces of activations instead of what was gathered of them.
+
+        Args:
+            gathered: the piece, what was gathered of it, and what gathers it again.
+        """
+        made = {}
+        if torch.is_grad_enabled() and not in_transform():
+            made = {storage_key(whole): Activation(own, whole, again) for own, whole, again in gathered}
+        self._activations |= made
+        try:
+            yield
+        finally:
+            for key, activation in made.items():
+                self._activations.pop(key)
+                activation.end()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -545,6 +567,8 @@ class _Saved(NamedTuple):
 def _unpack(packed: Any) -> Tensor:
     if type(packed) is _Saved:
         return packed.unchanged()
+    if type(packed) is PackedActivation:
+        return packed.activation.view(packed)
     return packed.gathered.view(packed) if type(packed) is _Packed else packed
 
 

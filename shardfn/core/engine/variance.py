@@ -27,7 +27,9 @@ from shardfn._torch import TorchDispatchMode, base_name, base_of, holds_data, is
 from shardfn.core.collectives import Moved, watching
 from shardfn.core.engine.values import Values
 from shardfn.core.operations import Operation, made_here, parts_after
-from shardfn.core.parts import Part, after_collective
+from shardfn.core.parts import SAME, Part, after_collective
+
+BY_ACTS = "acts "  # begins what `Tag.split_by` has of an entry of `Policy.acts`
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Tag:
     `parts`: what it is over each axis it varies over. `wants`: whether it depends on what is differentiated, which its
     `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one
     parameter or module output that it is made of (by operations whose other inputs need no gradient). `split_by`: the
-    column-parallel modules whose split it carries.
+    column-parallel modules whose split it carries, or the modules that `Policy.acts` splits.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -49,6 +51,11 @@ class Tag:
     def axes(self) -> frozenset[str]:
         """The axes it varies over."""
         return frozenset(self.parts)
+
+    @property
+    def by_acts(self) -> set[str]:
+        """The modules at which `Policy.acts` splits it."""
+        return {source.removeprefix(BY_ACTS) for source in self.split_by if source.startswith(BY_ACTS)}
 
     def whole_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the whole value, of which a rank has `shape`."""
@@ -68,6 +75,15 @@ class Findings:
     ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before
     shared: set[tuple[int, str]] = field(default_factory=set)  # (leaf of the output, axis): the same, used in shares
     kept: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): stays split
+    joined: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): is gathered
+    # of activations that `Policy.acts` splits, see `Adjustments`
+    inputs: set[Any] = field(default_factory=set)
+    outputs: set[Any] = field(default_factory=set)
+    scattered: set[tuple[str, str, int]] = field(default_factory=set)
+    in_shares: set[str] = field(default_factory=set)
+    may_scatter: set[tuple[str, str, int]] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    entries: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -170,6 +186,7 @@ class Variance(Framed):
         self._tags = WeakIdKeyDictionary()
         self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
         self.findings = Findings()
+        self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
@@ -185,11 +202,14 @@ class Variance(Framed):
             return
         known = self.tag(x)
         parts = dict(known.parts)
+        if moved.kind == "pvary" and parts.get(moved.axis) == SAME:
+            self.refuse(f"a value is varied over '{moved.axis}' a second time: its gradient would be added up twice")
         part = after_collective(moved.kind, parts.pop(moved.axis, None), out.shape, moved.dims)
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
-        self.mark(out, Tag(parts, wants, None, known.split_by if parts else frozenset()))
+        still_split = any(part.split for part in parts.values())
+        self.mark(out, Tag(parts, wants, None, known.split_by if still_split else frozenset()))
 
     def refuse(self, why: str) -> None:
         """Note a problem at the module that is running."""
@@ -209,6 +229,7 @@ class Variance(Framed):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = base_name(func)
         parts = self._parts(name, func, args, kwargs, results, whole)
+        self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
         for result, own in zip(results, parts, strict=True):
             tag = replace(known, parts=own)
@@ -216,6 +237,13 @@ class Variance(Framed):
                 self._tags[result] = tag
             if is_mutable(func):
                 self._tag_base(result, tag)
+
+    def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
+        """Tell whether an operation needs a value whole that `Policy.acts` splits."""
+        lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
+        for tag in map(self.tag, inputs) if lost else ():
+            if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
+                self.needs_whole(tag.by_acts, self._path[-1][0])
 
     def _parts(
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor], whole: _Record | None
@@ -378,6 +406,10 @@ def _check_output(
             f"of it within the model is not the same as of the whole output ({part.why or part.kind}). Compute a loss "
             "outside of the model, by sf.cross_entropy, or drop the entry"
         )
+    elif tag.by_acts and part.split and at is not None:
+        found.joined.add((at, axis, part.dim))
+    elif tag.by_acts:
+        found.whole |= tag.by_acts
     elif part.kind == "same" and at is not None:
         found.shared.add((at, axis))
     elif tag.split_by:

@@ -1,0 +1,322 @@
+"""Activations between modules split along another dim than features, as `Policy.acts` asks. Layer 4.
+
+    acts={"layers.*": "b s@tp c"}                                                     what each rank has
+        layers.0            its first input is sliced                                 [b, s/W, c]
+          norm, residual    on this rank's positions
+          attention         has column-parallel children: its inputs are gathered     [b, s, c]
+            q, k, v, o      as ever, with this rank's heads; the sum after o is       [b, s/W, c]
+                            scattered
+        norm                                                                          [b, s/W, c]
+        head                column-parallel: its input is gathered                    [b, s, vocab/W]
+
+[Note: steps]
+Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
+(`Flow`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice, after the
+all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is enough, a
+second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
+scattered where it is made.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from shardfn._torch import pytree
+from shardfn.core.dropout import axes_of_dims
+from shardfn.core.engine.binding import Forward
+from shardfn.core.engine.variance import BY_ACTS, Tag, Variance
+from shardfn.core.errors import ShardError
+from shardfn.core.model import OUT_DIM
+from shardfn.core.pattern import first_match
+from shardfn.core.plan import Plan
+from shardfn.core.spec import parse
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, Step
+
+Around = Callable[[Forward], Forward]
+Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
+
+
+def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
+    """What slices or gathers the inputs and outputs of a module."""
+
+    def moved(tree: Any, decide: Decision) -> tuple[Any, list[tuple[Step, Tensor, Tensor]]]:
+        leaves, structure = pytree.tree_flatten(tree)
+        done = []
+        for step in decide(leaves):
+            before = leaves[step.at]
+            leaves[step.at] = axes.step(before, step)
+            done.append((step, before, leaves[step.at]))
+        return (pytree.tree_unflatten(leaves, structure), done) if done else (tree, done)
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            (args, kwargs), done = moved((args, kwargs), inputs)
+            with axes.gathers_again([own for own in done if own[0].how in ("gather", "join")]):
+                out = inner(*args, **kwargs)
+            return moved(out, outputs)[0]
+
+        return forward
+
+    return around
+
+
+def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
+    """Module path -> what takes the steps that a run without data found."""
+
+    def at(path: str, steps: frozenset[Step]) -> Decision:
+        own = sorted(step for step in steps if step.path == path)
+        return lambda leaves: own
+
+    paths = {step.path for step in adjust.inputs | adjust.outputs}
+    return {path: stepping(axes, at(path, adjust.inputs), at(path, adjust.outputs)) for path in paths}
+
+
+def boundaries(plan: Plan) -> dict[str, str]:
+    """Module path -> the entry of `Policy.acts` that splits its output along another dim than the last.
+
+    Raises:
+        ShardError: an entry splits the last dim too.
+    """
+    found = {}
+    for module in plan.info.modules if plan.policy.acts else ():
+        pattern = first_match(plan.policy.acts, [module.name])
+        if pattern is None or any(".dropout." in cls for cls in module.classes):
+            continue
+        rule = plan.policy.acts[pattern]
+        split = [[axis for f in dim.factors for axis in f.axes if _splits(plan, axis)] for dim in parse(rule).dims]
+        if any(split[:-1]) and split[-1]:
+            raise ShardError(f"apply: Policy.acts[{pattern!r}]: '{rule}' splits features and another dim; choose one")
+        if any(split[:-1]):
+            found[module.name] = rule
+    return found
+
+
+def ranks_of_acts(plan: Plan) -> int:
+    """Between how many ranks activations are split at most."""
+    rules = map(parse, boundaries(plan).values())
+    return prod(plan.axes[axis] for axis in {axis for rule in rules for f in rule.factors for axis in f.axes})
+
+
+def _splits(plan: Plan, axis: str) -> bool:
+    return axis in plan.roles.compute and plan.axes[axis] > 1
+
+
+@dataclass
+class _Call:
+    """A call of a module, and the sizes of what it has gathered, by axis and dim."""
+
+    path: str
+    sizes: dict[tuple[str, int], int] = field(default_factory=dict)
+
+
+class Flow:
+    """Decides, in a run without data, which steps the inputs and outputs of modules need; see [Note: steps]."""
+
+    def __init__(self, plan: Plan, variance: Variance, axes: ComputeAxes, adjust: Adjustments) -> None:
+        self._plan, self._variance, self._axes, self._adjust = plan, variance, axes, adjust
+        self._rules = boundaries(plan)
+        if self._rules:
+            axes.scatters, variance.needs_whole = self._scatters, self.needs_whole
+        self._split, self._linears = self._split_modules()
+        columns = {path for path in self._split if self._linears.get(path) != "row"}
+        self._entries = (
+            {path.rpartition(".")[0] for path in columns} - self._rules.keys() | self._split | adjust.entries
+        )
+        self._regions: list[str] = []  # the entries of `acts` whose modules are running
+        self._calls: list[_Call] = []
+        self._decided: dict[tuple[str, str], frozenset[Step]] = {}
+        self._last = ""  # the last module of `acts` that has ended
+
+    def _split_modules(self) -> tuple[set[str], dict[str, str]]:
+        """Those that compute with split weights, but for tables; of linears, whether they are row-parallel only."""
+        plan, split, linears = self._plan, set[str](), {}
+        for module in plan.info.modules:
+            layouts = [plan.layouts[name] for _, name in module.params]
+            if "embedding" in module.kind or not any(plan.compute_axes(layout) for layout in layouts):
+                continue
+            split.add(module.name)
+            if module.kind in OUT_DIM:
+                weight = plan.layouts[dict(module.params)["weight"]]
+                linears[module.name] = "column" if plan.compute_axes(weight, OUT_DIM[module.kind]) else "row"
+        return split, linears
+
+    def around(self) -> dict[str, Around]:
+        """Module path -> what finds and takes its steps."""
+        paths = self._entries | self._rules.keys() if self._rules else ()
+        return {path: self._around(path) for path in paths}
+
+    def _around(self, path: str) -> Around:
+        takes = stepping(self._axes, partial(self._inputs, path), partial(self._outputs, path))
+
+        def around(inner: Forward) -> Forward:
+            def within(*args: Any, **kwargs: Any) -> Any:
+                self._regions += [self._rules[path]] if path in self._rules else []
+                out = inner(*args, **kwargs)
+                if path in self._rules:
+                    self._regions.pop()
+                return out
+
+            return takes(within)
+
+        return around
+
+    def _part(self, x: Any, axis: str) -> Any:
+        return self._variance.tag(x).parts.get(axis)
+
+    def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
+        found = [
+            step for at, axis, dim in self._asked(path, leaves) if (step := self._slice(path, at, axis, dim, leaves))
+        ]
+        call = _Call(path)
+        if path in self._entries:
+            how = "gather" if self._in_shares(path) else "join"
+            for at, x in _floats(leaves):
+                tag = self._variance.tag(x)
+                for axis, part in tag.parts.items() if tag.by_acts else ():
+                    if part.split:
+                        found.append(Step(path, at, axis, part.dim, how))
+                        call.sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
+        self._calls.append(call)
+        self._note("inputs", path, found)
+        return found
+
+    def _outputs(self, path: str, leaves: list[Any]) -> list[Step]:
+        call = self._calls.pop()
+        found: list[Step] = []
+        if path in self._rules:
+            found = self._ending(path, leaves)
+            self._last = path
+        elif path not in self._linears and self._regions:
+            for at, x in _floats(leaves):
+                for (axis, dim), size in call.sizes.items():
+                    if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
+                        found.append(step)
+                        self._may_scatter(path, x, axis, dim)
+        self._note("outputs", path, found)
+        return found
+
+    def _ending(self, path: str, leaves: list[Any]) -> list[Step]:
+        """What a module of an entry gives: its first output, split, or whole when something after it needs that."""
+        found = []
+        for at, axis, dim in self._asked(path, leaves):
+            part = self._part(leaves[at], axis)
+            if path in self._adjust.whole:
+                found += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
+            elif part is not None and part.split:
+                self._variance.mark(leaves[at], _marked(self._variance.tag(leaves[at]), path))
+            elif step := self._slice(path, at, axis, dim, leaves):
+                found.append(step)
+        return found
+
+    def _asked(self, path: str, leaves: list[Any]) -> list[tuple[int, str, int]]:
+        """(leaf, axis, dim) of the first leaf that the entry for a module may be about."""
+        if path not in self._rules:
+            return []
+        spec = parse(self._rules[path])
+        for at, x in _floats(leaves):
+            if not any(dim.ellipsis for dim in spec.dims) and len(spec.dims) != x.dim():
+                continue
+            split = axes_of_dims(spec, x.dim(), dict(self._plan.axes))
+            optional = {axis for f in spec.factors if f.optional for axis in f.axes}
+            return [
+                (at, axis, dim)
+                for dim, axes in enumerate(split)
+                for axis in axes
+                if _splits(self._plan, axis) and not (axis in optional and self._uneven(x, axis, dim))
+            ]
+        return []
+
+    def _uneven(self, x: Tensor, axis: str, dim: int) -> bool:
+        return self._part(x, axis) is None and x.shape[dim] % self._plan.axes[axis] != 0
+
+    def _slice(self, path: str, at: int, axis: str, dim: int, leaves: list[Any]) -> Step | None:
+        """This rank's piece of a leaf that is whole.
+
+        Raises:
+            ShardError: there is no equal piece for each rank.
+        """
+        part, size, ranks = self._part(leaves[at], axis), leaves[at].shape[dim], self._plan.axes[axis]
+        if part is not None and part.kind != "same":
+            return None
+        if size % ranks:
+            raise ShardError(
+                f"apply: Policy.acts splits dim {dim} at {path!r} by '{self._rule_near(path)}', {size} over "
+                f"{axis}={ranks}, {size} % {ranks} = {size % ranks}. Pad the batch to a multiple, or write "
+                f"'@{axis}?' to leave such inputs whole."
+            )
+        return Step(path, at, axis, dim, "slice" if part is None else "own")
+
+    def _rule_near(self, path: str) -> str:
+        return self._rules.get(path) or (self._regions[-1] if self._regions else next(iter(self._rules.values())))
+
+    def _in_shares(self, path: str) -> bool:
+        """Whether what is gathered for a module is used in shares only: by a linear, or as a run before has seen."""
+        return path in self._linears or path in self._adjust.in_shares
+
+    def _may_scatter(self, path: str, x: Tensor, axis: str, dim: int) -> None:
+        """Note what a second run may try."""
+        source = (self._variance.tag(x).source or "").removeprefix("module ")
+        if source.rpartition(".")[0] == path and source in self._linears:
+            self._variance.findings.may_scatter.add((source, axis, dim))
+
+    def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
+        """Over which dim the sum that a module makes is scattered, if it is."""
+        known = [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
+        inside = any(call.sizes for call in self._calls if call.path != path)
+        if not known and not inside and (self._regions or path in self._rules):
+            rule = parse(self._rules.get(path) or self._regions[-1])
+            if any(dim.ellipsis for dim in rule.dims) or len(rule.dims) == x.dim():
+                split = axes_of_dims(rule, x.dim(), dict(self._plan.axes))
+                ranks = self._plan.axes[axis]
+                known = [dim for dim, axes in enumerate(split) if axis in axes and x.shape[dim] % ranks == 0]
+        if not known:
+            return None
+        self._variance.findings.scattered.add((path, axis, known[0]))
+        return known[0]
+
+    def needs_whole(self, sources: Collection[str], path: str) -> None:
+        """Note that the module at `path` cannot compute with pieces of values that `acts` splits at `sources`."""
+        region = next((rule for rule in self._rules if path == rule or path.startswith(f"{rule}.")), None)
+        if region is None:
+            self._variance.findings.whole |= set(sources)
+            return
+        child = path[len(region) + 1 :].partition(".")[0]  # of all layers, since it will be found in each
+        inside = {f"{rule}.{child}" if child else rule for rule in self._rules}
+        self._variance.findings.entries |= inside & {module.name for module in self._plan.info.modules}
+
+    def failed(self, path: str) -> bool:
+        """The forward of a module failed; whether another run may do better."""
+        if self._rules and any(self._decided.values()):
+            self.needs_whole([self._last], path)
+        return not self._variance.findings.entries <= self._adjust.entries or not (
+            self._variance.findings.whole <= self._adjust.whole
+        )
+
+    def _note(self, side: str, path: str, steps: list[Step]) -> None:
+        """Every call of a module takes the same steps, or they cannot be told before."""
+        own = frozenset(steps)
+        if self._decided.setdefault((side, path), own) != own:
+            self._variance.refuse(
+                f"{path!r} is called with values that Policy.acts splits, and with whole ones: its {side} cannot be "
+                "both; take the module out of acts, or call another one"
+            )
+        (self._variance.findings.inputs if side == "inputs" else self._variance.findings.outputs).update(own)
+        for step in steps:
+            if step.how == "join" and side == "inputs" and self._only_linears(path):
+                self._variance.findings.in_shares.add(path)
+
+    def _only_linears(self, path: str) -> bool:
+        children = [other for other in self._split if other.rpartition(".")[0] == path]
+        return path not in self._split and bool(children) and all(other in self._linears for other in children)
+
+
+def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:
+    return [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _marked(tag: Tag, path: str) -> Tag:
+    return Tag(tag.parts, tag.wants, None, frozenset([f"{BY_ACTS}{path}"]))
