@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import unsplit_classes
 from shardfn.core.collectives import axis_size, psum, pvary, shard_slice
-from shardfn.core.errors import raise_problems
+from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.model import OUT_DIM, kind_of
 from shardfn.core.parts import Part
 from shardfn.core.policy import Policy
@@ -46,7 +46,9 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
-def from_transformers(model: nn.Module, *, axis: str = "tp", data_axis: str | None = "fsdp") -> Policy:
+def from_transformers(
+    model: nn.Module, *, axis: str = "tp", data_axis: str | None = "fsdp", sequence_parallel: bool = False
+) -> Policy:
     """Rules for a model of the transformers library.
 
     Reads `model.tp_plan`; a family without one gets rules by the names of its layers. Linears before heads and hidden
@@ -66,17 +68,27 @@ def from_transformers(model: nn.Module, *, axis: str = "tp", data_axis: str | No
         model: a `PreTrainedModel`, also on the meta device.
         axis: the mesh axis of tensor parallelism.
         data_axis: the axis that shards the other dim; None replicates it.
+        sequence_parallel: whether activations between blocks are split along the sequence over `axis`, where it
+            divides; norms, dropout and sums then compute with, and the backward keeps, this rank's positions only.
 
     Returns:
         a policy with `rules`, `acts`, `units`, `local_sizes` and, for experts, `compute`.
 
     Raises:
-        ShardError: the plan has a style that is not known here.
+        ShardError: the plan has a style that is not known here; the model names no blocks to split activations between.
         TypeError: the model has no configuration.
     """
     if not hasattr(model, "config") or unsplit_classes(model) is None:
         raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
-    return _Reading(model, axis, data_axis).policy()
+    policy = _Reading(model, axis, data_axis).policy()
+    if not sequence_parallel:
+        return policy
+    if policy.units == "auto":
+        raise ShardError(
+            f"from_transformers(sequence_parallel=True): {type(model).__name__} names no blocks (_no_split_modules); "
+            f"say between which modules: Policy(acts={{'layers.*': 'b s@{axis} c'}})"
+        )
+    return policy | Policy(acts=dict.fromkeys(policy.units, f"b s@{axis}? c"))
 
 
 class _Reading:

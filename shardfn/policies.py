@@ -317,6 +317,9 @@ def from_parallelize_plan(
     with local tensors here, so `use_local_output` makes no difference. A column-parallel output is gathered where it
     leaves the model, whatever its `output_layouts`; to keep logits split, add `Policy(acts={"head": "... vocab@tp"})`.
 
+    Outputs that a plan splits along the sequence (`SequenceParallel`, `Shard(1)`) become `acts`. Where such values are
+    gathered again follows from the modules that read them.
+
         >>> import shardfn as sf
         >>> from shardfn.policies import from_parallelize_plan
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -332,11 +335,11 @@ def from_parallelize_plan(
         data_axis: the axis that shards the other dim; None replicates it.
 
     Returns:
-        a policy with `rules` only.
+        a policy with `rules`, and `acts` for sequence parallelism.
 
     Raises:
-        ShardError: listing every style that is not served: sequence parallelism (`SequenceParallel`, `Shard(1)`
-            layouts), other layouts, styles of others; with `model`, paths without a linear or an embedding.
+        ShardError: listing every style that is not served: other layouts, inputs that only here begin to be split,
+            styles of others; with `model`, paths without a linear or an embedding.
         TypeError: `plan` is something else.
     """
     styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
@@ -344,8 +347,11 @@ def from_parallelize_plan(
         raise TypeError(f"from_parallelize_plan: expected module path -> style, got {type(plan).__name__}")
     problems: list[str] = []
     rules: dict[str, str] = {}
+    acts: dict[str, str] = {}
     for path, style in styles.items():
         pattern = _pattern(path)
+        if (split := _split_output(style)) is not None:
+            acts[pattern] = " ".join([*["_"] * split, f"_@{axis}", "..."])
         kinds = _kinds(pattern, style, model)
         if model is not None and not kinds and isinstance(style, ColwiseParallel | RowwiseParallel):
             problems.append(f"{path!r}: the model has no nn.Linear or nn.Embedding there")
@@ -356,7 +362,7 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    return Policy(rules=rules)
+    return Policy(rules=rules, acts=acts) if acts else Policy(rules=rules)
 
 
 def _pattern(path: str) -> str:
@@ -396,39 +402,58 @@ def _rule(style: ParallelStyle, kind: str, axis: str, data_axis: str | None) -> 
 def _unserved(style: Any, kind: str) -> Iterator[str]:
     """Why a style cannot be honoured."""
     name = type(style).__name__
-    if isinstance(style, SequenceParallel):
-        yield "SequenceParallel is not available yet; leave it out, and the layouts Shard(1) around it"
-    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
         by_columns = isinstance(style, ColwiseParallel)
-        reads_whole = by_columns or kind == "embedding"
-        inputs = [Replicate()] if reads_whole else [Shard(-1)]
-        outputs = [Replicate(), Shard(-1)] if by_columns else [Replicate()]
+        inputs = [Replicate(), Shard(1)] if by_columns else [Replicate()] if kind == "embedding" else [Shard(-1)]
+        outputs = [Replicate(), Shard(-1)] if by_columns else [Replicate(), Shard(1)]
         yield from _other_layouts(name, "input_layouts", style.input_layouts, inputs)
         yield from _other_layouts(name, "output_layouts", style.output_layouts, outputs)
     elif isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
         yield from _unserved_boundary(style, name)
-    else:
+    elif not isinstance(style, SequenceParallel):
         yield f"{name} is not a style that is known here; write a rule for its parameters"
 
 
 def _unserved_boundary(style: Any, name: str) -> Iterator[str]:
-    """Inputs and outputs of modules are the same on all ranks of the axis: anything else is not served."""
+    """Inputs and outputs are the same on all ranks of the axis, or split along the sequence."""
     if isinstance(style, PrepareModuleInputOutput):
         yield from _unserved_boundary(style.prepare_module_input, name)
         yield from _unserved_boundary(style.prepare_module_output, name)
         return
     for field in ("input_layouts", "input_kwarg_layouts", "output_layouts"):
         for key in (field, f"desired_{field}"):
-            value = getattr(style, key, None) or ()
-            yield from _other_layouts(name, key, value.values() if isinstance(value, Mapping) else value, [Replicate()])
+            layouts = list(_layouts(style, key))
+            yield from _other_layouts(name, key, layouts, [Replicate(), Shard(1)])
+            begins = key != field and field != "output_layouts"
+            pairs = zip(_layouts(style, field), layouts, strict=False) if begins else ()
+            if any(isinstance(wanted, Shard) and not isinstance(given, Shard) for given, wanted in pairs):
+                yield f"{name}({key}=Shard(1)) splits an input that was whole; split the output of the module before it"
+
+
+def _layouts(style: Any, field: str) -> Iterator[Placement | None]:
+    value = getattr(style, field, None) or ()
+    yield from value.values() if isinstance(value, Mapping) else (value,) if isinstance(value, Placement) else value
+
+
+def _split_output(style: Any) -> int | None:
+    """The dim along which a style splits what a module gives, other than its features."""
+    if isinstance(style, SequenceParallel):
+        layouts = style.sequence_sharding
+    elif isinstance(style, RowwiseParallel):
+        layouts = style.output_layouts
+    elif isinstance(style, PrepareModuleInputOutput):
+        return _split_output(style.prepare_module_output)
+    else:
+        layouts = getattr(style, "desired_output_layouts", None) or ()
+    layouts = (layouts,) if isinstance(layouts, Placement) else layouts
+    return next((layout.dim for layout in layouts if isinstance(layout, Shard) and layout.dim >= 0), None)
 
 
 def _other_layouts(name: str, field: str, layouts: Any, served: Sequence[Placement]) -> Iterator[str]:
     for layout in layouts:
         if layout is not None and layout not in served:
-            sequence = " (sequence parallelism)" if layout == Shard(1) else ""
             good = " or ".join(_shown(one) for one in served)
-            yield f"{name}({field}={_shown(layout)}){sequence} is not available yet; what is served is {good}"
+            yield f"{name}({field}={_shown(layout)}) is not available; what is served is {good}"
 
 
 def _shown(layout: Placement) -> str:

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -234,10 +233,9 @@ def test_styles_that_are_not_served_are_listed() -> None:
             return module
 
     plan: dict[str, ParallelStyle] = {
-        "layers.*.norm": SequenceParallel(),
-        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
-        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.0": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(0)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(-1)),
+        "layers.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
         "layers.1": PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()),
         "layers": PrepareModuleInputOutput(
             input_kwarg_layouts={"x": Shard(0)},
@@ -250,19 +248,18 @@ def test_styles_that_are_not_served_are_listed() -> None:
     with pytest.raises(sf.ShardError) as error:
         from_parallelize_plan(plan)
     assert str(error.value).splitlines() == [
-        "from_parallelize_plan: 7 problems",
-        "1. 'layers.*.norm': SequenceParallel is not available yet; leave it out, and the layouts Shard(1) around it",
-        "2. 'layers.*.up': ColwiseParallel(input_layouts=Shard(1)) (sequence parallelism) is not available yet; "
-        "what is served is Replicate()",
-        "3. 'layers.*.down': RowwiseParallel(output_layouts=Shard(1)) (sequence parallelism) is not available yet; "
-        "what is served is Replicate()",
-        "4. 'layers.0': PrepareModuleInput(input_layouts=Shard(1)) (sequence parallelism) is not available yet; "
-        "what is served is Replicate()",
-        "5. 'layers.1': PrepareModuleOutput(output_layouts=Shard(-1)) is not available yet; "
-        "what is served is Replicate()",
-        "6. 'layers': PrepareModuleInputOutput(input_kwarg_layouts=Shard(0)) is not available yet; "
-        "what is served is Replicate()",
-        "7. 'head': Mine is not a style that is known here; write a rule for its parameters",
+        "from_parallelize_plan: 6 problems",
+        "1. 'layers.*.up': ColwiseParallel(input_layouts=Shard(0)) is not available; "
+        "what is served is Replicate() or Shard(1)",
+        "2. 'layers.*.down': RowwiseParallel(output_layouts=Shard(-1)) is not available; "
+        "what is served is Replicate() or Shard(1)",
+        "3. 'layers.0': PrepareModuleInput(desired_input_layouts=Shard(1)) splits an input that was whole; "
+        "split the output of the module before it",
+        "4. 'layers.1': PrepareModuleOutput(output_layouts=Shard(-1)) is not available; "
+        "what is served is Replicate() or Shard(1)",
+        "5. 'layers': PrepareModuleInputOutput(input_kwarg_layouts=Shard(0)) is not available; "
+        "what is served is Replicate() or Shard(1)",
+        "6. 'head': Mine is not a style that is known here; write a rule for its parameters",
     ]
 
 
@@ -271,7 +268,7 @@ def test_a_plan_that_does_not_fit_the_model() -> None:
         from_parallelize_plan({"layers.*.norm": ColwiseParallel()}, Model())
     with pytest.raises(sf.ShardError, match="names linears and embeddings"):
         from_parallelize_plan({"*e*d*": ColwiseParallel()}, Model())
-    with pytest.raises(sf.ShardError, match=r"RowwiseParallel\(input_layouts=Replicate\(\)\) is not available yet"):
+    with pytest.raises(sf.ShardError, match=r"RowwiseParallel\(input_layouts=Replicate\(\)\) is not available"):
         from_parallelize_plan({"head": RowwiseParallel(input_layouts=Replicate())}, Model())
     with pytest.raises(TypeError, match="expected module path -> style, got str"):
         from_parallelize_plan(cast(Any, "colwise"))
