@@ -267,7 +267,7 @@ class Flow:
         """Over which dim the sum that a module makes is scattered, if it is."""
         known = [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
         inside = any(call.sizes for call in self._calls if call.path != path)
-        if not known and not inside and (self._regions or path in self._rules):
+        if not known and (path in self._rules or (self._regions and not inside)):
             rule = parse(self._rules.get(path) or self._regions[-1])
             if any(dim.ellipsis for dim in rule.dims) or len(rule.dims) == x.dim():
                 split = axes_of_dims(rule, x.dim(), dict(self._plan.axes))
