@@ -8,7 +8,7 @@ attention module. All of it becomes an ordinary `Policy`, whose rules can be pri
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -245,7 +245,7 @@ class _Reading:
     def _own_sizes(self, path: str, owner: Any, heads: str, kind: str, count: int, width: int, d: str) -> None:
         """Attributes of an attention module that hold how many heads, or features of all heads, there are."""
         found = self._found_sizes.setdefault(path, {})
-        text = _source(owner)
+        text = _source(class_of(owner))
         counts = self._counts.setdefault(path, {})
         names = _KEY_COUNTS if kind == "kv" else _HEAD_COUNTS
         counts[kind] = factor = f"{heads}{self.tp}{'?' if kind == 'kv' else ''}"
@@ -335,10 +335,11 @@ def _starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _source(module: nn.Module) -> str:
+@lru_cache(maxsize=2**10)
+def _source(cls: type) -> str:
     """The text of the methods of a module that run in its forward."""
     try:
-        text = inspect.getsource(class_of(module))
+        text = inspect.getsource(cls)
     except (OSError, TypeError):
         return ""
     return text.partition("def __init__")[2].partition("\n    def ")[2]

@@ -431,7 +431,7 @@ def kept_by_acts(plan: Plan) -> set[str]:
         ShardError: an entry names other axes than the weight's, or the dim is padded.
     """
     found = set()
-    for module, layout, columns, last in _acts_on_linears(plan):
+    for module, (layout, columns, last) in _acts_on_linears(plan).items():
         if not last:
             continue
         if list(last) != columns or len(columns) != 1:
@@ -450,11 +450,16 @@ def kept_by_acts(plan: Plan) -> set[str]:
 
 def gathered_by_acts(plan: Plan, path: str) -> bool:
     """Whether `Policy.acts` has the output of a column-parallel linear whole: `"b s c"`."""
-    return any(module == path and not last for module, _, _, last in _acts_on_linears(plan))
+    _, _, last = _acts_on_linears(plan).get(path, (None, (), ("",)))
+    return not last
 
 
-def _acts_on_linears(plan: Plan) -> Iterator[tuple[str, Layout, list[str], tuple[str, ...]]]:
-    """(path, weight, its column axes, compute axes of the last dim that an entry asks for)."""
+def _acts_on_linears(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
+    """Path of a column-parallel linear -> its weight, column axes, compute axes of the last dim that acts asks for."""
+    known = plan.__dict__.get("_acts_on_linears")
+    if known is not None:
+        return known
+    found = plan.__dict__["_acts_on_linears"] = {}
     for module in plan.info.modules if plan.policy.acts else ():
         act = first_match(plan.policy.acts, [module.name])
         if act is not None and module.kind in OUT_DIM:
@@ -462,7 +467,8 @@ def _acts_on_linears(plan: Plan) -> Iterator[tuple[str, Layout, list[str], tuple
             dims = parse(plan.policy.acts[act]).dims
             last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
             if columns := plan.compute_axes(layout, OUT_DIM[module.kind]):
-                yield module.name, layout, columns, tuple(axis for axis in last if plan.axes[axis] > 1)
+                found[module.name] = layout, columns, tuple(axis for axis in last if plan.axes[axis] > 1)
+    return found
 
 
 class _Lookups(TorchFunctionMode):

@@ -97,7 +97,7 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
-        self._more = Adjustments()  # what a further run may try
+        self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
         self._whole: Whole | None = None
         self._buffers = dict(buffers)
         self._given: Any = ((), {})
@@ -113,9 +113,11 @@ class Trial:
             self._given = args, kwargs
             self._whole = self._run_whole()
             adjust = self._found(Adjustments())
-            if self._more != Adjustments():
+            if self._more is not None:
+                # What varied still does, and the ends of that run are not those of this one.
+                ends = dict.fromkeys(_ENDS, frozenset[Any]())
                 with suppress(ShardError):
-                    adjust = self._found(self._more)
+                    adjust = self._found(replace(adjust, **ends, **self._more))
             return replace(adjust, splits=self._splits())
 
     def _found(self, known: Adjustments) -> Adjustments:
@@ -127,7 +129,7 @@ class Trial:
             groups = self._groups()
             with suppress(ShardError):
                 if groups:
-                    return self._settled(replace(known, vary=groups))
+                    return self._settled(replace(known, vary=known.vary | groups))
             raise ShardError(str(failure)) from failure.__cause__
 
     def _settled(self, adjust: Adjustments) -> Adjustments:
@@ -141,7 +143,8 @@ class Trial:
             elif found.vary - adjust.vary or found.sums - adjust.sums:
                 adjust = replace(adjust, vary=adjust.vary | found.vary, sums=adjust.sums | found.sums)
             elif not found.mixed:
-                self._more = Adjustments(in_shares=frozenset(found.in_shares), may_scatter=frozenset(found.may_scatter))
+                if found.in_shares or found.may_scatter:
+                    self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
                 return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
             else:
                 break
