@@ -17,9 +17,11 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))  # as when python starts one of them
 
-collectives, contenders, driver, gpu, host_time, measure, memory, results, step_time, traffic, transforms = (
+collectives, contenders, driver, gpu, host_time, llama, measure, memory, results, step_time, traffic, transforms = (
     importlib.import_module(name)
-    for name in "collectives contenders run gpu host_time measure memory results step_time traffic transforms".split()
+    for name in (
+        "collectives contenders run gpu host_time llama measure memory results step_time traffic transforms".split()
+    )
 )
 Row = results.Row
 
@@ -227,3 +229,9 @@ def test_every_group_has_cases_of_its_own() -> None:
     for quick in (False, True):
         names = [name for group in driver.GROUPS.values() for name in group(quick)]
         assert len(names) == len(set(names))
+
+
+def test_ways_to_split_a_llama_train_alike() -> None:
+    """The worker fails where losses differ."""
+    rows = llama.run_step(quick=True)
+    assert [row.peer for row in rows] == ["parallelize_module + fully_shard", "transformers' own", "without"]

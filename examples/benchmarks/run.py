@@ -5,7 +5,7 @@
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
 Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py`,
-`transforms.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in
+`transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in
 processes of their own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a
 picture of it go to `--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not
 exceed the bar.
@@ -22,6 +22,7 @@ from pathlib import Path
 import collectives
 import gpu
 import host_time
+import llama
 import memory
 import scaling
 import soak
@@ -41,6 +42,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "soak": soak.cases,
     "collectives": collectives.cases,
     "transforms": transforms.cases,
+    "llama": llama.cases,
     "gpu": gpu.cases,
 }
 

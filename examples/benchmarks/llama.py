@@ -1,7 +1,7 @@
 """A Llama of transformers over two axes: its host time and its step time, against torch's and transformers' own ways.
 
-    python examples/benchmarks/models.py                   # every case, about three minutes
-    torchrun --standalone --nproc-per-node 4 examples/benchmarks/models.py --worker --mesh fsdp=2,tp=2
+    python examples/benchmarks/llama.py                   # every case, about three minutes
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/llama.py --worker --mesh fsdp=2,tp=2
 
     shardfn       `policies.from_transformers`
     sequence      the same with `sequence_parallel=True`
