@@ -5,10 +5,10 @@
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
 Measured: `step_time.py`, `memory.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`, `collectives.py`,
-`transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in turn, in
-processes of their own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the table and a
-picture of it go to `--out`. A row is met when the median over rounds of shardfn's figure over the peer's does not
-exceed the bar.
+`transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train it), `measure.py` (in
+turn, in processes of their own), `fake.py` (one process as one of many), `results.py` (the table). Every round, the
+table and a picture of it go to `--out`. A row is met when the median over rounds of shardfn's figure over the peer's
+does not exceed the bar.
 """
 
 import argparse
