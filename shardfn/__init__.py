@@ -23,6 +23,7 @@ from shardfn.core.functional import shard as shard
 from shardfn.core.inspect import typeof as typeof
 from shardfn.core.inspect import visualize as visualize
 from shardfn.core.jit import jit as jit
+from shardfn.core.loss import cross_entropy as cross_entropy
 from shardfn.core.mesh import MeshSpec as MeshSpec
 from shardfn.core.mesh import make_mesh as make_mesh
 from shardfn.core.plan import Plan as Plan
@@ -30,7 +31,6 @@ from shardfn.core.policy import Policy as Policy
 from shardfn.core.registered import register as register
 from shardfn.core.shard_map import shard_map as shard_map
 from shardfn.core.simulation import simulate as simulate
-from shardfn.core.tensor_parallel import cross_entropy as cross_entropy
 from shardfn.core.transforms import grad as grad
 from shardfn.core.transforms import value_and_grad as value_and_grad
 from shardfn.core.tree import Params as Params

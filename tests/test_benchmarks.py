@@ -141,6 +141,14 @@ def test_memory_is_measured(contender: str) -> None:
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("contender", "ranks"), [("shardfn", 2), ("shardfn", 1), ("torch", 1)])
+def test_memory_of_a_loss_is_measured(contender: str, ranks: int, dtype: str) -> None:
+    options = ["--vocab", "64", "--tokens", "16", "--mesh", f"tp={ranks}", "--dtype", dtype, "--contender", contender]
+    peaks = run(_measure, "loss", options, ranks=ranks)
+    assert len(set(peaks)) == 1
+
+
 def test_memory_floor_counts_shards_units_and_what_autograd_saves() -> None:
     job = contenders.Job(width=64, layers=4, vocab=32, head=16, tokens=8, meta=True)
     model = contenders.make_model(job)

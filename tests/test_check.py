@@ -254,6 +254,7 @@ CORRECT: dict[str, Callable[[], Case]] = {
     "key heads that do not divide": lambda: _decoder(model=decoder(kv=1)),
     "four key heads": lambda: _decoder(model=decoder(kv=4)),
     "sf.cross_entropy": lambda: _decoder(loss=_by_vocabulary),
+    "split logits": lambda: _decoder(loss=_by_vocabulary, acts={"head": "b s vocab@tp"}),
     "a forgotten pvary, which is added": lambda: _mlp(compute={"up": _no_pvary, "down": _row_parallel}),
     "fully sharded": lambda: (decoder(), sf.policies.fsdp(), _tokens, tokens(), ""),
     "replicated": lambda: (decoder(), sf.policies.ddp(), _tokens, tokens(), ""),

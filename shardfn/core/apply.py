@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import differentiated_in_vmap, in_transform, is_traced, kinds_of_transforms, pytree
+from shardfn._torch import (
+    differentiated_in_vmap,
+    in_transform,
+    is_traced,
+    kinds_of_transforms,
+    outside_modes,
+    pytree,
+    simulated,
+)
 from shardfn.core.agreement import check_batch, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
@@ -25,6 +32,7 @@ from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
@@ -32,7 +40,7 @@ from shardfn.core.recording import recording
 from shardfn.core.sequence import ranks_of_acts
 from shardfn.core.shadow import class_of, submodule
 from shardfn.core.spec import parse
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, Gathers
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, Gathers, kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.wiring import chained, owned_names, wire
@@ -194,7 +202,7 @@ class _Call:
         copies.begin(session, buffers)
         try:
             with session.hooks(traced=copies.bound.compiles):
-                return leaving(getattr(copies.bound.root, self.method)(*args, **kwargs), adjust, self.grid)
+                return leaving(getattr(copies.bound.root, self.method)(*args, **kwargs), adjust, self.grid, self.plan)
         finally:
             session.close()
             if masks is not None:
@@ -301,8 +309,8 @@ class _Current:
         return forward
 
 
-def leaving(output: Any, adjust: Adjustments, grid: Grid) -> Any:
-    """An output as callers get it: split leaves as `DTensor`s, so that taking them for whole ones is an error."""
+def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
+    """An output as callers get it: split leaves as `SplitLogits`, so that taking them for whole ones is an error."""
     if not (adjust.kept or adjust.shared or adjust.joined):
         return output
     leaves, structure = pytree.tree_flatten(output)
@@ -311,12 +319,18 @@ def leaving(output: Any, adjust: Adjustments, grid: Grid) -> Any:
     for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
         leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
     for at, axis, dim in adjust.kept:
-        own, mesh = leaves[at], grid.mesh[axis]
-        shape = torch.Size((*own.shape[:dim], own.shape[dim] * grid.sizes[axis], *own.shape[dim + 1 :]))
-        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        placed = [Shard(dim)]
-        leaves[at] = DTensor.from_local(own.contiguous(), mesh, placed, run_check=False, shape=shape, stride=stride)
+        with nullcontext() if simulated() else outside_modes():  # a mesh computes with tensors
+            mesh = grid.mesh[axis]
+        leaves[at] = SplitLogits.of(leaves[at], mesh, dim, partial(_origin, plan))
     return pytree.tree_unflatten(leaves, structure)
+
+
+def _origin(plan: Plan) -> str:
+    """What left an output split, for errors."""
+    acts = plan.policy.acts
+    entries = {module: first_match(acts, [module]) or module for module in sorted(kept_by_acts(plan))}
+    written = ", ".join(f"{entry!r}: {acts[entry]!r}" for entry in dict.fromkeys(entries.values()))
+    return f"Policy(acts={{{written}}}) leaves the output of {' and '.join(map(repr, entries))} split"
 
 
 class _Copies:

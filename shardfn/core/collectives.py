@@ -665,7 +665,7 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
     """
     _size("axis_index", mesh, axis)
     index = mesh.get_local_rank(axis)
-    if (asked := _ASKED.get()) is None or simulated() or not watching():
+    if torch.compiler.is_compiling() or (asked := _ASKED.get()) is None or simulated() or not watching():
         return index
     asked(axis)
     return RankIndex(index, axis)

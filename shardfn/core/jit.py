@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import (
     DTensorSpec,
@@ -34,6 +34,7 @@ from shardfn._torch import (
 )
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
+from shardfn.core.logits import SplitLogits
 from shardfn.core.plan import Plan
 from shardfn.core.recording import Number, recorded
 from shardfn.core.tree import Params
@@ -109,9 +110,18 @@ class _Tree:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor: a DTensor when there is a spec."""
+    """A tensor: a DTensor when there is a spec, split logits when there is an `origin`, too."""
 
     spec: DTensorSpec | None
+    origin: Callable[[], str] | None = field(default=None, compare=False)
+
+    def around(self, local: Tensor) -> Tensor:
+        """What `local` is a part of."""
+        if self.spec is None or self.origin is None:
+            return _with_spec(local, self.spec)
+        (placement,) = self.spec.placements
+        assert isinstance(placement, Shard)
+        return SplitLogits.of(local, self.spec.mesh, placement.dim, self.origin)
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class _Flat:
             if isinstance(part, _Constant):
                 leaves.append(part.value)
             elif isinstance(part, _Leaf):
-                leaves.append(_with_spec(next(values), part.spec))
+                leaves.append(part.around(next(values)))
             else:
                 pairs = zip(part.names, part.specs, strict=True)
                 shards = {name: _with_spec(next(values), spec) for name, spec in pairs}
@@ -219,7 +229,8 @@ def _flatten(tree: Any) -> _Flat:
                 note(buffer)
             flat.parts.append(_Tree(tuple(node), specs, tuple(node.buffers), node.plan, node.mesh))
         else:
-            flat.parts.append(_Leaf(note(node)) if isinstance(node, Tensor) else _constant(node))
+            origin = node.origin if isinstance(node, SplitLogits) else None
+            flat.parts.append(_Leaf(note(node), origin) if isinstance(node, Tensor) else _constant(node))
     return flat
 
 

@@ -1,4 +1,4 @@
-"""Parallel forwards derived from the rules of a module's weights, and the loss on split logits. Layer 4.
+"""Parallel forwards derived from the rules of a module's weights. Layer 4.
 
 A weight W of a linear is [out, in]. A compute axis on an out factor makes it column-parallel, on an in factor
 row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: varying and invariant] is in
@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -514,7 +513,7 @@ def _lookup(
                 "sparse need it whole"
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
-        _require_ids(module.name, ids, layout.shape[0])
+        require_ids(module.name, ids, layout.shape[0])
         first = _first_row(axes, vocab, w.shape[0])
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
@@ -532,9 +531,13 @@ def _lookup(
     return forward
 
 
-def _require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
-    """On the CPU, as torch does there: an id that no rank has would silently be a row of zeros."""
-    if ids.device.type != "cpu" or has_no_memory():
+def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
+    """On the CPU, as torch does there: an id that no rank has would silently be a row of zeros.
+
+    Raises:
+        IndexError: an id other than `ignore` is not from 0 to `size - 1`.
+    """
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or has_no_memory():
         return
     with outside_transforms():
         for own in values_of(ids):
@@ -551,75 +554,3 @@ def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
     for axis in names:
         index = index * axes.sizes[axis] + axes.coords[axis]
     return index * rows
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
-) -> Tensor:
-    """Cross entropy of logits [..., vocab] and targets [...], also when the logits are split over the vocabulary.
-
-    Split logits are the `DTensor` that `Policy(acts={"head": "b s vocab@tp"})` leaves; the full ones never exist.
-
-        >>> import torch, shardfn as sf
-        >>> sf.cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)).exp().round().item()
-        4.0
-
-    Args:
-        logits: any floating dtype; computed in float32 at least.
-        targets: class indices, any integer dtype.
-        ignore_index: targets that do not count.
-        reduction: `"mean"` over the targets that count, `"sum"`, or `"none"` (shape of `targets`, ignored ones 0).
-        label_smoothing: weight of the uniform distribution, 0 to 1.
-
-    Returns:
-        a scalar, or one loss a target.
-
-    Raises:
-        ShardError: shapes that do not fit; logits split over another dim.
-
-    Communication: for split logits three all-reduces of one number a target over the axis (maximum, sum, target).
-    """
-    if tuple(logits.shape[:-1]) != tuple(targets.shape):
-        raise ShardError(
-            f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not "
-            f"{tuple(targets.shape)}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"cross_entropy(reduction={reduction!r}): 'mean', 'sum' or 'none'")
-    targets = targets.long()
-    if not isinstance(logits, DTensor):
-        flat = logits.reshape(-1, logits.shape[-1])
-        flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        losses = F.cross_entropy(
-            flat, targets.reshape(-1), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        ).view(targets.shape)
-    else:
-        losses = _split_cross_entropy(logits, targets, ignore_index, label_smoothing)
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
-
-
-def _split_cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """log(sum(exp)) - logit of the target, each a sum over the ranks of the vocabulary's axis."""
-    mesh, placements = logits.device_mesh, logits.placements
-    if len(placements) != 1 or not placements[0].is_shard(logits.dim() - 1):
-        raise ShardError(f"cross_entropy: logits must be split over their last dim by one axis, not {placements}")
-    axis = (mesh.mesh_dim_names or ("",))[0]
-    vocab = logits.shape[-1]
-    _require_ids("cross_entropy", targets, vocab, ignore_index)
-    local = logits.to_local(grad_placements=[Shard(logits.dim() - 1)])  # [..., vocab/axis]
-    local = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    largest = local.detach().amax(-1)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
-    shifted = local - largest.unsqueeze(-1)
-    log_sum = collectives.psum(shifted.exp().sum(-1), mesh, axis).log()
-    here = targets - collectives.axis_index(mesh, axis) * local.shape[-1]
-    elsewhere = (here < 0) | (here >= local.shape[-1])
-    picked = shifted.gather(-1, here.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-    losses = log_sum - collectives.psum(picked.masked_fill(elsewhere, 0), mesh, axis)
-    if smoothing:
-        mean = collectives.psum(shifted.sum(-1), mesh, axis) / vocab
-        losses = (1 - smoothing) * losses + smoothing * (log_sum - mean)
-    return losses.masked_fill(targets == ignore_index, 0)

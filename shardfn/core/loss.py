@@ -1,0 +1,223 @@
+"""Cross entropy of logits that are whole, or split over the vocabulary, in float32 at least, by pieces. Layer 4.
+
+    logits  [.., v]      -> stats [k, ..]        by pieces of targets: no other tensor is as large as the logits
+    stats   [k, ..]      -> all-gather [W, k, ..] -> losses [..]      for split logits the one collective
+
+`stats` are of the part v of the vocabulary that this rank has: the largest logit, log(sum(exp(logit - largest))), the
+logit of the target less the largest (anything, where another rank has the target), with smoothing also the sum of the
+logits less the largest. Relative to the largest they are exact where logits are large and losses small.
+
+[Note: pieces]
+Autograd keeps the logits, the target's index and the stats; the backward computes exp again, piece by piece, straight
+into a gradient of the logits' dtype. That way is for eager first derivatives. Inside transforms, in graphs and for
+second derivatives the same numbers come from ordinary operations, which torch differentiates, maps and fuses.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor, Shard
+
+from shardfn._torch import has_no_memory, in_transform
+from shardfn.core import collectives
+from shardfn.core.errors import ShardError
+from shardfn.core.logits import SplitLogits
+from shardfn.core.tensor_parallel import require_ids
+
+_HALVES = (torch.float16, torch.bfloat16)
+_PIECES = 32  # a piece is this part of the logits,
+_LEAST = 2**19  # or so many elements
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits [..., vocab] and targets [...], also when the logits are split over the vocabulary.
+
+    Split logits are the `DTensor` that `Policy(acts={"head": "b s vocab@tp"})` leaves, or a slice or reshape of its
+    other dims; the full ones never exist. Nor does a float32 copy of bfloat16 logits: they are taken piece by piece,
+    and the backward computes them again, into a gradient of their dtype.
+
+        >>> import torch, shardfn as sf
+        >>> sf.cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)).exp().round().item()
+        4.0
+
+    Args:
+        logits: any floating dtype; computed in float32 at least.
+        targets: class indices, any integer dtype.
+        ignore_index: targets that do not count.
+        reduction: `"mean"` over the targets that count (nan when there are none), `"sum"`, or `"none"` (shape of
+            `targets`, ignored ones 0).
+        label_smoothing: weight of the uniform distribution, 0 to 1.
+        z_loss: adds `z_loss * logsumexp(logits)**2` to the loss of each target that counts, which keeps logits from
+            growing (PaLM, https://arxiv.org/abs/2204.02311, takes 1e-4).
+
+    Returns:
+        a scalar, or one loss a target; float64 for float64 logits, else float32.
+
+    Raises:
+        ShardError: shapes that do not fit; targets that are no whole numbers, or a `DTensor`; logits split over
+            another dim.
+        IndexError: on the CPU, a target that is no class. Elsewhere, and in graphs, its loss is nan.
+
+    Communication: for split logits one all-gather over the axis, of three numbers a target, four with smoothing;
+    nothing in the backward.
+    """
+    _require_fitting(logits, targets)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"cross_entropy(reduction={reduction!r}): 'mean', 'sum' or 'none'")
+    targets, size = targets.long(), logits.shape[-1]
+    require_ids("cross_entropy", targets, size, ignore_index)
+    own, ranks, rank = _part(logits)  # [.., vocab/axis]
+    part = own.shape[-1]
+    stats = _stats(own, (targets - rank * part).clamp(0, part - 1), label_smoothing != 0).unsqueeze(0)
+    if isinstance(logits, DTensor):
+        stats = collectives.all_gather_invariant(stats, logits.device_mesh, _axis(logits), 0)  # [W, k, ..]
+    log_sum, largest, picked, mean = _combined(stats, (targets // part).clamp(0, ranks - 1), part)
+    losses = log_sum - picked
+    if mean is not None:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (log_sum - mean)
+    if z_loss:
+        losses = losses + z_loss * (largest + log_sum).square()
+    losses = losses.masked_fill((targets < 0) | (targets >= size), torch.nan).masked_fill(targets == ignore_index, 0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+def _require_fitting(logits: Tensor, targets: Tensor) -> None:
+    if tuple(logits.shape[:-1]) != tuple(targets.shape):
+        raise ShardError(
+            f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not "
+            f"{tuple(targets.shape)}"
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ShardError(f"cross_entropy: targets are class indices, not {targets.dtype}")
+    if isinstance(targets, DTensor):
+        raise ShardError("cross_entropy: targets are plain tensors, not DTensors; pass targets.to_local()")
+    if isinstance(logits, DTensor):
+        placements = logits.placements
+        if len(placements) != 1 or not placements[0].is_shard(logits.dim() - 1):
+            raise ShardError(f"cross_entropy: logits must be split over their last dim by one axis, not {placements}")
+
+
+def _axis(logits: DTensor) -> str:
+    return (logits.device_mesh.mesh_dim_names or ("",))[0]
+
+
+def _part(logits: Tensor) -> tuple[Tensor, int, Any]:
+    """What this rank has of the logits, how many ranks have such parts, and which one it is."""
+    if not isinstance(logits, DTensor):
+        return logits, 1, 0
+    mesh = logits.device_mesh
+    here = None if isinstance(logits, SplitLogits) else [Shard(logits.dim() - 1)]
+    return logits.to_local(grad_placements=here), mesh.size(), collectives.axis_index(mesh, _axis(logits))
+
+
+def _combined(stats: Tensor, owner: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of the whole vocabulary: log(sum(exp)), the largest logit, that of the target, the mean; all less the largest.
+
+    The largest one is a constant that cancels out, here and in derivatives.
+    """
+    of_ranks = stats[:, 0].detach()  # [W, ..]
+    largest = of_ranks.amax(0)
+    less = of_ranks - largest
+    log_sum = torch.logsumexp(stats[:, 1] + less, 0)
+    picked = (stats[:, 2] + less).gather(0, owner.unsqueeze(0)).squeeze(0)
+    mean = None
+    if stats.shape[1] > 3:
+        mean = (stats[:, 3] + less * part).sum(0) / (part * stats.shape[0])
+    return log_sum, largest, picked, mean
+
+
+def _stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
+    """[.., v] -> [k, ..]; see [Note: pieces]."""
+    graph = torch.compiler.is_compiling() or in_transform() or has_no_memory()
+    if graph or forward_ad.unpack_dual(x).tangent is not None:
+        return _plain_stats(x, own, total)
+    return _Stats.apply(x, own, total)
+
+
+def _plain_stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
+    """The same by ordinary operations."""
+    x = x.float() if x.dtype in _HALVES else x
+    limits = torch.finfo(x.dtype)
+    largest = x.detach().amax(-1).clamp_min(limits.min)  # a part that is masked out, -inf, has no share, not nan
+    less = x - largest.unsqueeze(-1)
+    log_sum = less.exp().sum(-1).clamp_min(limits.tiny).log()
+    picked = less.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+    return torch.stack([largest, log_sum, picked, *([less.sum(-1)] if total else [])])
+
+
+class _Stats(torch.autograd.Function):
+    """
+    |          | in                                | out                        |
+    |----------|-----------------------------------|----------------------------|
+    | forward  | `[.., v]`, indices `[..]` below v | `[k, ..]`, float32 at least |
+    | backward | `[k, ..]`                         | `[.., v]` of the dtype in  |
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Tensor, total: bool) -> Tensor:
+        dtype = torch.float32 if x.dtype in _HALVES else x.dtype
+        stats = torch.empty((3 + total, *own.shape), dtype=dtype, device=x.device)
+        for at in _pieces(own.shape, x.shape[-1]):
+            stats[(slice(None), *at)] = _plain_stats(x[at], own[at], total)
+        ctx.save_for_backward(x, own, stats)
+        return stats
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, own, stats = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody will differentiate this
+            again = _plain_stats(x, own, len(stats) > 3)
+            return *torch.autograd.grad(again, x, grads, create_graph=True), None, None
+        return _gradient(x, own, stats, grads[0]), None, None
+
+
+def _gradient(x: Tensor, own: Tensor, stats: Tensor, cotangent: Tensor) -> Tensor:
+    """exp(x - largest - log_sum) times one cotangent, plus that of the target in its place, plus that of the sum."""
+    found = torch.empty_like(x)
+    for at in _pieces(own.shape, x.shape[-1]):
+        largest, log_sum, *_ = stats[(slice(None), *at)].unsqueeze(-1)
+        _, of_log_sum, of_picked, *of_sum = cotangent[(slice(None), *at)].unsqueeze(-1)
+        piece = found[at].copy_(x[at]) if x.dtype == stats.dtype else x[at].to(stats.dtype)
+        piece.sub_(largest).sub_(log_sum).exp_().mul_(of_log_sum)
+        piece.scatter_add_(-1, own[at].unsqueeze(-1), of_picked)
+        if of_sum:
+            piece.add_(of_sum[0])
+        if x.dtype != stats.dtype:
+            found[at].copy_(piece)
+    return found
+
+
+def _pieces(shape: Sequence[int], width: int) -> Iterator[tuple[slice | int, ...]]:
+    """Indices that cut targets of a shape, of `width` logits each, into pieces."""
+    return _cut(shape, max(1, max(prod(shape) * width // _PIECES, _LEAST) // width))
+
+
+def _cut(shape: Sequence[int], most: int) -> Iterator[tuple[slice | int, ...]]:
+    """Indices of views, of at most `most` elements each, that make up a tensor of any strides."""
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    if inner > most:
+        for i in range(shape[0]):
+            for rest in _cut(shape[1:], most):
+                yield (i, *rest)
+        return
+    rows = most // max(inner, 1)
+    for start in range(0, shape[0], rows):
+        yield (slice(start, start + rows),)
