@@ -47,11 +47,16 @@ class Family:
     inputs: Callable[[Tensor], dict[str, Tensor]] = _tokens
     loss: Callable[[Any, Tensor], Tensor] = lambda out, ids: _language(out.logits, ids)
 
-    def make(self) -> nn.Module:
-        """The model in float64, the same on every rank."""
+    def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The model, the same on every rank."""
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.fields)
-        return getattr(transformers, self.model)(config).double().eval()
+        return getattr(transformers, self.model)(config).to(dtype).eval()
+
+    def logits(self, out: Any) -> dict[str, Tensor]:
+        """What a model returns for each sample, [b, ...]: logits, or the embeddings of CLIP."""
+        names = ("logits",) if hasattr(out, "logits") else ("text_embeds", "image_embeds")
+        return {name: getattr(out, name) for name in names}
 
     def batch(self, size: int = 4) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs and token ids [b, s]."""

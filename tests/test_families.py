@@ -1,7 +1,7 @@
 """Models of transformers by `from_transformers`: logits, loss, every gradient and three steps as on one rank."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,21 +17,39 @@ MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 STEPS = 3
 
 
-def _reference(family: Family) -> tuple[Tensor, dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Loss, gradients, the losses of AdamW's steps and the weights after them."""
-    model = family.make()
-    inputs, ids = family.batch()
+@dataclass
+class _Reference:
+    """On one rank: outputs, loss and gradients, the losses of AdamW's steps and the weights after them."""
+
+    logits: dict[str, Tensor]
+    loss: Tensor
+    grads: dict[str, Tensor]
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def _reference(family: Family, dtype: torch.dtype = torch.float64, steps: int = STEPS) -> _Reference:
+    model = family.make(dtype)
+    inputs, ids = _batch(family, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
-    losses, grads = [], {}
-    for step in range(STEPS):
+    losses, grads, logits = [], {}, {}
+    for step in range(steps):
         optimizer.zero_grad()
-        loss = family.loss(model(**inputs), ids)
+        out = model(**inputs)
+        loss = family.loss(out, ids)
         loss.backward()
         if not step:
+            logits = {name: x.detach() for name, x in family.logits(out).items()}
             grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in _named(model)}
         optimizer.step()
         losses.append(loss.item())
-    return torch.tensor(losses[0], dtype=torch.float64), grads, losses, {n: p.detach() for n, p in _named(model)}
+    first = torch.tensor(losses[0], dtype=dtype)
+    return _Reference(logits, first, grads, losses, {n: p.detach() for n, p in _named(model)})
+
+
+def _batch(family: Family, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, ids = family.batch()
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}, ids
 
 
 def _named(model: nn.Module) -> Any:
@@ -62,28 +80,53 @@ def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
     _train(mesh, replace(family, fields=family.fields | fields))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_family_in_float32_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
+    family = FAMILIES[name]
+    model = family.make(torch.float32)
+    params = sf.shard(model, mesh, sf.policies.from_transformers(model))
+    _assert_first_step(mesh, family, model, params, _reference(family, torch.float32, steps=1), 1e-4)
+
+
+def _assert_first_step(
+    mesh: DeviceMesh, family: Family, model: nn.Module, params: sf.Params, expected: _Reference, tol: float
+) -> tuple[Tensor, sf.Params]:
+    """Logits of this rank's samples, the loss and every gradient are those of one rank; returns the last two."""
+    local, local_ids = sf.data.local_batch(_batch(family, expected.loss.dtype), mesh)
+
+    def loss_fn(params: sf.Params) -> tuple[Tensor, dict[str, Tensor]]:
+        out = sf.apply(model, params, **local)
+        return family.loss(out, local_ids), family.logits(out)
+
+    (loss, logits), grads = sf.value_and_grad(loss_fn, has_aux=True)(params)
+    assert_parity(logits, sf.data.local_batch(expected.logits, mesh), tol=tol)
+    assert_parity({"loss": loss}, {"loss": expected.loss}, tol=tol)
+    assert_parity(sf.gather(grads), expected.grads, tol=tol)
+    return loss, grads
+
+
 def _train(mesh: DeviceMesh, family: Family) -> None:
     model = family.make()
     params = sf.shard(model, mesh, sf.policies.from_transformers(model))
-    inputs, ids = family.batch()
-    local, local_ids = sf.data.local_batch((inputs, ids), mesh)
+    local, local_ids = sf.data.local_batch(family.batch(), mesh)
 
     def loss_fn(params: sf.Params) -> Tensor:
         return family.loss(sf.apply(model, params, **local), local_ids)
 
     with InDouble():
-        expected, expected_grads, expected_losses, expected_weights = _reference(family)
+        expected = _reference(family)
         optimizer = sf.optim.adamw(1e-3, weight_decay=0)
         state, losses = optimizer.init(params), []
         for step in range(STEPS):
-            loss, grads = sf.value_and_grad(loss_fn)(params)
-            if not step:
-                assert_parity({"loss": loss}, {"loss": expected}, tol=1e-9)
-                assert_parity(sf.gather(grads), expected_grads, tol=1e-9)
+            if step:
+                loss, grads = sf.value_and_grad(loss_fn)(params)
+            else:
+                loss, grads = _assert_first_step(mesh, family, model, params, expected, 1e-9)
             params, state = optimizer.step(params, grads, state)
             losses.append(float(loss))
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-9)
-    assert_parity(sf.gather(params), expected_weights, tol=1e-8)
+    torch.testing.assert_close(losses, expected.losses, rtol=1e-9, atol=1e-9)
+    assert_parity(sf.gather(params), expected.weights, tol=1e-8)
     split = [x.name for x in params.plan.layouts.values() if "tp" in x.axes]
     assert len(split) > 8, "tensor parallelism splits the blocks and the vocabulary"
 

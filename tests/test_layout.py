@@ -58,6 +58,7 @@ LAYERS = {
     "shardfn.core.sequence": 4,
     "shardfn.core.wiring": 4,
     "shardfn.core.trial": 4,
+    "shardfn.core.generation": 4,
     "shardfn.core.apply": 4,
     "shardfn.core.data": 4,
     "shardfn.core.transforms": 4,

@@ -5,7 +5,8 @@ exchanged once, and every rank raises when one of them has to.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -191,6 +192,39 @@ def _fingerprint(batch: Any) -> int:
         elif isinstance(leaf, bool | int | float | str | None):
             digest.update(repr(leaf).encode())
     return int.from_bytes(digest.digest(), "little")
+
+
+@contextmanager
+def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]:
+    """Within it torch's generators are those of the first rank along `axes`.
+
+    Afterwards a rank whose numbers were others has its own again.
+    """
+    devices = ["cpu"] if places.device.type == "cpu" else ["cpu", places.device.type]
+    if places.pure or not axes:
+        yield
+        return
+    own = [_generator_state(kind) for kind in devices]
+    for kind, state in zip(devices, own, strict=True):
+        first = state.to(places.device)
+        for axis in axes:
+            first = gather_flat(first, places.groups[axis])[: state.numel()]
+        _set_generator_state(kind, first.to(state.device))
+    differ = [not torch.equal(_generator_state(kind), state) for kind, state in zip(devices, own, strict=True)]
+    try:
+        yield
+    finally:
+        for kind, state, differs in zip(devices, own, differ, strict=True):
+            if differs:
+                _set_generator_state(kind, state)
+
+
+def _generator_state(kind: str) -> Tensor:
+    return torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+
+
+def _set_generator_state(kind: str, state: Tensor) -> None:
+    (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
 
 
 def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -25,13 +25,14 @@ from shardfn._torch import (
     pytree,
     simulated,
 )
-from shardfn.core.agreement import check_batch, wrong_inputs
+from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.generation import History, Shell
 from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
@@ -46,6 +47,7 @@ from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.wiring import chained, owned_names, wire
 
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
+_LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 
 
 def apply(model: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
@@ -67,7 +69,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         model: the module, or one of the same structure; its own tensors are not used and may be on the meta device.
         params: the tree that `shard` made for it.
         *args: this data rank's inputs, plain tensors on the mesh's device, the same on all ranks of a compute axis.
-        method: name of a method to call instead of `forward`.
+        method: name of a method to call instead of `forward`. `"generate"` runs without gradients, on weights that are
+            gathered before its first token and kept; its inner calls may depend on values.
         **kwargs: more inputs.
 
     Returns:
@@ -82,6 +85,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     (`regather=True`); one reduce-scatter a bucket in the backward; one all-reduce a row-parallel output and, in the
     backward, a tensor read by column-parallel linears. On gloo, buckets of 1 MiB and more travel rank to rank instead.
     The first two calls exchange a few bytes over each axis, and the first meets the others at the store once a unit.
+    `"generate"` gathers each bucket once, then communicates over compute axes only; it exchanges a few bytes each time,
+    and the state of torch's generators (5 kB) over compute axes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
@@ -119,6 +124,7 @@ class _Call:
                 f"apply: {type(model).__name__} has no method '{method}'{did_you_mean(method, dir(model))}"
             )
         self.model, self.params, self.method = model, params, method
+        self.loops = method in _LOOPS
         self.plan = params.plan
         self.grid = grid(params.mesh, self.plan.roles.storage)
         self.record = _record(model, self.plan)
@@ -141,16 +147,18 @@ class _Call:
             )
         adjust, problem = Adjustments(), None
         try:
+            self._require_plain_loop()
             self._require_leaves()
             self._require_own_samples()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
                 _signature(class_of(self.model).forward).bind(self.model, *args, **kwargs)
-            adjust = self._adjustments(args, kwargs)
+            if not self.loops:
+                adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
-        if self.record.calls <= _CHECKED_CALLS and len(self.grid.ranks()) > 1 and not in_transform():
+        if (self.loops or self.record.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not in_transform():
             batch = (args, kwargs, self.model.training)
             try:
                 check_batch(self.grid, self.compute, batch, None if problem is None else str(problem))
@@ -159,6 +167,16 @@ class _Call:
         if problem is not None:
             raise problem
         return adjust
+
+    def _require_plain_loop(self) -> None:
+        """What a method that runs until its tokens say so cannot be part of."""
+        if self.loops and (in_transform() or self.grid.pure):
+            raise ShardError(
+                f"apply: '{self.method}' goes on until its tokens say so, which no transform, recorded step or "
+                "simulated mesh can follow; call it outside of them"
+            )
+        if self.loops and self._masks() is not None:
+            raise ShardError(f"apply: '{self.method}' with dropout under a dropout_seed; call model.eval() before")
 
     def _require_leaves(self) -> None:
         if not self.plan.leaves.keys() <= self.params.keys():
@@ -189,6 +207,9 @@ class _Call:
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
+        if self.loops:
+            with torch.no_grad(), random_numbers_of_first(self.grid, self.compute):
+                return self._loop(args, kwargs)
         mode = (self.method, self.model.training)
         masks = self._masks()
         session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
@@ -213,6 +234,65 @@ class _Call:
             elif copies.bound.untouched:
                 copies.current.session = None
                 idle[key] = copies
+
+    def _loop(self, args: Any, kwargs: Any) -> Any:
+        """A method that calls the model as often as its tokens say.
+
+        Data ranks stop at different tokens: all weights are gathered before the first one and kept, so that none waits
+        for another one.
+        """
+        mode = (self.method, self.model.training)
+        session = Session(self.plan, self.grid, self.params, None, mode)
+        session.hold()
+        history, used, idle = History(), dict[Adjustments, _Copies](), self._idle()
+        training = tuple(module.training for module in self.model.modules())
+
+        def step(path: str, args: Any, kwargs: Any) -> Any:
+            args, kwargs = cast_inputs(self.plan, (args, kwargs))
+            adjust = self._step_adjustments(history, training, path, args, kwargs)
+            if adjust not in used:
+                copies = idle.pop((adjust, False), None)
+                if copies is None or not copies.bound.up_to_date:
+                    copies = _Copies(self.model, self.plan, self.grid, self.record.names, adjust, False)
+                used[adjust] = copies
+            used[adjust].begin(session, self.params.buffers)
+            try:
+                output = submodule(used[adjust].bound.root, path).forward(*args, **kwargs)
+                output = leaving(output, adjust, self.grid, self.plan)
+                return cast_floats(output, self.plan.policy.output_dtype)
+            finally:
+                used[adjust].bound.write_back(self.params.buffers)
+
+        shell = Shell(self.model, self.record.names, session.weight, frozenset(self.plan.info.ignored), step)
+        try:
+            return shell.run(self.method, args, kwargs, self.params.buffers)
+        finally:
+            session.close()
+            for adjust, copies in used.items():
+                if copies.bound.untouched:
+                    copies.current.session = None
+                    idle[adjust, False] = copies
+
+    def _step_adjustments(self, history: History, training: Any, path: str, args: Any, kwargs: Any) -> Adjustments:
+        """Those of an inner call, found once a kind, from a run without data of the calls before it too."""
+        if not self.plan.splits_compute:
+            return Adjustments()
+        key = (
+            self.method,
+            training,
+            *history.note(partial(_kind, ranks=self.record.ranks_of_sequences), path, args, kwargs),
+        )
+        if key not in self.record.adjustments:
+            trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, "forward")
+            found = trial.adjustments_after(history.calls())
+            if found.kept:
+                where = repr(path) if path else "the model"
+                raise ShardError(
+                    f"apply: '{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...); "
+                    "leave it out for this tree"
+                )
+            self.record.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
+        return self.record.adjustments[key]
 
     def _masks(self) -> Masks | None:
         """Those of the `dropout_seed` around, if the model drops anything."""

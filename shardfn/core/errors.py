@@ -1,5 +1,6 @@
 """The error that every caller sees, and the way several problems become one message. Layer 0."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -22,6 +23,7 @@ class ShardError(ValueError):
 def caret(source: str, span: tuple[int, int]) -> str:
     """`source` indented, with `^^^` under the characters of `span`."""
     start, end = span
+    source = re.sub(r"\s", " ", source)  # the caret is on the line below, in the same column
     return f"    {source}\n    {' ' * start}{'^' * max(1, end - start)}"
 
 

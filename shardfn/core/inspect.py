@@ -264,12 +264,13 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
         return _plan_view(leaves, layout.block_dim, rule, layout.dtype, plan.axes, range(prod(plan.axes.values())))
     tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
     states = [_state(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)]
-    if len(tensors) < len(leaves) or None in states or len(set(states)) > 1:
+    agreed = _agreed(leaves, [state for state in states if state is not None])
+    if len(tensors) < len(leaves) or None in states or agreed is None:
         if len(leaves) > 1:
             stored = ", ".join(leaf.name for leaf in leaves if leaf.name in x)
             raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
         return _tensor_view(tensors[0])
-    kept, pending = states[0] or ((), ())
+    kept, pending = agreed
     view = _plan_view(leaves, layout.block_dim, rule, tensors[0].dtype, plan.axes, x.mesh.mesh.flatten().tolist(), kept)
     return _with_pending(view, [axis for axis in plan.axes if axis in pending])
 
@@ -290,6 +291,16 @@ def _state(leaf: Leaf, x: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]] | N
                 return None
             kept.append(axis)
     return tuple(kept), tuple(pending)
+
+
+def _agreed(
+    leaves: Sequence[Leaf], states: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """What the states of the parts of a parameter come to; None where they differ from their rule in different ways."""
+    kept = {axis for own, _ in states for axis in own}
+    planned = [{axis for split in leaf.splits for axis in split} for leaf in leaves]
+    alike = all(set(own) == axes & kept for axes, (own, _) in zip(planned, states, strict=False))
+    return (tuple(kept), states[0][1]) if alike and len({pending for _, pending in states}) == 1 else None
 
 
 def _plan_view(

@@ -102,7 +102,10 @@ def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) 
     if len(shape) != len(whole) or op.name not in _FILLS:
         return None
     other = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
-    return even(other[0], shape[other[0]]) if len(other) == 1 and shape[other[0]] * op.size == whole[other[0]] else None
+    if len(other) != 1 or not shape[other[0]] or whole[other[0]] % shape[other[0]]:
+        return None
+    share, rest = divmod(op.size, whole[other[0]] // shape[other[0]])  # neighbours may have the same head
+    return replace(even(other[0], shape[other[0]]), share=share) if share and not rest else None
 
 
 # -- element by element -----------------------------------------------------------------------------------------------

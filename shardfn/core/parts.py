@@ -112,7 +112,9 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
             ways.append(replace(part, dim=dim, runs=runs))
     if not ways:
         raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of dim {part.dim}")
-    return sorted(ways, key=lambda way: way.runs[0][0])  # fewest pieces first
+    # Fewest pieces first; where the dims before it stay as they are, it is not one of them, though one may have size 1.
+    stays = tuple(shape[: part.dim]) == tuple(new[: part.dim])
+    return sorted(ways, key=lambda way: (way.runs[0][0], stays and way.dim < part.dim))
 
 
 def sliced(part: Part, start: int, length: int) -> Part:

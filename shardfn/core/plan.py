@@ -24,7 +24,7 @@ from shardfn.core.model import OUT_DIM, ModelInfo, ModuleInfo, ParamInfo, class_
 from shardfn.core.pattern import compile_pattern, first_match, matches
 from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.registered import registered
-from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
+from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes, unknown_axes
 
 # Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
 # rank i, it fills this rank's flat shard with what counts; where nothing is split, `reduce(flat, None)` works in place.
@@ -411,8 +411,10 @@ def _local_sizes(
             problems.append(f"Policy.local_sizes: {pattern!r} matches no module{hint} {_examples(names)}")
         for attribute, text in given.items():
             try:
-                terms = [_local_product(parse(term), axes, sizes) for term in text.split("/")]
-                if len(terms) > 2 or (len(terms) == 2 and terms[0] % terms[1]):
+                cut = f"{text}/".index("/")
+                spans = [(0, cut), (cut + 1, len(text))][: 1 + text.count("/")]
+                terms = [_local_product(parse(text, span), axes, sizes) for span in spans]
+                if len(terms) == 2 and terms[0] % terms[1]:
                     raise ShardError(f"{' / '.join(map(str, terms))} is no whole number")
             except ShardError as error:
                 problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
@@ -430,12 +432,12 @@ def _local_product(spec: Spec, axes: Mapping[str, int], sizes: Sizes) -> int:
         size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
         if size is None:
             raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
-        unknown = [axis for axis in factor.axes if axis not in axes]
-        if unknown:
-            raise ShardError(f"unknown mesh axis '{unknown[0]}'{did_you_mean(unknown[0], axes)}")
+        if unknown := unknown_axes(spec, axes):
+            raise ShardError(unknown[0])
         ways = prod(axes[axis] for axis in factor.axes)
         if size % ways and not factor.optional:
-            raise ShardError(f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}")
+            why = f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}"
+            raise ShardError(f"{why}\n{spec.caret(factor.span)}")
         total *= max(1, size // ways) if factor.optional else size // ways
     return total
 
@@ -528,7 +530,7 @@ def _where_placed(param: ParamInfo, spec: Spec, source: str, axes: Mapping[str, 
             split = replace(outer, axes=(axis, *outer.axes))
             dims[dim] = Dim((Block((split, *others)),))
     placed = replace(spec, dims=tuple(dims))
-    return replace(placed, source=str(placed)), f"{source}, on a DTensor"
+    return parse(str(placed)), f"{source}, on a DTensor"
 
 
 def _conflicts(param: ParamInfo, policy: Policy) -> list[str]:
@@ -566,7 +568,7 @@ def _bias_rules(
             ):
                 dim = Dim((Block((replace(factor, axes=(*factor.axes, *role.shardable)),)),))
             spec = Spec((dim,))
-            derived[bias] = (replace(spec, source=str(spec)), f"the rule of '{weight}'")
+            derived[bias] = (parse(str(spec)), f"the rule of '{weight}'")
     return derived
 
 
@@ -606,23 +608,19 @@ def _default(param: ParamInfo, axes: Mapping[str, int], role: Roles, policy: Pol
         dim = 0 if 0 in even else next((d for d in largest if d in even), largest[0])
         factors[dim] = replace(factors[dim], axes=role.shardable)
     spec = Spec(tuple(Dim((Block((factor,)),)) for factor in factors))
-    return replace(spec, source=str(spec)), f"default {policy.default!r}"
+    return parse(str(spec)), f"default {policy.default!r}"
 
 
 def _axis_problems(spec: Spec, axes: Mapping[str, int], role: Roles) -> list[str]:
     """Axes that the mesh lacks, that may not split weights, or that nest the wrong way round."""
-    problems = []
+    problems = unknown_axes(spec, axes)
     if spec.partial:
         problems.append(
-            f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret((0, len(spec.source)))}"
+            f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret(spec.partial_span)}"
         )
     for factor in spec.factors:
         for axis in factor.axes:
-            if axis not in axes:
-                have = ", ".join(f"{name}={size}" for name, size in axes.items())
-                why = f"unknown mesh axis '{axis}'; the mesh has {have}{did_you_mean(axis, axes)}"
-                problems.append(f"{why}\n{spec.caret(factor.span)}")
-            elif axis in role.data and axis not in role.shardable:
+            if axis in role.data and axis not in role.shardable:
                 why = f"weights never shard over '{axis}', which only splits the batch; leave '@{axis}' out"
                 problems.append(f"{why}\n{spec.caret(factor.span)}")
         known = [axis for axis in factor.axes if axis in axes]
@@ -958,13 +956,10 @@ def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelI
                 problems.append(f"Policy.{kind}: {pattern!r} matches no module{did_you_mean(pattern, names) or '.'}")
     for pattern, rule in policy.acts.items():
         try:
-            unknown = [axis for factor in parse(rule).factors for axis in factor.axes if axis not in axes]
+            unknown = unknown_axes(parse(rule), axes)
         except ShardError as error:
-            problems.append(f"Policy.acts[{pattern!r}]: {error}")
-            continue
-        problems += [
-            f"Policy.acts[{pattern!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes)}" for axis in unknown
-        ]
+            unknown = [str(error)]
+        problems += [f"Policy.acts[{pattern!r}]: {problem}" for problem in unknown]
     return problems
 
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn.core.collectives import all_gather, all_gather_invariant, all_to_all, psum, psum_scatter, shard_slice
-from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.errors import ShardError
 from shardfn.core.mesh import axes_of, roles
 from shardfn.core.policy import BATCH_AXES
-from shardfn.core.spec import Spec, parse
+from shardfn.core.spec import Spec, parse, unknown_axes
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
     halves = rule.split("->")
     if len(halves) != 2:
         raise ShardError(f"reshard: {rule!r} needs one '->' between the two layouts")
-    left, right = (parse(half.strip()).expand(ndim) for half in halves)
+    cut = len(halves[0])
+    left, right = (parse(rule, span).expand(ndim) for span in ((0, cut), (cut + 2, len(rule))))
     names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in (left, right)]
     if names[0] != names[1]:
         raise ShardError(f"reshard: {rule!r} changes names; both sides name the same dims in the same order")
@@ -55,12 +56,8 @@ def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
                     raise ShardError(
                         f"reshard: only the outermost factor of a dim can be split here\n{side.caret(factor.span)}"
                     )
-        used = [axis for factor in side.factors for axis in factor.axes] + list(side.partial)
-        for axis in used:
-            if axis not in axes:
-                raise ShardError(
-                    f"reshard: unknown mesh axis '{axis}'; the mesh has {', '.join(axes)}{did_you_mean(axis, axes)}"
-                )
+        if unknown := unknown_axes(side, axes):
+            raise ShardError(f"reshard: {unknown[0]}")
     return left, right
 
 
@@ -70,7 +67,7 @@ def steps(left: Spec, right: Spec, mesh: DeviceMesh) -> list[Step]:
     new_sums = [axis for axis in right.partial if axis not in left.partial]
     if new_sums:
         raise ShardError(
-            f"reshard: a value cannot become a pending sum (+{new_sums[0]})\n{right.caret((0, len(right.source)))}"
+            f"reshard: a value cannot become a pending sum (+{new_sums[0]})\n{right.caret(right.partial_span)}"
         )
     out: list[Step] = []
     for axis in (axis for axis in left.partial if axis not in right.partial):

@@ -144,6 +144,13 @@ class Flow:
                 linears[module.name] = "column" if plan.compute_axes(weight, OUT_DIM[module.kind]) else "row"
         return split, linears
 
+    def begin(self) -> None:
+        """Another call begins: those before it filled caches, and what they decided is not for this one."""
+        self._decided.clear()
+        found = self._variance.findings
+        for steps in (found.inputs, found.outputs, found.scattered, found.in_shares, found.may_scatter):
+            steps.clear()
+
     def around(self) -> dict[str, Around]:
         """Module path -> what finds and takes its steps."""
         paths = self._entries | self._rules.keys() if self._rules else ()

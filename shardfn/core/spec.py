@@ -6,6 +6,7 @@
     factor  := (NAME | INT | "_") ("@" AXIS)* "?"?
     partial := "+" AXIS ("," AXIS)*
 
+An AXIS is a name, or the number of an axis of a mesh without names.
 Left is outermost, always. Names only label; `Sizes` makes each of them one number over a whole model.
 Nothing here knows about meshes or torch.
 """
@@ -17,9 +18,9 @@ from functools import lru_cache
 from math import prod
 from typing import NoReturn
 
-from shardfn.core.errors import ShardError, caret
+from shardfn.core.errors import ShardError, caret, did_you_mean
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,]))")
+_TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,]))")
 
 Span = tuple[int, int]
 
@@ -85,6 +86,7 @@ class Spec:
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()
     source: str = field(default="", compare=False, repr=False)
+    partial_span: Span = field(default=(0, 0), compare=False, repr=False)
 
     def __str__(self) -> str:
         words = [str(dim) for dim in self.dims]
@@ -100,6 +102,12 @@ class Spec:
     def caret(self, span: Span) -> str:
         """The rule as written, with `^^^` under `span`."""
         return caret(self.source or str(self), span)
+
+    @property
+    def span(self) -> Span:
+        """Where the whole rule stands in its source."""
+        spans = [*(dim.span for dim in self.dims), *([self.partial_span] if self.partial else [])] or [(0, 1)]
+        return spans[0][0], spans[-1][1]
 
     def without(self, axes: Sequence[str]) -> "Spec":
         """The same rule without some mesh axes."""
@@ -122,15 +130,12 @@ class Spec:
         dots = [i for i, dim in enumerate(self.dims) if dim.ellipsis]
         if not dots:
             if len(self.dims) != ndim:
-                raise ShardError(
-                    f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret((0, len(self.source)))}"
-                )
+                raise ShardError(f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret(self.span)}")
             return self
         missing = ndim - (len(self.dims) - 1)
         if missing < 0:
             raise ShardError(
-                f"the rule has at least {len(self.dims) - 1} dims, the tensor has "
-                f"{ndim}\n{self.caret((0, len(self.source)))}"
+                f"the rule has at least {len(self.dims) - 1} dims, the tensor has {ndim}\n{self.caret(self.span)}"
             )
         at, span = dots[0], self.dims[dots[0]].span
         anonymous = Dim((Block((Factor("_", span=span),)),), span=span)
@@ -140,15 +145,15 @@ class Spec:
 class _Parser:
     """Recursive descent over the tokens of one rule; every error shows the rule with a caret."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, span: Span | None = None) -> None:
+        self.source, self.part = source, span or (0, len(source))
         self.tokens = list(self._tokens())
         self.at = 0
 
     def _tokens(self) -> Iterator[tuple[str, str, Span]]:
-        position, end = 0, len(self.source.rstrip())
+        position, end = self.part[0], len(self.source[: self.part[1]].rstrip())
         while position < end:
-            match = _TOKEN.match(self.source, position)
+            match = _TOKEN.match(self.source, position, end)
             if match is None:
                 start = position + len(self.source[position:]) - len(self.source[position:].lstrip())
                 self.fail(f"unexpected character {self.source[start]!r}", (start, start + 1))
@@ -158,7 +163,8 @@ class _Parser:
 
     def fail(self, why: str, span: Span | None = None) -> NoReturn:
         if span is None:
-            span = self.tokens[self.at][2] if self.at < len(self.tokens) else (len(self.source), len(self.source) + 1)
+            end = self.part[1]
+            span = self.tokens[self.at][2] if self.at < len(self.tokens) else (end, end + 1)
         raise ShardError(f"bad rule: {why}\n{caret(self.source, span)}")
 
     def peek(self, kind: str) -> bool:
@@ -179,14 +185,16 @@ class _Parser:
         dims: list[Dim] = []
         while self.at < len(self.tokens) and not self.peek("+"):
             dims.append(self.dim())
+        plus = self.at
         partial = self.partial() if self.peek("+") else ()
+        sums = (self.tokens[plus][2][0], self.tokens[self.at - 1][2][1]) if partial else (0, 0)
         if self.at < len(self.tokens):
             self.fail("nothing may follow the pending sum")
         if sum(dim.ellipsis for dim in dims) > 1:
             self.fail("'...' may stand only once", [dim.span for dim in dims if dim.ellipsis][1])
         if sum(len(dim.blocks) > 1 for dim in dims) > 1:
             self.fail("only one dim of a tensor may be fused of blocks", [d.span for d in dims if len(d.blocks) > 1][1])
-        return Spec(tuple(dims), partial, self.source)
+        return Spec(tuple(dims), partial, self.source, sums)
 
     def dim(self) -> Dim:
         start = self.tokens[self.at][2][0]
@@ -223,7 +231,7 @@ class _Parser:
         self.at += 1
         axes = []
         while self.skip("@"):
-            axis, (_, end) = self.take("name", "a mesh axis after '@'")
+            axis, (_, end) = self.axis("@")
             axes.append(axis)
         if self.peek("?"):
             end = self.take("?", "'?'")[1][1]
@@ -232,15 +240,18 @@ class _Parser:
 
     def partial(self) -> tuple[str, ...]:
         self.take("+", "'+'")
-        axes = [self.take("name", "a mesh axis after '+'")[0]]
+        axes = [self.axis("+")[0]]
         while self.skip(","):
-            axes.append(self.take("name", "a mesh axis after ','")[0])
+            axes.append(self.axis(",")[0])
         return tuple(axes)
+
+    def axis(self, mark: str) -> tuple[str, Span]:
+        return self.take("int" if self.peek("int") else "name", f"a mesh axis after '{mark}'")
 
 
 @lru_cache(maxsize=4096)
-def parse(rule: str) -> Spec:
-    """The `Spec` that `rule` spells.
+def parse(rule: str, span: Span | None = None) -> Spec:
+    """The `Spec` that `rule` spells, or the part of it at `span`; errors show all of it.
 
     Example:
         >>> from shardfn.core.spec import parse
@@ -252,28 +263,45 @@ def parse(rule: str) -> Spec:
     """
     if not isinstance(rule, str):
         raise TypeError(f"a rule is a string such as 'ff@tp c@fsdp', not {type(rule).__name__}")
-    spec = _Parser(rule).spec()
+    spec = _Parser(rule, span).spec()
     for problem in repeated_axes(spec):
         raise ShardError(f"bad rule: {problem}")
     return spec
 
 
+def unknown_axes(spec: Spec, axes: Mapping[str, int]) -> list[str]:
+    """Problems of axes that a mesh lacks."""
+    have = ", ".join(f"{name}={size}" for name, size in axes.items())
+    used = [(axis, factor.span) for factor in spec.factors for axis in factor.axes]
+    used += [(axis, spec.partial_span) for axis in spec.partial]
+    return [
+        f"unknown mesh axis '{axis}'; the mesh has {have}{did_you_mean(axis, axes)}\n{spec.caret(span)}"
+        for axis, span in used
+        if axis not in axes
+    ]
+
+
 def repeated_axes(spec: Spec) -> list[str]:
     """Problems of mesh axes that split more than one factor; the blocks of a fused dim count one by one."""
-    seen = {axis: spec.partial.count(axis) for axis in spec.partial}
+    times: dict[str, int] = {}
+    second: dict[str, Span] = {}
     for dim in spec.dims:
-        here: dict[str, int] = {}
+        before = dict(times)
         for block in dim.blocks:
-            inside = [axis for factor in block.factors for axis in factor.axes]
-            for axis in inside:
-                here[axis] = max(here.get(axis, 0), inside.count(axis))
-        for axis, times in here.items():
-            seen[axis] = seen.get(axis, 0) + times
+            inside = dict(before)
+            for factor in block.factors:
+                for axis in factor.axes:
+                    inside[axis] = inside.get(axis, 0) + 1
+                    if inside[axis] > 1:
+                        second.setdefault(axis, factor.span)
+            times |= {axis: max(count, times.get(axis, 0)) for axis, count in inside.items()}
+    for axis in spec.partial:
+        times[axis] = times.get(axis, 0) + 1
+        if times[axis] > 1:
+            second.setdefault(axis, spec.partial_span)
     return [
-        f"mesh axis '{axis}' is used {times} times; an axis can split at most one "
-        f"factor\n{spec.caret((0, len(spec.source)))}"
-        for axis, times in seen.items()
-        if times > 1
+        f"mesh axis '{axis}' is used {times[axis]} times; an axis can split at most one factor\n{spec.caret(span)}"
+        for axis, span in second.items()
     ]
 
 

@@ -239,6 +239,12 @@ class ComputeAxes:
             parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
             self._variance.mark(x, replace(tag, parts=parts))
 
+    def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
+        """Tell the run without data what the last dim of x is over axes: sizes of 1 leave that open."""
+        if self._variance is not None:
+            for axis, part in parts.items():
+                self.note_part(x, axis, part.at(x.dim() - 1))
+
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Tell the run without data where a module's output comes from."""
         if self._variance is not None and isinstance(out, Tensor):
@@ -386,6 +392,7 @@ def _linear(
     name, parts, out_features = module.name, weight_parts(plan, layout), layout.shape[out]
     gathers = name in adjust.gather or gathered_by_acts(plan, name)
     ready = {axis for path, axis in adjust.ready if path == name}
+    split = {axis: parts[axis] for axis in columns}
 
     def forward(own: nn.Module, x: Tensor) -> Any:
         w = weight(layout.name) if out == 0 else weight(layout.name).t()  # [out/columns, in/rows]
@@ -402,6 +409,7 @@ def _linear(
             for axis in rows:
                 y = axes.total(y, axis, name, adjust.scatters(name, axis))
             y = y if bias is None else y + bias  # after the sum, or it would count once a rank
+        axes.note_last(y, split)
         y = axes.note_source(y, f"module {name}", name if columns else None)
         if gathers:
             for axis in reversed(columns):

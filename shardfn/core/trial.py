@@ -5,7 +5,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: varying and invariant]), and counts the bytes of activations that travel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import outside_modes, outside_transforms, pytree
+from shardfn._torch import out_of_inference_mode, outside_modes, outside_transforms, pytree
 from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
 from shardfn.core.dropout import dropout_modules
@@ -26,6 +26,7 @@ from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
+from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import (
     Adjustments,
     ComputeAxes,
@@ -35,6 +36,8 @@ from shardfn.core.tensor_parallel import (
     weight_parts,
 )
 from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
+
+InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
 
 _ROUNDS = 8
 # What the last run found belongs to the adjustments as it is.
@@ -100,7 +103,8 @@ class Trial:
         self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
         self._whole: Whole | None = None
         self._buffers = dict(buffers)
-        self._given: Any = ((), {})
+        self._calls: list[InnerCall] = []
+        self._differentiates = True
         self._failed_whole: str | None = None  # why the forward cannot be run without data on one rank
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
@@ -109,8 +113,16 @@ class Trial:
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
-        with outside_transforms(), outside_modes():
-            self._given = args, kwargs
+        return self._adjustments([("", args, kwargs)])
+
+    def adjustments_after(self, calls: Sequence[InnerCall]) -> Adjustments:
+        """The same for the last of several calls, without gradients; those before it fill caches that it reads."""
+        self._differentiates = False
+        return self._adjustments(calls)
+
+    def _adjustments(self, calls: Sequence[InnerCall]) -> Adjustments:
+        with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
+            self._calls = list(calls)
             self._whole = self._run_whole()
             adjust = self._found(Adjustments())
             if self._more is not None:
@@ -160,12 +172,16 @@ class Trial:
             return frozenset()
         return frozenset((drop.path, drop.call, _split_dims(drop)) for drop in self._drops)
 
-    def _forward(self, bound: Bound, run: Framed) -> Any:
-        """The forward of copies on inputs and buffers without data."""
-        args, kwargs = cast_inputs(self.plan, to_meta(self._given, run.values))
+    def _forward(self, bound: Bound, run: Framed, begin: Callable[[], None] = lambda: None) -> Any:
+        """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
+        output = None
+        calls = cast_inputs(self.plan, to_meta(self._calls, run.values))
         bound.begin(to_meta(self._buffers, run.values))
         with run, torch.enable_grad():
-            return getattr(bound.root, self.method)(*args, **kwargs)
+            for path, args, kwargs in calls:
+                begin()
+                output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
+        return output
 
     def _run_whole(self) -> Whole | None:
         """The forward with whole weights; None when that cannot be run without data."""
@@ -210,14 +226,14 @@ class Trial:
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
             around[path] = chained(around[path], self._drops.around(path))
-        weight = _MetaWeights(self.plan, variance)
+        weight = _MetaWeights(self.plan, variance, self._differentiates)
         flow = Flow(self.plan, variance, axes, adjust)
         around |= {path: chained(moves, around.get(path)) for path, moves in flow.around().items()}
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
         bound = Bound(self.model, replace(wiring, of_own=_meta_table))
         try:
             with watched(variance.note_collective):
-                output = self._forward(bound, variance)
+                output = self._forward(bound, variance, flow.begin)
         except ShardError:
             raise
         except Exception as error:
@@ -283,8 +299,8 @@ class _Drops(list[_Drop]):
 class _MetaWeights:
     """Weights without data, in the shapes that modules compute with, tagged by the axes that split them."""
 
-    def __init__(self, plan_: Plan, variance: Variance) -> None:
-        self._plan, self._variance = plan_, variance
+    def __init__(self, plan_: Plan, variance: Variance, differentiates: bool) -> None:
+        self._plan, self._variance, self._differentiates = plan_, variance, differentiates
         self._made: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
@@ -293,7 +309,8 @@ class _MetaWeights:
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
             parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
-            made.requires_grad_(layout.trainable and (made.is_floating_point() or made.is_complex()))
+            trains = layout.trainable and self._differentiates
+            made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
             self._variance.mark(made, Tag(parts, made.requires_grad, None if parts else f"parameter {name}"))
             self._made[name] = made

@@ -193,6 +193,7 @@ class Session:
         self._versions: dict[str, int] = {}  # of their whole leaves, when they were gathered
         self._live: set[str] = set()
         self._depth: dict[str, int] = {}
+        self._holds = False  # weights until the call ends
         self._started: dict[Event, Flight] = {}
         self._by_storage: dict[int, _Gathered] = {}
         self._uncopied: dict[int, list[_Uncopied]] = {}  # by storage
@@ -222,6 +223,13 @@ class Session:
             found = self._weights[name]
         return found
 
+    def hold(self) -> None:
+        """Gather everything now, and keep it until the call ends: from here on nothing moves over data axes."""
+        self._holds = True
+        for unit in self.plan.units:
+            for name in unit.params[:1]:
+                self.weight(name)
+
     def enter(self, unit: str) -> None:
         """The forward of a unit begins; its weights are gathered when first asked for."""
         self._depth[unit] = self._depth.get(unit, 0) + 1
@@ -229,7 +237,7 @@ class Session:
     def leave(self, unit: str) -> None:
         """The forward of a unit ends: let go of its weights, also after an exception."""
         self._depth[unit] -= 1
-        if self._depth[unit] == 0:
+        if self._depth[unit] == 0 and not self._holds:
             _refuse(self._free(unit))
 
     def close(self) -> None:

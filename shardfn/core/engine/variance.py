@@ -16,11 +16,13 @@ matched module call by module call, in their order; one that only the whole run 
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import TorchDispatchMode, base_name, base_of, holds_data, is_mutable, pytree
@@ -438,16 +440,42 @@ def stays(value: object) -> bool:
 def to_meta(tree: Any, values: Values | None = None) -> Any:
     """A tree with every tensor on the meta device, without data; gradients are asked for as before.
 
-    Integers and booleans are noted in `values`.
+    Integers and booleans are noted in `values`. Caches, which a forward fills, are copied; two that are one stay one.
     """
+    caches: dict[int, Any] = {}
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # Not `empty_like`, whose result would belong to the transform that `leaf` belongs to.
-        blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        if values is not None and not leaf.is_meta and holds_data(leaf):
-            values.note(blank, leaf)
-        return blank.requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor):
+            return _blank(leaf, values)
+        return _copied(leaf, lambda x: _blank(x, values), caches) if stays(leaf) else leaf
 
     return pytree.tree_map(move, tree)
+
+
+def _blank(x: Tensor, values: Values | None) -> Tensor:
+    # Not `empty_like`, whose result would belong to the transform that `x` belongs to.
+    blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if values is not None and not x.is_meta and holds_data(x):
+        values.note(blank, x)
+    return blank.requires_grad_(x.requires_grad)
+
+
+def snapshot(cache: Any) -> Any:
+    """A cache as it is now, for a later run without data: its integers, which are lengths, keep their values."""
+    return _copied(cache, lambda x: _blank(x, None) if x.is_floating_point() else x.clone(), {})
+
+
+def _copied(value: Any, of_tensor: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
+    with _Copying(of_tensor):
+        return deepcopy(value, known)
+
+
+class _Copying(TorchFunctionMode):
+    """Within it `deepcopy` makes something else of every tensor."""
+
+    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._of_tensor = of_tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
