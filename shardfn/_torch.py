@@ -184,6 +184,16 @@ def unsplit_classes(model: Any) -> Collection[str] | None:
     return found if found is not None or not hasattr(model, "_no_split_modules") else ()
 
 
+def init_of(model: Any) -> Callable[[Any], Any] | None:
+    """How a transformers model initializes one of its modules; None for another model."""
+    return getattr(model, "_init_weights", None)
+
+
+def names_left_out(model: Any, when: str) -> Collection[str]:
+    """Names that a transformers model does without: `"load_missing"`, `"load_unexpected"` (patterns) or `"save"`."""
+    return getattr(model, f"_keys_to_ignore_on_{when}", None) or ()
+
+
 def holds_data(x: Tensor) -> bool:
     """Whether a tensor has values of its own: it is no transform's, no recording's and no simulation's."""
     return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)

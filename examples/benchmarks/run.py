@@ -4,7 +4,7 @@
     python examples/benchmarks/run.py --only step host   # some
     python examples/benchmarks/run.py --quick            # tiny sizes, to see that all of it works: two minutes
 
-Measured: `step_time.py`, `memory.py`, `loss.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`,
+Measured: `step_time.py`, `memory.py`, `loss.py`, `weights.py`, `host_time.py`, `scaling.py`, `traffic.py`, `soak.py`,
 `collectives.py`, `transforms.py`, `llama.py` and `gpu.py`. Shared: `contenders.py` (the model and the ways to train
 it), `measure.py` (in turn, in processes of their own), `fake.py` (one process as one of many), `results.py` (the
 table). Every round, the table and a picture of it go to `--out`. A row is met when the median over rounds of shardfn's
@@ -31,6 +31,7 @@ import step_time
 import torch
 import traffic
 import transforms
+import weights
 from measure import Cases, run_cases
 from results import markdown, save
 
@@ -38,6 +39,7 @@ GROUPS: dict[str, Callable[[bool], Cases]] = {
     "step": step_time.cases,
     "memory": memory.cases,
     "loss": loss.cases,
+    "weights": weights.cases,
     "host": host_time.cases,
     "scaling": scaling.cases,
     "bytes": traffic.cases,

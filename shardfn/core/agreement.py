@@ -25,10 +25,10 @@ from shardfn.core.plan import Plan
 VALUES = "values of"  # how a fact about values begins
 
 
-def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -> int:
+def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), verb: str = "shard") -> int:
     """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
 
-    `facts` are further lines that must be equal, such as `"src=0"`.
+    `facts` are further lines that must be equal, such as `"src=0"`; `verb` is the name of the function in messages.
 
     Raises:
         ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
@@ -44,11 +44,11 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = ()) -
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
     rows = _exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
-        _raise_difference(mesh, made, facts)
+        _raise_difference(mesh, made, facts, verb)
     return rows[0][2] + 2**63
 
 
-def _raise_difference(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str]) -> NoReturn:
+def _raise_difference(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str], verb: str) -> NoReturn:
     """Say on every rank which rank failed, or what the first difference is."""
     if isinstance(made, Exception):
         mine = (dist.get_rank(), f"{type(made).__name__}: {made}", [])
@@ -59,11 +59,33 @@ def _raise_difference(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[
         raise made
     failed = [(rank, why) for rank, why, _ in answers if why]
     if failed:
-        ranks = [rank for rank, _ in failed]
-        raise ShardError(f"shard: rank {failed[0][0]} of {ranks} failed, so no rank goes on: {failed[0][1]}")
+        raise _of_another_rank(verb, failed)
     difference = _first_difference([(rank, lines) for rank, _, lines in answers])
     remedy = ". Call torch.manual_seed before making the model, or pass src=0." if f"has {VALUES}" in difference else ""
-    raise ShardError(f"shard: ranks have different models or policies: {difference}{remedy}")
+    raise ShardError(f"{verb}: ranks have different models or policies: {difference}{remedy}")
+
+
+def _of_another_rank(verb: str, failed: Sequence[tuple[int, str]]) -> ShardError:
+    ranks = [rank for rank, _ in failed]
+    return ShardError(f"{verb}: rank {failed[0][0]} of {ranks} failed, so no rank goes on: {failed[0][1]}")
+
+
+def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> None:
+    """Every rank raises when one of them has a problem: its own, or that another rank has one.
+
+    Communication: one small all-gather over the mesh; an exchange of messages when there is a problem.
+    """
+    if simulated() or mesh.size() == 1:
+        if problem is not None:
+            raise problem
+        return
+    if not any(failed for (failed,) in _exchange_numbers(mesh, [problem is not None])):
+        return
+    mine = (dist.get_rank(), None if problem is None else f"{type(problem).__name__}: {problem}")
+    answers = _exchange(mesh, mine)
+    if problem is not None:
+        raise problem
+    raise _of_another_rank(verb, [(rank, why) for rank, why in answers if why])
 
 
 def _exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:

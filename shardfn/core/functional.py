@@ -4,9 +4,9 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardfn._torch import materialized, part_of_rank, unwrap_local, values_of, wrap_local
-from shardfn.core.agreement import VALUES, agree
+from shardfn.core.agreement import VALUES, agree, require_success
 from shardfn.core.buckets import (
     BucketOnGrid,
     GatherBucket,
@@ -27,7 +27,15 @@ from shardfn.core.buckets import (
 )
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import initialized
-from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice, to_leaves
+from shardfn.core.layout import (
+    Layout,
+    Leaf,
+    compute_view_shape,
+    from_compute_view,
+    from_leaves,
+    local_slice,
+    to_leaves,
+)
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
@@ -115,6 +123,106 @@ def shard_own(
     return _wrapped(locals_, made, places, mesh, buffers)
 
 
+class Source(Protocol):
+    """Where values come from, part by part."""
+
+    def open(self, made: Plan) -> list[str]:
+        """Get ready for a plan; lines that must be the same on all ranks. Raises what is wrong, before any exchange."""
+        ...
+
+    def held(self) -> Container[str]:
+        """The first names of the parameters and buffers that it has."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it needed to read."""
+        ...
+
+    def fill(
+        self, layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int], out: Tensor
+    ) -> None:
+        """Put what the rank at `coords` has of a leaf into a contiguous tensor."""
+        ...
+
+    def buffer(self, name: str, like: Tensor) -> Tensor:
+        """A whole buffer."""
+        ...
+
+
+def shard_from(
+    source: Source,
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    init: Callable[[Any], Any] | None,
+    verb: str,
+) -> Params:
+    """`shard` with the values of a source; those that it does not have are the model's, or made by `init`.
+
+    Raises:
+        ShardError: on every rank, when one of them cannot go on; `verb` is the function to name.
+    """
+    made: Plan | Exception
+    facts: list[str] = []
+    try:
+        made = _checked_plan(model, mesh, policy, init, None, later=True)
+        facts = [*source.open(made), *_facts(model, init, None, True, source.held())]
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        made = error
+    seed = agree(mesh, made, facts, verb)
+    assert isinstance(made, Plan)
+    places = grid(mesh, made.roles.storage)
+    problem, locals_ = None, {}
+    buffers: dict[str, Tensor] = {}
+    try:
+        locals_ = empty_shards(made, places)
+        _fill(source, model, made, places, init, seed, locals_, buffers)
+    except Exception as error:
+        problem = error
+    finally:
+        source.close()
+    require_success(mesh, problem, verb)
+    return _wrapped(locals_, made, places, mesh, buffers)
+
+
+def _fill(
+    source: Source,
+    model: nn.Module | Mapping[str, Tensor],
+    made: Plan,
+    places: Grid,
+    init: Callable[[Any], Any] | None,
+    seed: int,
+    locals_: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+) -> None:
+    held = source.held()
+    for layout in made.layouts.values():
+        for leaf in layout.leaves if layout.name in held else ():
+            _fill_leaf(source, layout, leaf, places, locals_[leaf.name])
+    for layout, full in _full_tensors(model, made, places, init, None, seed, buffers, held):
+        _cut(layout, full, locals_, places)
+        del full
+    firsts: dict[int, Tensor] = {}
+    for name, buffer in _named_buffers(model).items():
+        if name in held:
+            firsts[id(buffer)] = source.buffer(name, buffer).to(places.device)
+        if id(buffer) in firsts:
+            buffers[name] = firsts[id(buffer)]
+
+
+def _fill_leaf(source: Source, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
+    if not places.pure and local.is_contiguous():
+        source.fill(layout, leaf, places.sizes, places.coords, local)
+        return
+
+    def filled(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
+        part = torch.empty(leaf.local_shape(places.sizes, coords), dtype=layout.dtype, device=places.device)
+        source.fill(layout, leaf, places.sizes, coords, part)
+        return [part]
+
+    local.copy_(per_rank(places, filled, [])[0])
+
+
 def _cut(layout: Layout, full: Tensor, locals_: Mapping[str, Tensor], places: Grid) -> None:
     """Fill this rank's part of every leaf of a full tensor."""
 
@@ -185,14 +293,15 @@ def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: A
         )
 
 
-def _facts(model: object, init: Any, src: int | None, alike: bool) -> list[str]:
+def _facts(model: object, init: Any, src: int | None, alike: bool, held: Container[str] = ()) -> list[str]:
     """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
     buffers = _named_buffers(model)
     lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
     lines += [f"src={src}", "an init function" if init is not None else "no init function"]
     if alike and src is None and isinstance(model, nn.Module | Mapping):
-        held = {**dict(_named_tensors(model)), **buffers}
-        mine = {n: x for n, x in held.items() if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta}
+        found = {**dict(_named_tensors(model)), **buffers}
+        own = {n: x for n, x in found.items() if isinstance(x, Tensor) and not isinstance(x, DTensor)}
+        mine = {n: x for n, x in own.items() if n not in held and not x.is_meta}
         lines += [f"{VALUES} '{name}' {_sampled(x)}" for name, x in mine.items()]
     return lines
 
@@ -225,18 +334,20 @@ def _full_tensors(
     src: int | None,
     seed: int,
     buffers: dict[str, Tensor],
+    held: Container[str] = (),
 ) -> Iterator[tuple[Layout, Tensor]]:
-    """Every parameter whole, one at a time; fills `buffers` on the way."""
+    """Every parameter that is not `held`, whole, one at a time; fills `buffers` on the way."""
     named = dict(_named_tensors(model))
     own_buffers = _named_buffers(model)
     done: set[str] = set()
     if init is not None and isinstance(model, nn.Module) and src is None:
-        for name, full in initialized(model, init, seed, places.device, own_buffers):
-            done.add(name)
-            yield made.layouts[name], full
+        for name, full in initialized(model, init, seed, places.device, own_buffers, held):
+            if name not in held:
+                done.add(name)
+                yield made.layouts[name], full
             del full
     for layout in made.layouts.values():
-        if layout.name not in done:
+        if layout.name not in done and layout.name not in held:
             value = named[layout.name]
             if isinstance(value, DTensor) and not value.is_meta:
                 value = whole(value)

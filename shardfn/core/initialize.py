@@ -1,7 +1,7 @@
 """Filling meta tensors one module at a time, with values that do not depend on the mesh. Layer 3."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,16 @@ from shardfn.core.shadow import shallow_copy
 
 
 def initialized(
-    model: nn.Module, init: Callable[[Any], Any], seed: int, device: torch.device, buffers: dict[str, Tensor]
+    model: nn.Module,
+    init: Callable[[Any], Any],
+    seed: int,
+    device: torch.device,
+    buffers: dict[str, Tensor],
+    held: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every meta parameter; replaces meta tensors in `buffers`.
+
+    Values of the tensors in `held`, by first names, come from elsewhere: modules without others are left out.
 
     `init` is called on a copy of each module that owns meta tensors. The caller cuts its shard from what is yielded and
     lets go, so that one module's tensors at a time are whole.
@@ -24,11 +31,11 @@ def initialized(
         ShardError: `init` left a tensor unfilled.
     """
     first_names: dict[int, str] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers.items()):
         first_names.setdefault(id(tensor), name)
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in owned):
+        if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
             filled = _filled(module, path, init, _module_seed(seed, path), device)
             for name, buffer in tuple(buffers.items()):
                 buffers[name] = filled.get(id(buffer), buffer)  # under all of its names

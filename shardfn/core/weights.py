@@ -1,0 +1,448 @@
+"""Files in the safetensors format into shards and back, each rank its own parts. Layer 4.
+
+Reading, every rank reads what it keeps. Writing, the first rank gets one parameter after the other in small messages,
+so that it never has more than one whole.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import part_of_rank, unwrap_local
+from shardfn.core.agreement import agree, require_success
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import gather, shard_from
+from shardfn.core.layout import Layout, Leaf
+from shardfn.core.mesh import grid
+from shardfn.core.pieces import Box, Patchwork, Piece, blocks, local_boxes, merged_local_shape, without_padding
+from shardfn.core.plan import Plan
+from shardfn.core.policy import Policy
+from shardfn.core.stored_names import (
+    Names,
+    files_of,
+    kept_name,
+    may_be_missing,
+    own_init,
+    persistent_names,
+    wanted_from,
+)
+from shardfn.core.tensor_files import BLOCK_BYTES, AnyPath, FilesPlan, TensorFiles, TensorWriter, plan_files
+from shardfn.core.tree import Params
+
+_MOST = 12  # problems in one message
+
+
+def load_safetensors(
+    path: AnyPath | Sequence[AnyPath],
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    *,
+    init: Callable[[Any], Any] | None = None,
+    names: Names | None = None,
+    strict: bool = True,
+) -> Params:
+    """Split the weights in safetensors files over a mesh, as `shard` does those of a model; each rank reads its parts.
+
+    For a model of the transformers library, files have the names and shapes that its `from_pretrained` reads: with or
+    without the prefix of the base model, of older versions, with one tensor for each expert. The model's own values
+    are not used, so make it on the meta device.
+
+        >>> import tempfile, shardfn as sf
+        >>> from safetensors.torch import save_file
+        >>> folder = tempfile.mkdtemp()
+        >>> save_file({"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, f"{folder}/model.safetensors")
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(4, 2)
+        >>> params = sf.checkpoint.load_safetensors(folder, model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> sf.gather(params)["weight"].tolist()
+        [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+
+    Args:
+        path: a directory with `model.safetensors`, or with `model.safetensors.index.json` and the files that it names;
+            such an index; a file; or a list of files. It may be on a disk of each rank.
+        model: as in `shard`. Shards have the dtype of its parameters, and values of another one are rounded to it as
+            they are read.
+        mesh: as in `shard`.
+        policy: as in `shard`.
+        init: fills meta tensors that the files do not have, as in `shard`; by default, for a model of transformers,
+            what it does itself. Buffers that are not persistent are in no file.
+        names: what the model's tensors are called in the files: a function of the model's name, or a dict.
+        strict: whether a tensor that is missing, or that the model does not have, is an error. If not, the model's own
+            value counts, or what `init` makes. Of tied tensors one name is enough.
+
+    Returns:
+        the tree, with persistent buffers from the files in `params.buffers`.
+
+    Raises:
+        FileNotFoundError: no files.
+        ShardError: naming all tensors that are missing, unexpected or of another shape, before any memory is taken; a
+            file that is damaged, or that other ranks do not have; what `shard` raises. On every rank.
+
+    Communication: two small exchanges over the mesh.
+    """
+    source = _Files(path, model, names, strict, init)
+    return shard_from(source, model, mesh, policy, init or own_init(model), "load_safetensors")
+
+
+class _Files:
+    """The tensors of a model that are in files."""
+
+    def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any) -> None:
+        self._path, self._model, self._names, self._strict = path, model, names, strict
+        self._init = init or own_init(model)
+        self._held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
+
+    @cached_property
+    def _files(self) -> TensorFiles:
+        return TensorFiles(self._path)
+
+    def open(self, made: Plan) -> list[str]:
+        """Find every tensor; what does not fit is raised at once."""
+        stored = {name: x.shape for name, x in self._files.tensors.items()}
+        found, unexpected = wanted_from(self._model, stored, self._names)
+        problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
+        for names, shape, dtype in _tensors_of(self._model, made):
+            self._held[names[0]] = [found[name] for name in names if name in found]
+            if not self._held[names[0]]:
+                problems += self._missing(names)
+            for patchwork in self._held[names[0]]:
+                problems += self._misfits(names[0], patchwork, shape, dtype)
+        self._held = {name: patchworks for name, patchworks in self._held.items() if patchworks}
+        if problems:
+            more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+            listed = "\n  ".join(problems[:_MOST])
+            raise ShardError(f"load_safetensors: '{self._path}' does not fit the model:\n  {listed}{more}")
+        return [f"files with the tensors {self._files.digest}"]
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """What is wrong when none of the names of a tensor is in the files."""
+        persistent = set(persistent_names(self._model))
+        if self._strict and persistent.intersection(names) and not may_be_missing(self._model, names[0]):
+            return [f"'{names[0]}' is not in the files"]
+        named: Mapping[str, Tensor] = self._model if isinstance(self._model, Mapping) else _named(self._model)
+        if named[names[0]].is_meta and self._init is None:
+            return [f"'{names[0]}' is not in the files and on the meta device; pass init= to fill it"]
+        return []
+
+    def _misfits(self, name: str, found: Patchwork, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        sources = [piece.source for piece in found.pieces]
+        several = f", made of {len(sources)} tensors such as '{sources[0]}'," if len(sources) > 1 else ""
+        if found.shape != shape:
+            return [f"'{name}'{several} is {found.shape} in the files, {shape} in the model"]
+        have = {self._files.tensors[source].dtype for source in sources}
+        bad = next((x for x in have if x != dtype and not (_is_wide(x) and _is_wide(dtype))), None)
+        return [f"'{name}'{several} is {bad} in the files, {dtype} in the model"] if bad is not None else []
+
+    def held(self) -> Container[str]:
+        """The first names of what the files have."""
+        return self._held
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def fill(
+        self, layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int], out: Tensor
+    ) -> None:
+        """Read a rank's part of a leaf."""
+        boxes = list(local_boxes(layout, leaf, sizes, coords))
+        self._read(layout.name, boxes, out.view(merged_local_shape(leaf, sizes, coords)))
+
+    def buffer(self, name: str, like: Tensor) -> Tensor:
+        """A whole buffer."""
+        box = tuple((0, n) for n in like.shape)
+        value = torch.empty(like.shape, dtype=like.dtype)
+        self._read(name, [(box, box)], value)
+        return value
+
+    def _read(self, name: str, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
+        first, *others = self._held[name]
+        self._assemble(first, boxes, out)
+        for other in others:
+            again = torch.empty_like(out)
+            self._assemble(other, boxes, again)
+            if not torch.equal(out.view(-1).view(torch.uint8), again.view(-1).view(torch.uint8)):
+                names = " and ".join(f"'{x.pieces[0].source}'" for x in (first, other))
+                raise ShardError(
+                    f"load_safetensors: the model ties '{name}', and the files have different values of it: {names}. "
+                    "Make the model without that tie, or leave one out of the files."
+                )
+
+    def _assemble(self, made_of: Patchwork, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
+        """Read what lies in boxes of a tensor to their places in `out`; zeros elsewhere, where it is padded."""
+        if sum(_numel(local) for _, local in boxes) < out.numel():
+            out.zero_()
+        for box, local in boxes:
+            place = _narrowed(out, local)
+            for piece in made_of.pieces:
+                part = piece.within(box)
+                if part is not None:
+                    inside = tuple((at - s, n) for at, n, (s, _) in zip(part.at, part.size, box, strict=True))
+                    target = part.as_in_source(_narrowed(place, inside))
+                    self._files.read(part.source, part.source_box, target)
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds values that stand for themselves: those of one byte come with scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _numel(box: Box) -> int:
+    return torch.Size([n for _, n in box]).numel()
+
+
+def _narrowed(x: Tensor, box: Box) -> Tensor:
+    return x[tuple(slice(start, start + n) for start, n in box)]
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under each of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _buffer_names(model: nn.Module | Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """All names of each buffer."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False) if isinstance(model, nn.Module) else ():
+        names[id(buffer)] = (*names.get(id(buffer), ()), name)
+    return list(names.values())
+
+
+def _tensors_of(
+    model: nn.Module | Mapping[str, Tensor], made: Plan
+) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
+    """(names, shape, dtype) of every parameter and buffer."""
+    found = [((x.name, *x.aliases), x.shape, x.dtype) for x in made.layouts.values()]
+    buffers = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
+    return [*found, *((n, tuple(buffers[n[0]].shape), buffers[n[0]].dtype) for n in _buffer_names(model))]
+
+
+def save_safetensors(
+    path: AnyPath,
+    model: nn.Module | Mapping[str, Tensor],
+    params: Params,
+    *,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    names: Names | None = None,
+) -> Path:
+    """Write shards as `model.safetensors`, or as several files and their index, as `save_pretrained` would.
+
+    The first rank writes and has one parameter at a time whole. Files have their names when all are complete; those of
+    an older save in that directory go then. For a model of transformers they hold what its `save_pretrained` writes,
+    and `from_pretrained` reads them beside a `config.json`: `model.config.save_pretrained(path)` on one rank.
+
+        >>> import tempfile, shardfn as sf
+        >>> model = nn.Linear(4, 2)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> folder = sf.checkpoint.save_safetensors(tempfile.mkdtemp(), model, params)
+        >>> from safetensors.torch import load_file
+        >>> load_file(folder / "model.safetensors")["bias"].equal(model.bias)
+        True
+
+    Args:
+        path: the directory.
+        model: which the tree is of, for names and for which buffers are persistent; it may be on the meta device.
+        params: a tree with all of its parameters (or averages of them); of buffers the first rank's are written.
+        max_shard_size: of one file, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
+        metadata: what else stands in the headers; default `{"format": "pt"}`, which transformers asks for.
+        dtype: of floating tensors in the files; default: their own.
+        names: what the model's tensors are called in the files, as in `load_safetensors`.
+
+    Returns:
+        the path.
+
+    Raises:
+        ShardError: the tree is not of this model; a tensor that the format does not have; what the first rank cannot
+            write, on the others too.
+        OSError: what the first rank cannot write, there.
+
+    Communication: every parameter to the first rank, 4 MiB at a time, and one small exchange each.
+    """
+    if not isinstance(params, Params):
+        raise TypeError(f"save_safetensors: expected a tree made by shard, got {type(params).__name__}")
+    made: Plan | Exception = params.plan
+    facts, files, pieces = [f"path '{path}'"], None, {}
+    try:
+        files, pieces = _decide(model, params, dtype, names, max_shard_size, metadata)
+        facts.append(f"files {files.digest}")
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        made = error
+    agree(params.mesh, made, facts, "save_safetensors")
+    assert files is not None
+    export = _Export(params, dtype, Path(path), files, pieces)
+    try:
+        export.attempt(export.start)
+        for layout in params.plan.layouts.values():
+            full = export.collect(layout)
+            export.attempt(export.write, (layout.name, *layout.aliases), full)
+            del full  # the next one is not made before this one is gone
+        for buffer_names in _buffer_names(model):
+            export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
+        export.attempt(export.finish)
+    finally:
+        export.close()
+    return Path(path)
+
+
+def _decide(
+    model: nn.Module | Mapping[str, Tensor],
+    params: Params,
+    dtype: torch.dtype | None,
+    names: Names | None,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str] | None,
+) -> tuple[FilesPlan, dict[str, list[Piece]]]:
+    """What the files will have, and (name in the model -> where its parts are in the files)."""
+    _require_same_model(model, params)
+    have: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for layout in params.plan.layouts.values():
+        lost = next((leaf.name for leaf in layout.leaves if leaf.name not in params), None)
+        if lost is not None:
+            raise ShardError(f"save_safetensors: '{lost}' is not in the tree; files have all parameters of a model")
+        leaf = params[layout.leaves[0].name]
+        if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
+            raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
+        have[kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
+    for all_names in _buffer_names(model):
+        buffer = params.buffers.get(all_names[0])
+        if buffer is not None:
+            have[kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
+    made = {name: Patchwork.of(name, have[name][0]) for name in persistent_names(model) if name in have}
+    found = files_of(model, made, names)
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for name, patchwork in found.items():
+        dtypes = {have[piece.source][1] for piece in patchwork.pieces}
+        if len(dtypes) > 1:
+            raise ShardError(f"save_safetensors: '{name}' would be made of tensors of {sorted(map(str, dtypes))}")
+        tensors[name] = patchwork.shape, dtypes.pop()
+        for piece in patchwork.pieces:
+            pieces.setdefault(piece.source, []).append(piece.inverse(name))
+    count = sum(layout.numel for layout in params.plan.layouts.values())
+    return plan_files(tensors, max_shard_size, {"format": "pt"} if metadata is None else metadata, count), pieces
+
+
+def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and have.is_floating_point else have
+
+
+def _require_same_model(model: nn.Module | Mapping[str, Tensor], params: Params) -> None:
+    """The tree has what the model has."""
+    own = _named(model) if isinstance(model, nn.Module) else dict(model)
+    shapes = {name: tuple(x.shape) for name, x in own.items()}
+    tree = {name: x.shape for x in params.plan.layouts.values() for name in (x.name, *x.aliases)}
+    tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}
+    for name in dict.fromkeys((*shapes, *tree)):
+        if shapes.get(name) != tree.get(name):
+            one, other = (f"of shape {x[name]}" if name in x else "not there" for x in (shapes, tree))
+            raise ShardError(f"save_safetensors: '{name}' is {one} in the model and {other} in the tree")
+
+
+class _Export:
+    """What a rank does to write a tree: the first one writes what the others send."""
+
+    def __init__(
+        self, params: Params, dtype: torch.dtype | None, path: Path, files: FilesPlan, pieces: dict[str, list[Piece]]
+    ) -> None:
+        self._params, self._dtype, self._pieces = params, dtype, pieces
+        self._places = grid(params.mesh, params.plan.roles.storage)
+        self._first = self._places.ranks()[0]
+        self._is_first = not self._places.exchanges or dist.get_rank() == self._first
+        self._writer = TensorWriter(path, files)
+
+    @cached_property
+    def _host(self) -> Tensor:
+        """Memory for the largest parameter, which all take in turn: an allocator may keep what each would take."""
+        sizes = [x.numel * self._dtype_of(x).itemsize for x in self._params.plan.layouts.values()]
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+
+    @cached_property
+    def _parcel(self) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._places.device)
+
+    def _dtype_of(self, layout: Layout) -> torch.dtype:
+        return _written(self._params[layout.leaves[0].name].dtype, self._dtype)
+
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Do a step on the first rank; when it fails, all raise."""
+        problem: Exception | None = None
+        try:
+            if self._is_first:
+                step(*args)
+        except Exception as error:
+            problem = error
+        require_success(self._params.mesh, problem, "save_safetensors")
+
+    def start(self) -> None:
+        """Make the files."""
+        self._writer.open()
+
+    def write(self, names: Sequence[str], full: Tensor) -> None:
+        """Write all parts of a whole tensor that are in files."""
+        for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
+            part = _narrowed(full, tuple(zip(piece.at, piece.size, strict=True)))
+            self._writer.write(piece.source, piece.source_box, piece.as_in_source(part))
+
+    def finish(self) -> None:
+        """Give the files their names."""
+        self._writer.finish()
+
+    def close(self) -> None:
+        """Take away what was not finished."""
+        self._writer.close()
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer as it is written."""
+        value = part_of_rank(self._params.buffers[name], self._first)
+        return value.detach().to("cpu", _written(value.dtype, self._dtype))
+
+    def collect(self, layout: Layout) -> Tensor | None:
+        """A whole parameter on the first rank, in host memory."""
+        if not self._places.exchanges:
+            full = part_of_rank(gather(self._params, layout.name)[layout.name], self._first).detach()
+            return full.to("cpu", _written(full.dtype, self._dtype))
+        full = None
+        if self._is_first:
+            dtype = self._dtype_of(layout)
+            full = self._host[: layout.numel * dtype.itemsize].view(dtype).view(layout.shape)
+        for leaf in layout.leaves:
+            for owner in self._places.ranks():
+                coords = self._places.coords_of(owner)
+                if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
+                    self._move(leaf, owner, None if full is None else without_padding(layout, leaf, full))
+        return full
+
+    def _move(self, leaf: Leaf, owner: int, target: Tensor | None) -> None:
+        """What a rank has of a leaf, into the whole one of the first rank."""
+        local = unwrap_local(self._params[leaf.name]).detach()
+        dtype, me = _written(local.dtype, self._dtype), dist.get_rank()
+        ranges = leaf.local_range(self._places.sizes, self._places.coords_of(owner))
+        if me not in (owner, self._first):
+            return
+        for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
+            value = _narrowed(local, block) if me == owner else None
+            if owner != self._first:
+                data = self._parcel[: _numel(block) * dtype.itemsize]
+                parcel = data.view(dtype).view([n for _, n in block])
+                if value is not None:
+                    parcel.copy_(value)
+                    dist.send(data, self._first)
+                    continue
+                dist.recv(data, owner)
+                value = parcel
+            assert target is not None and value is not None
+            starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
+            inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
+            place = _narrowed(target, tuple(zip(starts, inside, strict=True)))
+            place.copy_(_narrowed(value, tuple((0, n) for n in inside)))
