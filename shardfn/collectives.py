@@ -3,6 +3,7 @@
 from shardfn.core.collectives import all_gather as all_gather
 from shardfn.core.collectives import all_gather_invariant as all_gather_invariant
 from shardfn.core.collectives import all_to_all as all_to_all
+from shardfn.core.collectives import all_to_all_rows as all_to_all_rows
 from shardfn.core.collectives import axis_index as axis_index
 from shardfn.core.collectives import axis_size as axis_size
 from shardfn.core.collectives import pmean as pmean

@@ -7,7 +7,7 @@ attention module. All of it becomes an ordinary `Policy`, whose rules can be pri
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardfn._torch import unsplit_classes
 from shardfn.core.collectives import axis_size, psum, pvary, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.experts import Experts
 from shardfn.core.model import OUT_DIM, kind_of
 from shardfn.core.parts import Part
 from shardfn.core.policy import Policy
@@ -28,6 +29,7 @@ _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
 _ROWS = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
 _TABLES = {"embedding_rowwise", "embedding_colwise"}
 _EXPERTS = "moe_tp_experts"
+_BY_NUMBER = {"grouped_gemm", "ep_dispatch_experts"}  # weights of experts, and their module
 _IDENTITY = "moe_identity_expert"
 # Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
 _DERIVED = set(
@@ -47,13 +49,22 @@ _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
 def from_transformers(
-    model: nn.Module, *, axis: str = "tp", data_axis: str | None = "fsdp", sequence_parallel: bool = False
+    model: nn.Module,
+    *,
+    axis: str | None = "tp",
+    data_axis: str | Sequence[str] | None = "fsdp",
+    expert_axis: str | None = None,
+    sequence_parallel: bool = False,
 ) -> Policy:
     """Rules for a model of the transformers library.
 
     Reads `model.tp_plan`; a family without one gets rules by the names of its layers. Linears before heads and hidden
     features split their outputs over `axis`, those after them their inputs, and the vocabulary is split; the other dim
     is sharded over `data_axis`. Units are the blocks that transformers does not split either (`_no_split_modules`).
+
+    With `expert_axis` the experts of a mixture are split over it by their number, as the model's `ep_plan` names them,
+    each within over `axis` as ever. The axis splits the batch (`Policy.batch`), and tokens go to the ranks of their
+    experts, see `sf.policies.Experts`; `| sf.Policy(batch=("fsdp",))` makes a compute axis of it.
 
         >>> import transformers, shardfn as sf
         >>> config = transformers.LlamaConfig(
@@ -66,8 +77,9 @@ def from_transformers(
 
     Args:
         model: a `PreTrainedModel`, also on the meta device.
-        axis: the mesh axis of tensor parallelism.
-        data_axis: the axis that shards the other dim; None replicates it.
+        axis: the mesh axis of tensor parallelism; None for none.
+        data_axis: the axis that shards the other dim, or several in the mesh's order; None replicates it.
+        expert_axis: the mesh axis of experts.
         sequence_parallel: whether activations between blocks are split along the sequence over `axis`, where it
             divides; norms, dropout and sums then compute with, and the backward keeps, this rank's positions only.
 
@@ -75,14 +87,18 @@ def from_transformers(
         a policy with `rules`, `acts`, `units`, `local_sizes` and, for experts, `compute`.
 
     Raises:
-        ShardError: the plan has a style that is not known here; the model names no blocks to split activations between.
+        ShardError: the plan has a style that is not known here; `expert_axis`, and it names no experts; activations
+            are to be split, and there is no `axis` or the model names no blocks to split them between.
         TypeError: the model has no configuration.
     """
     if not hasattr(model, "config") or unsplit_classes(model) is None:
         raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
-    policy = _Reading(model, axis, data_axis).policy()
+    data = [data_axis] if isinstance(data_axis, str) else list(data_axis or ())
+    policy = _Reading(model, axis, data, expert_axis).policy()
     if not sequence_parallel:
         return policy
+    if axis is None:
+        raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
     if policy.units == "auto":
         raise ShardError(
             f"from_transformers(sequence_parallel=True): {type(model).__name__} names no blocks (_no_split_modules); "
@@ -94,16 +110,17 @@ def from_transformers(
 class _Reading:
     """The rules of one model, collected module by module; layer numbers are written `*`."""
 
-    def __init__(self, model: nn.Module, axis: str, data_axis: str | None) -> None:
-        self.model, self.tp = model, f"@{axis}"
-        self.fsdp = f"@{data_axis}" if data_axis else ""
-        self.axis = axis
+    def __init__(self, model: nn.Module, axis: str | None, data: Sequence[str], expert_axis: str | None) -> None:
+        self.model, self.tp = model, f"@{axis}" if axis else ""
+        self.axis, self.data, self.expert_axis = axis, data, expert_axis
+        self.fsdp = "".join(f"@{name}" for name in data)
         self.modules = dict(model.named_modules())
         self.rules: dict[str, str] = {}
         self.acts: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
         self.pad: dict[str, int] = {}
         self.compute: dict[str, Callable[..., Any]] = {}
+        self.experts: dict[str, str] = {}  # weight of experts -> the axis that splits it by number
         self.local_sizes: dict[str, dict[str, str]] = {}
         self.problems: list[str] = []
         self._names: dict[str, int] = {}  # of factors, with their sizes
@@ -111,17 +128,29 @@ class _Reading:
         self._counts: dict[str, dict[str, str]] = {}  # attention module -> "heads", "kv" -> factor
 
     def policy(self) -> Policy:
-        plan = getattr(self.model, "tp_plan", None) or {}
-        styles = dict(self._expanded(plan)) if plan else dict(self._by_names())
-        for path, style in styles.items():
-            self._apply(path, style)
-        if not plan:
-            self._vocabulary()
+        plan = (getattr(self.model, "tp_plan", None) or {}) if self.axis is not None else {}
+        if self.axis is not None:
+            self._find_experts(plan, self.axis)
+        if self.expert_axis is not None:
+            self._find_experts(getattr(self.model, "ep_plan", None) or {}, self.expert_axis)
+            if not self.experts:
+                self.problems.append(f"expert_axis={self.expert_axis!r}: the ep_plan of the model names no experts")
+        if self.axis is not None:
+            styles = dict(self._expanded(plan)) if plan else dict(self._by_names())
+            for path, style in styles.items():
+                self._apply(path, style)
+            if not plan:
+                self._vocabulary()
+        for name in self.experts:
+            if _starred(name) not in self.rules:
+                self._parameter(name, "")
         raise_problems("from_transformers", self.problems)
         for path, found in self._found_sizes.items():
             if found:
                 self._put(self.local_sizes, path, found)
         given = {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
+        if self.expert_axis not in (None, self.axis):
+            given["batch"] = tuple(dict.fromkeys((*self.data, self.expert_axis)))
         return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
 
     # -- which modules and parameters have a style -----------------------------------------------------------------
@@ -155,10 +184,10 @@ class _Reading:
 
     def _apply(self, path: str, style: str) -> None:
         module = self.modules.get(path)
-        if style == _EXPERTS:
+        if style == _EXPERTS and _starred(path) not in self.compute:
             self._put(self.compute, path, tensor_parallel_experts)
         elif style == _IDENTITY:
-            self.compute.setdefault(_starred(path), partial(identity_expert, axis=self.axis))
+            self.compute.setdefault(_starred(path), partial(identity_expert, axis=str(self.axis)))
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
@@ -170,7 +199,7 @@ class _Reading:
             split = self._vocab(module) if style == "embedding_rowwise" else "_"
             other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
             self._put(self.rules, f"{path}.weight", f"{split} {other}")
-        elif style not in _DERIVED:
+        elif style not in _DERIVED | _BY_NUMBER | {_EXPERTS}:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
     def _linear(self, path: str, module: Any, style: str) -> None:
@@ -189,12 +218,36 @@ class _Reading:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
         param = self.model.get_parameter(name)
         dims = ["_"] * param.dim()
-        at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
-        dims[at] = f"(2 _{self.tp})" if style.startswith("packed") else f"_{self.tp}"
-        whole = [dim for dim in range(param.dim()) if dim != at]
-        if whole and self.fsdp:
-            dims[max(whole)] = f"_{self.fsdp}"
+        whole = list(range(param.dim()))
+        if style:
+            at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
+            dims[at] = f"(2 _{self.tp})" if style.startswith("packed") else f"_{self.tp}"
+            whole.remove(at)
+        expert_axis = self.experts.get(name)
+        if expert_axis is not None:
+            if 0 not in whole:
+                self.problems.append(
+                    f"{name!r}: style {style!r} splits it by number of expert, as '{expert_axis}' does"
+                )
+                return
+            whole.remove(0)
+            dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"
+            path = name.rpartition(".")[0]
+            if getattr(self.modules[path], "num_experts", None) == param.shape[0]:
+                self._put(self.local_sizes, path, {"num_experts": experts})
+        if whole and self.data:
+            dims[max(whole)] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
         self._put(self.rules, name, " ".join(dims))
+
+    def _find_experts(self, plan: Mapping[str, str], axis: str) -> None:
+        """Note what a plan splits over an axis by number of expert."""
+        for name, style in self._expanded(plan):
+            if style not in _BY_NUMBER:
+                continue
+            if name in self.modules:
+                self.compute[_starred(name)] = Experts(axis)
+            else:
+                self.experts[name] = axis
 
     def _vocab(self, module: Any) -> str:
         rows = module.weight.shape[0]

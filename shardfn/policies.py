@@ -27,12 +27,14 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfn.core.errors import ShardError, raise_problems
+from shardfn.core.experts import Experts
 from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
 from shardfn.core.policy import Policy
 from shardfn.families import from_transformers
 
 __all__ = [
+    "Experts",
     "ddp",
     "from_parallelize_plan",
     "from_regex",

@@ -58,6 +58,7 @@ LAYERS = {
     "shardfn.core.engine": 3,
     "shardfn.core.tensor_parallel": 4,
     "shardfn.core.loss": 4,
+    "shardfn.core.experts": 4,
     "shardfn.core.sequence": 4,
     "shardfn.core.wiring": 4,
     "shardfn.core.trial": 4,

@@ -48,7 +48,7 @@ def leaf_spec(
     key = (id(grid), name, dtype, pending)
     if key not in kept:  # the values hold the grid, so its id is not given to another one
         layout, leaf = plan.leaves[name]
-        placed = placements(leaf, plan.roles.storage, plan.roles.data if pending else ())
+        placed = placements(leaf, plan.roles.storage, plan.gathered_axes(layout) if pending else ())
         kept[key] = grid, dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
     return kept[key][1]
 
@@ -166,8 +166,9 @@ class BucketOnGrid:
         """The DTensor metadata of a leaf, or of its unreduced gradient."""
         if not self.batch:
             return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending)
-        leaf, parts = self.leaves[index], self.plan.roles
-        placed = placements(leaf, parts.storage, parts.data if pending else ())
+        leaf = self.leaves[index]
+        axes = [axis for axis in self.plan.roles.data if axis not in self.bucket.kept]
+        placed = placements(leaf, self.plan.roles.storage, axes if pending else ())
         return dtensor_spec(self.grid.storage, placed, leaf.shape, dtype)
 
     @cached_property
@@ -206,8 +207,12 @@ class BucketOnGrid:
     @cached_property
     def _whole_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of pending gradients: whole over the data axes."""
-        keep = self.plan.roles.compute
-        return [leaf.local_shape(self.grid.sizes, self.grid.coords, keep) for leaf in self.leaves]
+        return [leaf.local_shape(self.grid.sizes, self.grid.coords, self.computed) for leaf in self.leaves]
+
+    @cached_property
+    def computed(self) -> tuple[str, ...]:
+        """The axes over which modules compute with parts of these leaves."""
+        return (*self.plan.roles.compute, *self.bucket.kept)
 
     @cached_property
     def _padded(self) -> list[int]:
@@ -217,7 +222,8 @@ class BucketOnGrid:
     @cached_property
     def _sum_axes(self) -> list[str]:
         """Data axes that split nothing here: gradients are added up over them."""
-        return [axis for axis in self.plan.roles.data if axis not in self.bucket.axes and self.grid.sizes[axis] > 1]
+        moved = (*self.bucket.axes, *self.bucket.kept)
+        return [axis for axis in self.plan.roles.data if axis not in moved and self.grid.sizes[axis] > 1]
 
     @property
     def reduces_twice(self) -> bool:
@@ -350,7 +356,7 @@ class BucketOnGrid:
         self, wholes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
-        zeros = self.new_shards(torch.zeros, dtype, self.plan.roles.compute)
+        zeros = self.new_shards(torch.zeros, dtype, self.computed)
         given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
         return together(given), lambda flat: apart_again(flat, self._whole_shapes)
 
@@ -540,4 +546,4 @@ def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torc
     if tensor is not None:
         return tensor
     only = spot.part([i == index for i in range(len(spot.leaves))])
-    return only.new_shards(torch.zeros, dtype, spot.plan.roles.compute if op is None else None)[0]
+    return only.new_shards(torch.zeros, dtype, spot.computed if op is None else None)[0]

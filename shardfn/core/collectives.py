@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -448,6 +449,37 @@ class _AllToAll(_Pair):
         return _bind(_AllToAll, grads[0], mesh, axis, concat_dim, split_dim), None, None, None, None
 
 
+class _AllToAllRows(_Pair):
+    """
+    |          | in                               | out                                             |
+    |----------|----------------------------------|-------------------------------------------------|
+    | forward  | `[.., sum(send), ..]` varying    | `[.., sum(receive), ..]` varying, an all-to-all |
+    | backward | `[.., sum(receive), ..]` varying | `[.., sum(send), ..]` varying, an all-to-all    |
+    """
+
+    varies = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, mesh: DeviceMesh, axis: str, dim: int, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> Tensor:
+        rows = x.movedim(dim, 0)  # [sum(send), ..]
+        received = torch.empty((sum(receive), *rows.shape[1:]), dtype=x.dtype, device=x.device)
+        if not x.is_meta:
+            width = prod(rows.shape[1:])
+            flat = materialized(rows).reshape(len(rows), width).contiguous()
+            if flat.stride() != (width, 1):  # of one row or none, which torch takes for contiguous
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            into = received.view(len(received), width).view(torch.uint8)
+            all_to_all_single(into, flat.view(torch.uint8), list(receive), list(send), group=mesh.get_group(axis))
+        return received.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mesh, axis, dim, send, receive = ctx.where
+        return _bind(_AllToAllRows, grads[0], mesh, axis, dim, receive, send), None, None, None, None, None
+
+
 class _IntoLosses(_Pair):
     """
     |          | in                  | out                                    |
@@ -559,7 +591,8 @@ def _full(plain: type[_Pair]) -> type[_Pair]:
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
             x, mesh, axis, *dims = args
-            return Full.apply(x.movedim(in_dims[0], 0), mesh, axis, *(dim + 1 for dim in dims)), 0
+            moved = (dim + 1 if isinstance(dim, int) else dim for dim in dims)  # counts stay
+            return Full.apply(x.movedim(in_dims[0], 0), mesh, axis, *moved), 0
 
     Full.__name__ = Full.__qualname__ = plain.__name__
     return Full
@@ -589,7 +622,7 @@ _EAGER = {pair: _eager(pair) for pair in _FULL}
 _KINDS = {pair: re.sub("(?<!^)(?=[A-Z])", "_", pair.__name__.lstrip("_")).lower() for pair in _FULL}  # "psum_scatter"
 
 
-def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: int) -> Tensor:
+def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
         x = of_each_rank(x) if simulated() else x
@@ -615,7 +648,7 @@ class Moved(NamedTuple):
     kind: str
     varies: bool
     axis: str
-    dims: tuple[int, ...]
+    dims: tuple[Any, ...]
 
 
 Watcher = Callable[[Moved, Tensor, Tensor], None]  # with what went in, and what came out
@@ -963,6 +996,52 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     if size > 1 and torch.compiler.is_compiling() and not COMPILES_EXCHANGES:
         return _exchanged_by_gather(x, mesh, axis, size, split_dim, concat_dim)
     return x if size == 1 else _bind(_AllToAll, x, mesh, axis, split_dim, concat_dim)
+
+
+def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Sends as many rows to each rank as it shall have: the first `send[0]` go to rank 0, the next to rank 1.
+
+    Varying in, varying out. Transpose: `all_to_all_rows` with the counts swapped. One all-to-all, each row to its rank;
+    the same in backward. A rank may send or receive nothing, and takes part all the same.
+
+    What a rank receives, the others decide: `all_to_all(torch.tensor(send), mesh, axis, 0, 0)` tells each rank.
+
+        >>> import shardfn as sf
+        >>> import torch
+        >>> mesh = sf.make_mesh("cpu", ep=1)
+        >>> send = torch.tensor([2])  # rows to each rank
+        >>> receive = sf.collectives.all_to_all(send, mesh, "ep", 0, 0)
+        >>> sf.collectives.all_to_all_rows(torch.ones(2, 3), mesh, "ep", send.tolist(), receive.tolist()).shape
+        torch.Size([2, 3])
+
+    Args:
+        x: `[sum(send), ...]`, any dtype; the same dtype and dims after the first on every rank.
+        mesh: a mesh with axis names; a `MeshSpec` when x is on the meta device.
+        axis: the name of one axis, of size W. Over an axis of size 1 this is x itself.
+        send: W numbers of rows, one for each rank.
+        receive: W numbers of rows, one from each rank; what the others send here.
+
+    Returns:
+        `[sum(receive), ...]`, in the order of the ranks.
+
+    Raises:
+        ShardError: the mesh has no such axis, the counts are not W or do not add up to the rows of x; under
+            `torch.compile`, `sf.jit` and `sf.simulate`, where sizes cannot depend on values.
+    """
+    size, given = _size("all_to_all_rows", mesh, axis, x), (tuple(map(int, send)), tuple(map(int, receive)))
+    if not x.dim():
+        raise ShardError("all_to_all_rows: x is a scalar, which has no rows")
+    for name, counts in zip(("send", "receive"), given, strict=True):
+        if len(counts) != size or min(counts) < 0:
+            raise ShardError(f"all_to_all_rows: {name}={list(counts)} has to be {axis}={size} counts, one a rank")
+    if sum(given[0]) != len(x):
+        raise ShardError(f"all_to_all_rows: x has {len(x)} rows, and send={list(given[0])} adds up to {sum(given[0])}")
+    if size > 1 and not x.is_meta and (torch.compiler.is_compiling() or has_no_memory() or simulated()):
+        raise ShardError(
+            "all_to_all_rows: how many rows a rank receives depends on values, which torch.compile, sf.jit and "
+            "sf.simulate cannot follow. Leave it out of the graph, or use all_to_all with the same number for all ranks"
+        )
+    return x if size == 1 else _bind(_AllToAllRows, x, mesh, axis, 0, *given)
 
 
 def _exchanged_by_gather(x: Tensor, mesh: Mesh, axis: str, size: int, split_dim: int, concat_dim: int) -> Tensor:

@@ -652,7 +652,8 @@ def _sort_grads(
             raise ShardError(
                 f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
             )
-        parts = from_compute_view(layout, _checked_shape(layout, grad, owner, places), plan_.roles.data, places.sizes)
+        whole = _checked_shape(layout, grad, owner, places)
+        parts = from_compute_view(layout, whole, plan_.gathered_axes(layout), places.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
 
@@ -670,7 +671,7 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid) -> bool:
 
 
 def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) -> Tensor:
-    wanted = compute_view_shape(layout, owner.plan.roles.data, places.sizes)
+    wanted = compute_view_shape(layout, owner.plan.gathered_axes(layout), places.sizes)
     if grad.shape != wanted:
         raise ShardError(
             f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "

@@ -108,6 +108,7 @@ class Layout:
     shared: tuple[tuple[str, int], ...] = ()
     # (axis, dim it splits or None) when modules compute with a DTensor over these axes, see `ParamInfo.placed`
     placed: tuple[tuple[str, int | None], ...] | None = None
+    kept: tuple[str, ...] = ()  # the data axes over which its module computes with a part, see [Note: kept axes]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -138,7 +139,8 @@ class Layout:
 
     def without(self, axes: Sequence[str]) -> "Layout":
         """Whole over `axes`."""
-        return replace(self, leaves=tuple(leaf.without(axes) for leaf in self.leaves), rule=self.rule.without(axes))
+        leaves, kept = tuple(leaf.without(axes) for leaf in self.leaves), tuple(a for a in self.kept if a not in axes)
+        return replace(self, leaves=leaves, rule=self.rule.without(axes), kept=kept)
 
     def model_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split model dim `dim`, in any of its leaves."""

@@ -74,7 +74,8 @@ def _changed(plan: Plan, change: Callable[[Layout], Layout], roles: object) -> P
     def moved(bucket: Bucket) -> Bucket:
         # The leaves of a bucket are split over the same axes, also after a change that is the same for all.
         split = leaves[bucket.leaves[0]].axes
-        return replace(bucket, axes=tuple(axis for axis in data if axis in split))
+        kept = tuple(axis for axis in bucket.kept if axis in split)
+        return replace(bucket, axes=tuple(axis for axis in data if axis in split and axis not in kept), kept=kept)
 
     units = tuple(replace(unit, buckets=tuple(map(moved, unit.buckets))) for unit in plan.units)
     return replace(plan, layouts=layouts, units=units, roles=roles)

@@ -87,6 +87,10 @@ class Roles:
         data = tuple(axis for axis in self.data if axis not in axes)
         return replace(self, data=data, absent=(*self.absent, *axes), order=self.storage)
 
+    def keeping(self, axes: Sequence[str]) -> "Roles":
+        """The roles for weights that computation keeps split over data axes."""
+        return replace(self, compute=(*self.compute, *axes), data=tuple(a for a in self.data if a not in axes))
+
     def whole(self) -> "Roles":
         """The same with every axis back in its part."""
         return Roles(self.compute, self.storage[len(self.compute) :], self.shardable)

@@ -35,7 +35,14 @@ Reduction = Literal["mean", "sum"] | Callable[[torch.Tensor, torch.Tensor | None
 class Bucket:
     """Leaves of one unit that travel in one collective: gathered over the same axes, in the same dtype.
 
-    `axes` are the data axes that split them, outermost first; gradients are also summed over the other data axes.
+    `axes` are the data axes that split them, outermost first; gradients are also summed over the other data axes, but
+    for those in `kept`.
+
+    [Note: kept axes]
+    An axis of experts splits the batch, and the weights of experts stay split over it in their computation: tokens go
+    to them instead. What a rank has then is the gradient of its own experts by the losses of all ranks of that axis,
+    since the way of the tokens is differentiated. So nothing is gathered or reduced over a kept axis, and the mean over
+    the data ranks counts its ranks like any other's.
     """
 
     unit: str
@@ -43,6 +50,7 @@ class Bucket:
     axes: tuple[str, ...]
     dtype: torch.dtype
     reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: the dtype they have
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,10 @@ class Plan:
         several = (axis for axis in self.roles.compute if axis in found and self.axes[axis] > 1)
         return [] if layout.placed is not None else list(several)
 
+    def gathered_axes(self, layout: Layout) -> list[str]:
+        """The data axes over which modules compute with a whole parameter."""
+        return [axis for axis in self.roles.data if axis not in layout.kept]
+
     @cached_property
     def placed_axes(self) -> frozenset[str]:
         """The axes over which modules compute with DTensors."""
@@ -127,7 +139,7 @@ class Plan:
             tuple(self.axes.items()),
             self.roles,
             tuple(
-                (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim, x.placed)
+                (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim, x.placed, x.kept)
                 for n, x in self.layouts.items()
             ),
             self.units,
@@ -192,7 +204,7 @@ class Plan:
         return sum(self._bucket_collectives(unit, bucket) for unit in self.units for bucket in unit.buckets)
 
     def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
-        several = [axis for axis in self.roles.data if self.axes[axis] > 1]
+        several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
         split = sum(axis in bucket.axes for axis in several)
         again = split if unit.regather else 0
         again = min(again, 1) if self.kept_over(unit) is not None else again
@@ -228,7 +240,7 @@ class Plan:
             total += (size - size // (kept or 1)) * bucket.dtype.itemsize
             shard = prod(self.local_shape(name))
             for axis in self.roles.data:
-                if axis not in bucket.axes:
+                if axis not in (*bucket.axes, *bucket.kept):
                     total += 2 * (self.axes[axis] - 1) * shard * item // self.axes[axis]
         return total
 
@@ -246,13 +258,16 @@ class Plan:
             shape = self.local_shape(leaf.name)
             stored = "" if layout.plain else f"stored as {leaf.name} {leaf.shape}, "
             lines.append(f"  {stored}local {shape}, {prod(shape) * layout.dtype.itemsize} bytes per rank")
-        data = [a for a in layout.axes if a in self.roles.data and self.axes[a] > 1]
-        rest = [a for a in self.roles.data if a not in layout.axes and self.axes[a] > 1]
+        several = [a for a in self.gathered_axes(layout) if self.axes[a] > 1]
+        data = [a for a in layout.axes if a in several]
+        rest = [a for a in several if a not in layout.axes]
         forward = f"all_gather over {', '.join(data)}" if data else "nothing"
         back = [f"reduce_scatter over {', '.join(data)}"] * bool(data) + [f"all_reduce over {', '.join(rest)}"] * bool(
             rest
         )
         lines.append(f"  forward: {forward}; backward: {', '.join(back) if back and layout.trainable else 'nothing'}")
+        if kept := [axis for axis in layout.kept if self.axes[axis] > 1]:
+            lines.append(f"  used as split over {', '.join(kept)}: what it computes with comes from all ranks there")
         return "\n".join(lines)
 
     def assert_sharded(self, fraction: float = 0.98) -> None:
@@ -384,18 +399,54 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
     unit_names = _unit_names(info, policy, problems)
-    owners = _owners(info, unit_names)
+    owners, kept = _owners(info, unit_names), _kept_axes(info, rules, axes, role, policy, problems)
     layouts: dict[str, Layout] = {}
     for param in info.params:
         if param.name in rules:
-            build = _LayoutBuilder(param, *rules[param.name], axes, role, sizes, policy, problems)
-            layouts[param.name] = replace(build.layout(), unit=owners[param.name])
+            stays = kept.get(param.name, ())
+            build = _LayoutBuilder(param, *rules[param.name], axes, role.keeping(stays), sizes, policy, problems)
+            made = build.layout()
+            stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
+            layouts[param.name] = replace(made, unit=owners[param.name], kept=stays)
     problems += _uncomputable(info, layouts, axes, role, policy)
     local_sizes = _local_sizes(info, axes, policy, sizes, problems)
     problems += _settings(policy, axes, role, info)
     raise_problems("plan", problems)
     units = _units(layouts, unit_names, role, policy, info)
     return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes)
+
+
+def _kept_axes(
+    info: ModelInfo,
+    rules: Mapping[str, tuple[Spec, str]],
+    axes: Mapping[str, int],
+    role: Roles,
+    policy: Policy,
+    problems: list[str],
+) -> dict[str, tuple[str, ...]]:
+    """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
+    found: dict[str, tuple[str, ...]] = {}
+    for module in info.modules:
+        pattern = first_match(policy.compute, [module.name])
+        asked = getattr(policy.compute[pattern], "keeps", ()) if pattern is not None else ()
+        for _, name in module.params:
+            named = name in rules and not rules[name][1].startswith("default")
+            factors = rules[name][0].factors if named else ()
+            kept = tuple(axis for axis in role.data if axis in asked and any(axis in f.axes for f in factors))
+            if found.setdefault(name, kept) != kept:
+                problems.append(f"{name}: one tensor of several modules, of which only some compute with a part of it")
+            problems += [
+                f"{name}: its module computes with a part over '{axis}', which '{factor}' must be split over first"
+                for factor in factors
+                for axis in kept
+                if axis in factor.axes and any(a in role.data for a in factor.axes[: factor.axes.index(axis)])
+            ]
+    counts = [policy.regather]
+    if isinstance(policy.units, Mapping):
+        counts += [settings.get("regather", True) for settings in policy.units.values()]
+    if any(axes[axis] > 1 for kept in found.values() for axis in kept) and any(type(n) is int for n in counts):
+        problems.append("Policy(regather=n): weights of experts differ between neighbouring ranks; use True or False")
+    return found
 
 
 def _local_sizes(
@@ -852,15 +903,15 @@ def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:
-    groups: dict[tuple[tuple[str, ...], torch.dtype], list[Leaf]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...], torch.dtype], list[Leaf]] = {}
     for layout in layouts:
         cast = policy.compute_dtype if layout.dtype.is_floating_point else None
         for leaf in layout.leaves:
-            axes = tuple(axis for axis in role.data if axis in leaf.axes)
-            groups.setdefault((axes, cast or layout.dtype), []).append(leaf)
+            axes = tuple(axis for axis in role.data if axis in leaf.axes and axis not in layout.kept)
+            groups.setdefault((axes, layout.kept, cast or layout.dtype), []).append(leaf)
+    names = {key: tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)) for key, leaves in groups.items()}
     return tuple(
-        Bucket(unit, tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)), axes, dtype, policy.reduce_dtype)
-        for (axes, dtype), leaves in groups.items()
+        Bucket(unit, names[axes, kept, dtype], axes, dtype, policy.reduce_dtype, kept) for axes, kept, dtype in groups
     )
 
 

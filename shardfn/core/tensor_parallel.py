@@ -362,7 +362,8 @@ def shaped_forwards(plan: Plan) -> dict[str, Forward]:
     """Module path -> what stands for its forward in a run without data on whole weights."""
     found = ((m.name, first_match(plan.policy.compute, [m.name])) for m in plan.info.modules)
     functions = {name: plan.policy.compute[pattern] for name, pattern in found if pattern is not None}
-    return {name: _SHAPED[fn] for name, fn in functions.items() if fn in _SHAPED}
+    shaped = {name: _SHAPED.get(fn) or getattr(fn, "without_data", None) for name, fn in functions.items()}
+    return {name: fn for name, fn in shaped.items() if fn is not None}
 
 
 def _custom(module: ModuleInfo, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], fn: Forward) -> Forward:

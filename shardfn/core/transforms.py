@@ -432,12 +432,13 @@ def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, re
 
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
-    keep = plan.roles.compute if pending else None
+    layout, leaf = plan.leaves[name]
+    keep = (*plan.roles.compute, *layout.kept) if pending else None
     dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
     device = places.device if pending else stored_on(plan.policy, places.device)
 
     def zeros(coords: Mapping[str, int], _: Any) -> list[Tensor]:
-        shape = plan.leaves[name][1].local_shape(places.sizes, coords, keep)
+        shape = leaf.local_shape(places.sizes, coords, keep)
         return [torch.zeros(shape if trainable else (), dtype=dtype, device=device).expand(shape)]
 
     return wrap_local(per_rank(places, zeros, [])[0], spec)

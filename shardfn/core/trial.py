@@ -305,8 +305,9 @@ class _MetaWeights:
 
     def __call__(self, name: str) -> Tensor:
         if name not in self._made:
-            layout, sizes, roles = self._plan.layouts[name], self._plan.axes, self._plan.roles
-            shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), roles.compute) for leaf in layout.leaves]
+            layout, sizes = self._plan.layouts[name], self._plan.axes
+            keep = (*self._plan.roles.compute, *layout.kept)
+            shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
             parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
             trains = layout.trainable and self._differentiates

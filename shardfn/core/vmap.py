@@ -230,9 +230,10 @@ def _whole(tree: Params) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for bucket in (bucket for unit in tree.plan.units for bucket in unit.buckets):
         held = [name for name in bucket.leaves if name in tree]
+        axes = tuple(axis for axis in tree.plan.roles.data if axis in (*bucket.axes, *bucket.kept))
         for dtype in dict.fromkeys(tree[name].dtype for name in held):
             names = tuple(name for name in held if tree[name].dtype == dtype)
-            travels = replace(bucket, leaves=names, dtype=dtype)
+            travels = replace(bucket, leaves=names, dtype=dtype, axes=axes, kept=())
             spot = BucketOnGrid(tree.plan, places, travels, new_buffers(places))
             out |= zip(names, GatherBucket.apply(spot, *(tree[name] for name in names)), strict=True)
     return {name: out[name] for name in tree}

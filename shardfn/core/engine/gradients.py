@@ -70,7 +70,7 @@ def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
     """This rank's shard in a gradient that is whole over the data axes."""
     leaf, grid = spot.leaves[index], spot.grid
     own = leaf.local_range(grid.sizes, grid.coords)
-    gathered = leaf.local_range(grid.sizes, grid.coords, spot.plan.roles.compute)
+    gathered = leaf.local_range(grid.sizes, grid.coords, spot.computed)
     for dim, ((start, length), (first, _)) in enumerate(zip(own, gathered, strict=True)):
         whole = whole.narrow(dim, start - first, length)
     return whole

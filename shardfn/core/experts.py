@@ -1,0 +1,361 @@
+"""Mixtures of experts over an axis of their own: tokens go to the ranks that have their experts, and back. Layer 4.
+
+Weights of experts are [experts@ep, ..]: rank r of `ep` has the experts r * n to r * n + n - 1.
+
+    tokens differ over ep   rows to the ranks of their experts -> experts -> rows back -> sum at home
+    (ep splits the batch)   two all-to-alls of rows, one of routing weights; the same in backward
+    the same on all ranks   each takes those of its own experts -> experts -> psum
+    (ep is a compute axis)  one all-reduce; in backward one of tokens and one of routing weights
+
+A row is one token for one rank: it travels once to a rank, however many of its experts are there, and what comes back
+is their weighted sum.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import has_no_memory, parameters_of, simulated, vmap_depth
+from shardfn.core.collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    all_to_all_rows,
+    axis_index,
+    axis_size,
+    psum,
+    psum_scatter,
+    pvary,
+    shard_slice,
+)
+from shardfn.core.errors import ShardError
+from shardfn.core.mapped import mapped_axes
+from shardfn.core.mesh import MeshSpec
+from shardfn.core.shadow import class_of
+from shardfn.core.tensor_parallel import Layouts
+
+Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]
+
+
+class _Routed(NamedTuple):
+    """Tokens [n, c], the experts of each [n, k], and their weights [n, k]."""
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What computes the experts of this rank, which have numbers from 0 on."""
+
+    own: Any
+    local: Mapping[str, Tensor]
+    grouped: Grouped | None
+    others: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """How many experts there are here."""
+        return next(iter(self.local.values())).shape[0]
+
+    def chosen(self, routed: _Routed) -> Tensor:
+        """The weighted sum of what experts make of the tokens that chose them: [n, c]."""
+        if self.grouped is None:
+            return class_of(self.own).forward(self.own, *routed, *self.others)
+        tokens, ids, weights = routed
+        pairs = ids.reshape(-1)  # [n * k]
+        order = pairs.argsort(stable=True)
+        counts = torch.bincount(pairs, minlength=self.count).tolist()
+        token = order // ids.shape[1]
+        made = self.grouped(self.local, tokens.index_select(0, token), counts) * weights.reshape(-1)[order][:, None]
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made.to(tokens.dtype))
+
+    def one(self, index: int, tokens: Tensor, weight: Tensor) -> Tensor:
+        """What one expert makes of all tokens, times their weights [n, 1]: no size depends on values."""
+        if self.grouped is None:
+            ids = torch.full(weight.shape, index, device=weight.device)
+            return class_of(self.own).forward(self.own, tokens, ids, weight, *self.others)
+        counts = [len(tokens) if other == index else 0 for other in range(self.count)]
+        return self.grouped(self.local, tokens, counts) * weight
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The parallel forward of a module of experts whose weights a rule splits by number: `"experts@ep ff c@fsdp"`.
+
+    The module is called with tokens `[.., c]`, the experts of each token `[.., k]` and their weights `[.., k]`, and
+    returns the weighted sum of what the experts make of each token. It runs here on the tokens of this rank's experts,
+    with numbers from 0 on, and one expert a token. An attribute that holds the number of experts is given in
+    `Policy.local_sizes`. All parameters of the module itself have the experts as their first dim.
+
+    When `axis` splits the batch, weights of experts stay split over it, and tokens travel: the usual arrangement, in
+    which the rest of the model is data-parallel over `axis`. When it does not (a compute axis), all its ranks have the
+    same tokens, and each computes its own experts. Every token is computed, however many choose one expert.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> class Moe(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = nn.Parameter(torch.randn(4, 16, 8))
+        ...         self.down = nn.Parameter(torch.randn(4, 8, 16))
+        ...     def forward(self, x, ids, weights):
+        ...         out = torch.zeros_like(x)
+        ...         for expert, (up, down) in enumerate(zip(self.up, self.down)):
+        ...             token, slot = torch.where(ids == expert)
+        ...             made = (x[token] @ up.t()).relu() @ down.t()
+        ...             out = out.index_add(0, token, made * weights[token, slot, None])
+        ...         return out
+        >>> policy = sf.Policy(
+        ...     batch=("fsdp", "ep"),
+        ...     rules={"experts.up": "experts@ep ff c@fsdp", "experts.down": "experts@ep c@fsdp ff"},
+        ...     compute={"experts": sf.policies.Experts("ep")},
+        ... )
+        >>> sf.plan(nn.ModuleDict({"experts": Moe()}), sf.MeshSpec(fsdp=2, ep=2), policy).local_shape("experts.up")
+        (2, 16, 4)
+
+    Args:
+        axis: the mesh axis of experts.
+        dispatch: on a compute axis: True has each rank send its share of the tokens to the ranks of their experts and
+            gathers the results. In most of the measured cases that takes longer, see docs/design.md.
+        grouped: in place of the module's own forward: `grouped(weights, tokens, counts)`, with this rank's part of the
+            module's parameters by attribute, its tokens `[n, c]` sorted by expert, and how many each expert has, makes
+            `[n, c]`, to which routing weights are applied here.
+
+    Raises:
+        ShardError: in `plan`: experts that do not divide. In `apply`: a parameter of the module that is not split by
+            number of experts, inputs of other shapes, numbers that are no expert's.
+
+    Communication: where `axis` splits the batch, an all-to-all of a few counts, three of tokens, their experts and
+    their weights, and one of results; in backward one of each but the counts and the experts. On a compute axis an
+    all-reduce of results, and in backward one of tokens and one of weights. `Plan.comm_bytes` does not count them.
+    """
+
+    axis: str
+    dispatch: bool = False
+    grouped: Grouped | None = None
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The axes over which weights stay split in the computation, whatever part they have in a mesh."""
+        return (self.axis,)
+
+    def without_data(self, own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """What stands for the module in a run without data: which experts are used depends on values."""
+        routed, _ = _given(own, args, kwargs)
+        return torch.empty_like(routed.tokens)
+
+    def __call__(
+        self, own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """See the class."""
+        routed, others = _given(own, args, kwargs)
+        experts = _experts_of(own, self.axis, local, layouts)
+        # Shares of the same tokens are taken of what is the same; all else that ranks do with them differs.
+        within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
+        for axis in within:
+            tokens, ids, weights = routed
+            routed = _Routed(pvary(tokens, layouts.mesh, axis), ids, pvary(weights, layouts.mesh, axis))
+        if routed.tokens.is_meta:
+            out = torch.empty_like(routed.tokens)
+        else:
+            run = _Run(own, local, self.grouped, others)
+            flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
+            made = self._all_here(flat, run) if experts is None else self._computed(flat, run, experts, layouts)
+            out = made.view(routed.tokens.shape)
+        for axis in within:
+            out = psum(out, layouts.mesh, axis)
+        return out
+
+    def _all_here(self, routed: _Routed, run: _Run) -> Tensor:
+        """Tokens [n, c] through experts that are all on this rank."""
+        if self.axis in mapped_axes() and self.grouped is None:
+            raise ShardError(
+                f"vmap: samples lie on '{self.axis}', and weights of experts are whole for each: the module's own "
+                f"forward may know the number of experts of one rank only. Give Experts(grouped=...), or keep "
+                f"'{self.axis}' out of Policy.batch"
+            )
+        if self.grouped is not None and _fixed_sizes():
+            return _each_of_all(routed, run, torch.arange(run.count, device=routed.ids.device))
+        return run.chosen(routed)
+
+    def _computed(self, routed: _Routed, run: _Run, experts: int, layouts: Layouts) -> Tensor:
+        """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
+        mesh, axis, shared = layouts.mesh, self.axis, self.axis in layouts.axes
+        assert not isinstance(mesh, MeshSpec)
+        places = _Places(mesh, axis, experts)
+        if _fixed_sizes():
+            return _without_sizes(routed, run, places, shared, self.dispatch)
+        if not shared:
+            return _dispatched(routed, run, places)
+        if self.dispatch:
+            return _dispatched_shares(routed, run, places)
+        _require_experts(places.wrong(routed.ids), places)
+        return _own_experts(routed, run, places)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which experts are where."""
+
+    mesh: DeviceMesh
+    axis: str
+    experts: int
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks they are."""
+        return axis_size(self.mesh, self.axis)
+
+    @property
+    def count(self) -> int:
+        """How many each rank has."""
+        return self.experts // self.ranks
+
+    def wrong(self, ids: Tensor) -> bool:
+        """Whether there are numbers of no expert."""
+        return bool(((ids < 0) | (ids >= self.experts)).any())
+
+
+def _fixed_sizes() -> bool:
+    """Whether no size may depend on values: in a graph, a simulation, a `vmap`."""
+    return has_no_memory() or simulated() or vmap_depth() > 0
+
+
+def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Routed, tuple[Any, ...]]:
+    """Tokens, experts and weights among the arguments of a call; what else there is.
+
+    Raises:
+        ShardError: the first three are no tensors, or of shapes that do not fit.
+    """
+    bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    bound.apply_defaults()
+    _, *values = bound.args
+    found, others = values[:3], tuple(values[3:])
+    name = class_of(own).__name__
+    if len(found) < 3 or not all(isinstance(x, Tensor) for x in found) or bound.kwargs:
+        raise ShardError(
+            f"Experts: {name} has to be called with tokens [.., c], experts [.., k] and their weights [.., k], all "
+            "tensors and no keyword-only arguments; give it a parallel forward of its own otherwise"
+        )
+    tokens, ids, weights = found
+    if ids.shape != weights.shape or ids.shape[:-1] != tokens.shape[:-1] or ids.is_floating_point() or not ids.dim():
+        raise ShardError(
+            f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and weights "
+            f"{tuple(weights.shape)}; expected [.., c], whole numbers [.., k] and [.., k]"
+        )
+    return _Routed(tokens, ids, weights), others
+
+
+def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int | None:
+    """How many experts there are over all ranks of the axis; None when each rank has all of them.
+
+    Raises:
+        ShardError: not all parameters are split by number of experts, or only some within them.
+    """
+    shared = axis in layouts.axes
+    split = [layout for layout in layouts.values() if axis in (layout.axes if shared else layout.kept)]
+    for other in layouts.axes:
+        whole = [layout for layout in layouts.values() if other not in layout.axes]
+        if whole and other != axis:
+            raise ShardError(
+                f"Experts: '{whole[0].name}' is whole over '{other}', and others of its module are split; what it adds "
+                f"would count once a rank. Split all of them over '{other}' or none"
+            )
+    if not split or axis_size(layouts.mesh, axis) == 1:
+        return None
+    experts, size = split[0].shape[0], axis_size(layouts.mesh, axis)
+    for attribute, layout in layouts.items():
+        if axis not in layout.model_axes(0) or not len(local[attribute]) * size == layout.shape[0] == experts:
+            raise ShardError(
+                f"Experts: '{layout.name}' {layout.shape} has the rule '{layout.rule}'; all parameters of the module "
+                f"need the experts as their first dim, split over '{axis}' alone: 'experts@{axis} ...'"
+            )
+    inside = [name for name, child in own.named_modules() if name and parameters_of(child)] if shared else []
+    if inside:
+        raise ShardError(
+            f"Experts: {class_of(own).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use for "
+            f"their own tokens, so that its gradients would be parts of a sum. Put '{axis}' into Policy.batch"
+        )
+    return experts
+
+
+def _require_experts(wrong: bool, places: _Places) -> None:
+    if wrong:
+        raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {places.experts - 1}")
+
+
+def _own_experts(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+    """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
+    tokens, ids, weights = routed
+    first = axis_index(places.mesh, places.axis) * places.count
+    token, slot = ((ids >= first) & (ids < first + places.count)).nonzero(as_tuple=True)
+    chosen = _Routed(tokens.index_select(0, token), (ids[token, slot] - first)[:, None], weights[token, slot][:, None])
+    if not len(token):
+        # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on which
+        # they gather weights again and send gradients; an expert that nobody chose has zeros.
+        chosen = _Routed(*(F.pad(x, (0, 0, 0, 1)) for x in chosen))
+    made = run.chosen(chosen)[: len(token)].to(tokens.dtype)
+    return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
+
+
+def _dispatched(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+    """Tokens [n, c], other ones on each rank, through their experts."""
+    tokens, ids, _ = routed
+    mesh, axis = places.mesh, places.axis
+    ranks = torch.arange(places.ranks, device=ids.device)
+    there = (ids.div(places.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
+    token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
+    send = there.sum(0)
+    if places.wrong(ids):
+        send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
+    counts = torch.stack([send, all_to_all(send, mesh, axis, 0, 0)]).tolist()
+    _require_experts(min(map(min, counts)) < 0, places)
+    send, receive = counts
+    rows = _Routed(*(all_to_all_rows(x.index_select(0, token), mesh, axis, send, receive) for x in routed))
+    back = all_to_all_rows(_own_experts(rows, run, places), mesh, axis, receive, send)
+    return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
+
+
+def _dispatched_shares(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+    """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
+    mesh, axis, n = places.mesh, places.axis, len(routed.ids)
+    _require_experts(places.wrong(routed.ids), places)
+    # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
+    padded = (F.pad(x, (0, 0, 0, -n % places.ranks)) for x in routed)
+    own = _Routed(*(shard_slice(x, mesh, axis, 0) for x in padded))
+    return all_gather_invariant(_dispatched(own, run, places), mesh, axis, 0)[:n]
+
+
+def _without_sizes(routed: _Routed, run: _Run, places: _Places, shared: bool, dispatch: bool) -> Tensor:
+    """The same where no size may depend on values: every expert of this rank computes all tokens.
+
+    Tokens that differ between ranks are gathered for it.
+    """
+    mesh, axis = places.mesh, places.axis
+    if not shared:
+        routed = _Routed(*(all_gather(x, mesh, axis, 0) for x in routed))
+    elif dispatch:
+        routed = _Routed(pvary(routed.tokens, mesh, axis), routed.ids, pvary(routed.weights, mesh, axis))
+    own = shard_slice(torch.arange(places.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
+    out = _each_of_all(routed, run, own)
+    if not shared:
+        return psum_scatter(out, mesh, axis, 0)
+    return psum(out, mesh, axis) if dispatch else out
+
+
+def _each_of_all(routed: _Routed, run: _Run, own: Tensor) -> Tensor:
+    """What this rank's experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing."""
+    tokens, ids, weights = routed
+    out = torch.zeros_like(tokens, requires_grad=False)
+    for index in range(run.count):
+        weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
+        out = out + run.one(index, tokens, weight).to(out.dtype)
+    return out
