@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import unsplit_classes
-from shardfn.core.collectives import axis_size, psum, pvary, shard_slice
+from shardfn.core.collectives import axis_size, psum, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
 from shardfn.core.model import OUT_DIM, kind_of
-from shardfn.core.parts import Part
+from shardfn.core.parts import SUM, Part
 from shardfn.core.policy import Policy
 from shardfn.core.shadow import class_of
 from shardfn.core.tensor_parallel import Layouts, calls_own_forward, without_data
@@ -43,7 +43,7 @@ _OUT_OF_HEADS = set("o o_proj out_proj dense c_proj output.dense".split())
 _INTO_FF = set("fc1 c_fc dense_h_to_4h wi wi_0 wi_1 up_proj gate_proj lin1 intermediate.dense".split())
 _OUT_OF_FF = set("fc2 c_proj dense_4h_to_h wo down_proj lin2 output.dense".split())
 
-_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
@@ -141,6 +141,7 @@ class _Reading:
                 self._apply(path, style)
             if not plan:
                 self._vocabulary()
+            self._known_modules()
         for name in self.experts:
             if _starred(name) not in self.rules:
                 self._parameter(name, "")
@@ -152,6 +153,14 @@ class _Reading:
         if self.expert_axis not in (None, self.axis):
             given["batch"] = tuple(dict.fromkeys((*self.data, self.expert_axis)))
         return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
+
+    def _known_modules(self) -> None:
+        """Forwards of modules that are known by their class, or as experts."""
+        for path, module in self.modules.items():
+            if (forward := _MODULES.get(class_of(module).__name__)) is not None:
+                self.compute.setdefault(_starred(path), forward)
+            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):  # experts of no plan, too
+                self.compute.setdefault(_starred(path), tensor_parallel_experts)
 
     # -- which modules and parameters have a style -----------------------------------------------------------------
 
@@ -184,6 +193,8 @@ class _Reading:
 
     def _apply(self, path: str, style: str) -> None:
         module = self.modules.get(path)
+        if self._within_whole(path):
+            style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
         if style == _EXPERTS and _starred(path) not in self.compute:
             self._put(self.compute, path, tensor_parallel_experts)
         elif style == _IDENTITY:
@@ -202,6 +213,13 @@ class _Reading:
         elif style not in _DERIVED | _BY_NUMBER | {_EXPERTS}:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
+    def _within_whole(self, path: str) -> bool:
+        """Whether a module around a linear computes with whole values."""
+        above = path.rpartition(".")[0]
+        module = self.modules.get(above)
+        found = module is not None and _WHOLE.get(class_of(module).__name__, lambda module: False)(module)
+        return found or (bool(above) and self._within_whole(above))
+
     def _linear(self, path: str, module: Any, style: str) -> None:
         weight = module.weight
         out = OUT_DIM[kind_of(module)]
@@ -219,9 +237,11 @@ class _Reading:
         param = self.model.get_parameter(name)
         dims = ["_"] * param.dim()
         whole = list(range(param.dim()))
+        owner, _, last = name.rpartition(".")
         if style:
             at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
-            dims[at] = f"(2 _{self.tp})" if style.startswith("packed") else f"_{self.tp}"
+            packed = style.startswith("packed") or (last == "gate_up_proj" and _halves(self.modules[owner]))
+            dims[at] = f"(2 _{self.tp})" if packed else f"_{self.tp}"
             whole.remove(at)
         expert_axis = self.experts.get(name)
         if expert_axis is not None:
@@ -232,9 +252,8 @@ class _Reading:
                 return
             whole.remove(0)
             dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"
-            path = name.rpartition(".")[0]
-            if getattr(self.modules[path], "num_experts", None) == param.shape[0]:
-                self._put(self.local_sizes, path, {"num_experts": experts})
+            if getattr(self.modules[owner], "num_experts", None) == param.shape[0]:
+                self._put(self.local_sizes, owner, {"num_experts": experts})
         if whole and self.data:
             dims[max(whole)] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
         self._put(self.rules, name, " ".join(dims))
@@ -277,7 +296,8 @@ class _Reading:
             return f"({packed}_{self.tp})" if packed else f"{self._named('ff', size)}{self.tp}"
         width = next(getattr(owner, name) for name in _HEAD_SIZES if isinstance(getattr(owner, name, None), int))
         count = next((getattr(owner, n) for n in _HEAD_COUNTS if isinstance(getattr(owner, n, None), int)), None)
-        if size % width and count and size % count == 0:
+        compressed = hasattr(owner, "qk_head_dim")  # queries, keys with values, and outputs have heads of other sizes
+        if count and size % count == 0 and (compressed or size % width):
             width = size // count
         if size % width:
             return f"_{self.tp}"
@@ -379,8 +399,54 @@ def bloom_attention(
     return class_of(own).forward(*given.args, **given.kwargs)
 
 
+def _picked_pools(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Which keys GLM-5's indexer picks, without data: indices [b, s, keys]."""
+    tail = own.index_kpool - 1 if own.index_kpool_always_select_tail else 0
+    return hidden_states.new_empty(*hidden_states.shape[:2], own.index_topk + tail, dtype=torch.int32)
+
+
+def _picked_blocks(
+    own: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Which keys Qwen4's indexer picks, without data: a mask [b, 1, s, keys]."""
+    return torch.empty_like(attention_mask, dtype=torch.bool)
+
+
+@without_data(_picked_pools)
+def pooled_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
+    """An indexer that drops pools of keys by values that it has computed."""
+    return _or_without_data(_picked_pools, own, *args, **kwargs)
+
+
+@without_data(_picked_blocks)
+def block_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
+    """An indexer that goes through the queries one by one."""
+    return _or_without_data(_picked_blocks, own, *args, **kwargs)
+
+
+def _or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, or what stands for it in a run without data."""
+    without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
+    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
+
+
+# By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
+_MODULES: dict[str, Callable[..., Any]] = {
+    "Glm5NextTextIndexer": pooled_indexer,
+    "Qwen4ExpTextQSAIndexer": block_indexer,
+}
+
 # By the name of a class: a forward of its attention that works with a part of the heads.
 _ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}
+
+# By the name of a class: whether a module mixes the features or heads between its linears, and so needs them whole. The
+# linears stay split; the outputs of the first are gathered, and the last takes its part of its input.
+_WHOLE: dict[str, Callable[[Any], bool]] = {
+    "DogeAttention": lambda module: True,  # a mask for the keys of each group, made of their values
+    "EsmcAttention": lambda module: True,  # a norm over all heads
+    "Gemma3nTextMLP": lambda module: module.activation_sparsity > 0,  # the mean over all features is a threshold
+    "NeoMMEAttention": lambda module: True,  # a number for each head in a module of its own
+}
 
 
 def _starred(name: str) -> str:
@@ -398,6 +464,11 @@ def _source(cls: type) -> str:
     return text.partition("def __init__")[2].partition("\n    def ")[2]
 
 
+def _halves(experts: Any) -> bool:
+    """Whether `gate_up_proj` of these experts is two weights one after the other, as the module itself says."""
+    return getattr(experts, "has_gate", False) is True and getattr(experts, "is_concatenated", False) is True
+
+
 def _block_modules(model: nn.Module) -> list[str]:
     """The paths of the blocks that are not split, in lists of them."""
     classes = set(unsplit_classes(model) or ())
@@ -413,12 +484,29 @@ def _blocks(model: nn.Module) -> Any:
     return tuple(dict.fromkeys(_starred(name) for name in _block_modules(model))) or "auto"
 
 
-def _alike(own: nn.Module, hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-    """What experts return, without data: which of them are used depends on values."""
-    return torch.empty_like(hidden)
+def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What experts return, without data: that of two tokens and the first expert, for all of them.
+
+    Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
+    are given no indices compute all of it.
+    """
+    rows = args[0].shape[0]
+    if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+        return class_of(own).forward(own, *args, **kwargs)
+    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
+    return out[:1].expand(rows, *out.shape[1:]).contiguous()
 
 
-@without_data(_alike)
+def _of_two(value: Any) -> Any:
+    """The first rows; indices are zeros, whose values are known in a run without data."""
+    if not isinstance(value, Tensor):
+        return value
+    few = value[:2]
+    return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
+
+
+@calls_own_forward
+@without_data(_probed)
 def tensor_parallel_experts(
     own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
 ) -> Any:
@@ -428,9 +516,11 @@ def tensor_parallel_experts(
     """
     for axis in layouts.axes:
         args = tuple(
-            pvary(x, layouts.mesh, axis) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+            layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for at, x in enumerate(args)
         )
-    out = _alike(own, *args) if args[0].is_meta else class_of(own).forward(own, *args, **kwargs)
+    out = _probed(own, *args, **kwargs) if args[0].is_meta else class_of(own).forward(own, *args, **kwargs)
     for axis in layouts.axes:
+        layouts.require(out, axis, SUM)
         out = psum(out, layouts.mesh, axis)
     return out

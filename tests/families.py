@@ -180,8 +180,8 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         of_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if of_double and name == "float":
-            return args[0]
+        if name == "float" and args and isinstance(args[0], Tensor):
+            return args[0].double()
         if of_double and torch.float32 in (*args[1:], *(kwargs or {}).values()):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}

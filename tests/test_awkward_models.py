@@ -264,3 +264,72 @@ def test_a_shared_value_that_leaves_the_model_counts_once(mesh: DeviceMesh) -> N
     assert_parity({"loss": loss}, {"loss": expected.detach()})
     wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
     assert_parity(sf.gather(grads), wanted, tol=1e-11)
+
+
+class Raw(nn.Module):
+    """Computes with its weights by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.wide)), self.narrow)
+
+
+class TwoWays(nn.Module):
+    """A value that two modules with split weights read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.first, self.second = nn.Linear(8, 8), Raw(), Raw()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.first(x) + self.second(x)
+
+
+def _varied_by_hand(own: Any, local: Any, layouts: Any, x: Tensor) -> Tensor:
+    return sf.collectives.psum(Raw.forward(own, sf.collectives.pvary(x, layouts.mesh, "tp")), layouts.mesh, "tp")
+
+
+def _entered(own: Any, local: Any, layouts: Any, x: Tensor) -> Tensor:
+    return sf.collectives.psum(Raw.forward(own, layouts.entered(x, "tp", 0)), layouts.mesh, "tp")
+
+
+_BOTH = {"{first,second}.wide": RULES["up.weight"], "{first,second}.narrow": RULES["down.weight"]}
+
+
+@on_meshes(*MESHES)
+def test_a_value_that_varies_is_not_varied_again(mesh: DeviceMesh) -> None:
+    """Its gradient would be added up over the ranks a second time."""
+    torch.manual_seed(3)
+    model = TwoWays().double()
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    params = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": _entered}))
+    grads = sf.grad(lambda p: sf.apply(model, p, local).square().mean())(params)
+    model(x).square().mean().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_parity(sf.gather(grads), wanted, tol=1e-11)
+    by_hand = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": _varied_by_hand}))
+    with pytest.raises(sf.ShardError, match="in 'second': pvary over 'tp' of a value that varies over it"):
+        sf.apply(model, by_hand, local)
+
+
+class Pending(nn.Module):
+    """A sum that is still pending, whole in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(16, 16))
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.linear(F.linear(x, self.wide), self.narrow))
+
+
+def test_a_pending_sum_is_not_sliced() -> None:
+    rules = {"wide": "f@tp c", "narrow": "_ f@tp", "down.weight": "c f@tp"}
+    with pytest.raises(sf.ShardError, match="in 'down': its input is a sum over 'tp' that is still pending"):
+        sf.plan(Pending(), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=rules), example=torch.empty(4, 8))

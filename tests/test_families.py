@@ -201,3 +201,22 @@ def test_a_forward_that_fails_on_one_rank_too_says_so() -> None:
     model.model.layers[1].self_attn.head_dim = 7
     with pytest.raises(sf.ShardError, match=r"on whole weights, failed in 'model.layers.1.self_attn'"):
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy("Llama"), example=torch.zeros(2, 8, dtype=torch.long))
+
+
+def test_experts_are_followed_inside() -> None:
+    """Halves side by side, cut as if they were one weight: what an expert computes would be something else."""
+    family = FAMILIES["Mixtral"]
+    policy = _policy("Mixtral")
+    name = "model.layers.*.mlp.experts.gate_up_proj"
+    assert policy.rules[name] == "_ (2 _@tp) _@fsdp"
+    example = torch.zeros(2, 8, dtype=torch.long)
+    sf.plan(family.make(), sf.MeshSpec(fsdp=1, tp=2), policy, example=example)
+    cut = policy | sf.Policy(rules={name: "_ _@tp _@fsdp"})
+    with pytest.raises(sf.ShardError, match=r"mlp\.experts'.*a slice cuts through the part of a split dim"):
+        sf.plan(family.make(), sf.MeshSpec(fsdp=1, tp=2), cut, example=example)
+
+
+def test_halves_of_experts_are_split_whatever_the_plan_says() -> None:
+    model: Any = FAMILIES["Mixtral"].make()
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts.gate_up_proj": "colwise"}
+    assert sf.policies.from_transformers(model).rules["model.layers.*.mlp.experts.gate_up_proj"] == "_ (2 _@tp) _@fsdp"

@@ -60,6 +60,29 @@ def _written(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+ROWS = torch.tensor([2, 0, 2])
+
+
+def _ones(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[:-1], dtype=x.dtype)
+
+
+def _into_zeros(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape[:-1], dtype=x.dtype)
+    out.index_add_(0, ROWS, x.sum(-1))
+    return out.index_add_(0, ROWS, 2 * x.sum(-1))
+
+
+def _into_zeros_no_more(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape[:-1], dtype=x.dtype)
+    out[0] += 1
+    return out.index_add(0, ROWS, x.sum(-1))
+
+
+def _sorted_shares(x: Tensor) -> Tensor:
+    return x.gather(-1, x.topk(2).indices)
+
+
 X = ((3, 4, 6),)
 LAST, FIRST = even(2, 3), even(1, 2)
 CASES = {
@@ -136,6 +159,17 @@ CASES = {
         lambda x, w: F.conv1d(x, w, groups=x.shape[1]), ((2, 4, 7), (4, 1, 2)), (even(1, 2), even(0, 2))
     ),
     "written beside": Case(_written, (*X, (3, 2, 6)), (LAST, LAST)),
+    "a sum, scaled by shares": Case(lambda x, y: x.sum(-1) * y, (*X, (3, 4)), (LAST, SAME), "sum"),
+    "a sum, times a sum": Case(lambda x, y: x.sum(-1) * y.sum(-1), (*X, *X), (LAST, LAST), "lost"),
+    "a sum, times a split value": Case(lambda x, y: x.sum(-1, True) * y, (*X, *X), (LAST, LAST), "lost"),
+    "a share by a sum": Case(lambda x, y: y / x.sum(-1), (*X, (3, 4)), (LAST, SAME), "lost"),
+    "a product of a sum and shares": Case(lambda x, y: x.sum(-1) @ y, (*X, (4, 5)), (LAST, SAME), "sum"),
+    "a product of two sums": Case(lambda x, y: x.sum(-1) @ y.sum(-1).t(), (*X, *X), (LAST, LAST), "lost"),
+    "sums written into zeros": Case(_into_zeros, X, (LAST,), "sum"),
+    "sums written into ones": Case(lambda x: _ones(x).index_add(0, ROWS, x.sum(-1)), X, (LAST,), "lost"),
+    "sums written into what was zeros": Case(_into_zeros_no_more, X, (LAST,), "lost"),
+    "shares picked by shares": Case(_sorted_shares, ((3, 4),), (SAME,), "same"),
+    "what nothing is known of, of shares": Case(lambda x: torch.linalg.matrix_exp(x), ((3, 4, 4),), (SAME,), "same"),
     "what nothing is known of": Case(lambda x: torch.linalg.matrix_exp(x[:, :3, :3]), ((3, 4, 6),), (LAST,), "lost"),
     "repeated": Case(lambda x: x.repeat(1, 1, 2), X, (LAST,)),
     "padded beside": Case(lambda x: F.pad(x, (0, 0, 1, 1)), X, (LAST,)),
@@ -166,6 +200,8 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
         assert said.why if case.kind == "lost" else not said.why
         if case.kind == "split":
             torch.testing.assert_close(results[-1], _taken(expected, said, rank))
+    if said == SAME:
+        torch.testing.assert_close(results[-1], expected)
     if said == SUM:
         torch.testing.assert_close(results[0] + results[1], expected)
 

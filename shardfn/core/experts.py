@@ -162,7 +162,7 @@ class Experts:
         within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
         for axis in within:
             tokens, ids, weights = routed
-            routed = _Routed(pvary(tokens, layouts.mesh, axis), ids, pvary(weights, layouts.mesh, axis))
+            routed = _Routed(layouts.entered(tokens, axis, 0), ids, layouts.entered(weights, axis, 2))
         if routed.tokens.is_meta:
             out = torch.empty_like(routed.tokens)
         else:

@@ -21,7 +21,8 @@ Parts = list["Part | None"]
 class Operation:
     """One call of an operation on one rank, seen from an axis of `size` ranks.
 
-    `whole` has the shapes of its results in the run with whole values, when the same call was found there.
+    `whole` has the shapes of its results in the run with whole values, when the same call was found there. `zero` says
+    whether a tensor is known to hold nothing but zeros.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Operation:
     size: int
     pointwise: bool = False
     whole: tuple[tuple[int, ...], ...] | None = None
+    zero: Callable[[Tensor], bool] = lambda x: False
 
     def given(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its place or name."""
@@ -70,6 +72,8 @@ def parts_after(op: Operation) -> Parts:
             raise Lost(f"nothing is known of {op.name} on split values")
         found = rule(op)
     except Lost as lost:
+        if all(part in (None, SAME) for part in known):
+            return [SAME] * len(op.results)  # every rank does the same to the same values
         return [Part("lost", why=str(lost))] * len(op.results)
     return found if isinstance(found, list) else [found] * len(op.results)
 
@@ -148,10 +152,10 @@ def _one_copy(parts: set[Part]) -> set[Part]:
 def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
     sums = [part for part in parts if part.kind == "sum"]
     name = op.name.rstrip("_")
-    if len(sums) == len(parts):
-        if name in ("add", "sub") and len(sums) == len(op.inputs) == 2:
-            return SUM
-        if name in _LINEAR and len(sums) == 1 and not (name == "div" and op.part(op.args[0]) is None):
+    if name in ("add", "sub") and len(sums) == len(op.inputs) == 2:
+        return SUM
+    if name in _LINEAR and len(sums) == 1 and not any(part.split for part in parts):
+        if name != "div" or op.part(op.args[0]) == SUM:
             return SUM
     raise Lost(f"{op.name} of a sum that is still pending")
 
@@ -393,7 +397,7 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
     if not known:
         return None
     if any(part.kind == "sum" for part in known):
-        if len(known) == 1:
+        if [part.kind for part in known] in (["sum"], ["sum", "same"], ["same", "sum"]):
             return SUM
         raise Lost(f"{op.name} of a sum that is still pending and of another value that differs between ranks")
     both = zip(terms, parts, strict=True)
@@ -675,6 +679,9 @@ def _written(op: Operation) -> Part | None:
     source = op.given(3, "src" if "scatter" in op.name else "source")
     of_source = op.part(source) if isinstance(source, Tensor) else None
     inside = index.dim() == x.dim()  # one index for each element
+    if op.name.rstrip("_") in ("index_add", "scatter_add") and of_source == SUM and by in (None, SAME):
+        if part == SUM or (part is None and op.zero(x)):
+            return SUM
     if part is not None and part.split and part.dim != dim % x.dim():
         if of_source == part or not isinstance(source, Tensor):
             if by == part or not inside:

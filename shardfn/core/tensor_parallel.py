@@ -153,9 +153,11 @@ class ComputeAxes:
         """The input [.., in] of a row-parallel linear as this rank's part [.., in@axis], of one that may be whole."""
         part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
         size = sum(outer * inner for outer, inner in wanted.runs)
-        if x.shape[-1] == size * self.sizes[axis] and (part is None or part.kind == "same"):
-            if self._variance is not None and part is not None:
+        if x.shape[-1] == size * self.sizes[axis]:
+            if self._variance is not None and part is not None and part.kind == "same":
                 self._variance.findings.ready.add((path, axis))
+            elif self._variance is not None and part is not None:  # a sum, maybe, that the next run has added up
+                self._variance.refuse(_not_its_part(x, axis, part, wanted))
             return self._taken(x, axis, wanted.runs, ready or part is not None)
         if self._variance is not None and x.shape[-1] == size:
             if part is None or part != wanted.at(x.dim() - 1):
@@ -239,6 +241,12 @@ class ComputeAxes:
             parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
             self._variance.mark(x, replace(tag, parts=parts))
 
+    def require(self, x: Tensor, axis: str, wanted: Part) -> None:
+        """Have the run without data refuse an x that is something else over an axis."""
+        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else wanted
+        if self._variance is not None and part != wanted:
+            self._variance.refuse(_not_its_part(x, axis, part, wanted))
+
     def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
         """Tell the run without data what the last dim of x is over axes: sizes of 1 leave that open."""
         if self._variance is not None:
@@ -268,7 +276,7 @@ def parallel_forwards(
     for module in plan.info.modules:
         custom = first_match(plan.policy.compute, [module.name])
         if custom is not None:
-            forwards[module.name] = _custom(module, plan, axes, weight, plan.policy.compute[custom])
+            forwards[module.name] = _custom(module, plan, axes, weight, adjust, plan.policy.compute[custom])
         elif module.kind != "other" and any(plan.compute_axes(plan.layouts[name]) for _, name in module.params):
             names = dict(module.params)
             layout = plan.layouts[names["weight"]]
@@ -319,12 +327,23 @@ def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
 class Layouts(dict[str, Layout]):
     """How the weights of a module lie, by attribute, the `mesh` for collectives, and the `axes` that split any.
 
-    Operations within `hidden()` have no counterpart in the module's own forward.
+    Operations within `hidden()` have no counterpart in the module's own forward. `require(x, axis, part)` has a run
+    without data check which part x is; `entered(x, axis, at)` is the at-th argument as a varying value, which it may
+    have been before.
     """
 
-    def __init__(self, layouts: Mapping[str, Layout], axes: "ComputeAxes", split: Sequence[str]) -> None:
+    def __init__(
+        self, layouts: Mapping[str, Layout], axes: "ComputeAxes", split: Sequence[str], path: str, adjust: Adjustments
+    ) -> None:
         super().__init__(layouts)
+        self._entered, self._path, self._ready = axes.entered, path, adjust.ready
         self.mesh, self.axes, self.hidden, self.note_part = axes.mesh, tuple(split), axes.hidden, axes.note_part
+        self.require = axes.require
+
+    def entered(self, x: Tensor, axis: str, at: int) -> Tensor:
+        """An argument, varying over an axis."""
+        name = f"{self._path}, argument {at}"
+        return self._entered(x, axis, name, (name, axis) in self._ready)
 
 
 def without_data(shaped: Forward) -> Callable[[Forward], Forward]:
@@ -366,10 +385,18 @@ def shaped_forwards(plan: Plan) -> dict[str, Forward]:
     return {name: fn for name, fn in shaped.items() if fn is not None}
 
 
-def _custom(module: ModuleInfo, plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], fn: Forward) -> Forward:
+def _custom(
+    module: ModuleInfo,
+    plan: Plan,
+    axes: ComputeAxes,
+    weight: Callable[[str], Tensor],
+    adjust: Adjustments,
+    fn: Forward,
+) -> Forward:
     own_layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
     split = {axis for layout in own_layouts.values() for axis in plan.compute_axes(layout)}
-    layouts = Layouts(own_layouts, axes, [axis for axis in plan.roles.compute if axis in split])
+    compute = [axis for axis in plan.roles.compute if axis in split]
+    layouts = Layouts(own_layouts, axes, compute, module.name, adjust)
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         local = {attribute: weight(layout.name) for attribute, layout in layouts.items()}

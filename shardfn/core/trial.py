@@ -152,8 +152,10 @@ class Trial:
                 adjust = replace(adjust, whole=adjust.whole | found.whole, entries=adjust.entries | found.entries)
             elif new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
-            elif found.vary - adjust.vary or found.sums - adjust.sums:
-                adjust = replace(adjust, vary=adjust.vary | found.vary, sums=adjust.sums | found.sums)
+            elif new := found.sums - adjust.sums:  # before what these sums meet asks for more
+                adjust = replace(adjust, sums=adjust.sums | new)
+            elif new := found.vary - adjust.vary:
+                adjust = replace(adjust, vary=adjust.vary | new)
             elif not found.mixed:
                 if found.in_shares or found.may_scatter:
                     self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
@@ -177,7 +179,7 @@ class Trial:
         output = None
         calls = cast_inputs(self.plan, to_meta(self._calls, run.values))
         bound.begin(to_meta(self._buffers, run.values))
-        with run, torch.enable_grad():
+        with run, run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
@@ -191,9 +193,10 @@ class Trial:
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
 
         def weight(name: str) -> Tensor:
-            return torch.empty(
-                layouts[name].shape, dtype=dtypes[name], device="meta", requires_grad=layouts[name].trainable
-            )
+            with whole.hidden():  # no operation of the forward, which are compared one by one
+                return torch.empty(
+                    layouts[name].shape, dtype=dtypes[name], device="meta", requires_grad=layouts[name].trainable
+                )
 
         ignored = frozenset(self.plan.info.ignored)
         wiring = Wiring(self.names, weight, shaped_forwards(self.plan), around, ignored=ignored, of_own=_meta_table)
@@ -308,8 +311,9 @@ class _MetaWeights:
             layout, sizes = self._plan.layouts[name], self._plan.axes
             keep = (*self._plan.roles.compute, *layout.kept)
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
-            parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
-            made = compute_view(layout, parts).detach()
+            with self._variance.hidden():
+                parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
+                made = compute_view(layout, parts).detach()
             trains = layout.trainable and self._differentiates
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)

@@ -1,4 +1,4 @@
-"""The values of small integer and boolean tensors in a run without data. Layer 3.
+"""The values of small integer and boolean tensors, and of what is made of them alone, in a run without data. Layer 3.
 
 Forwards ask masks and positions for values ("does any sample have padding?") and go one way or the other. These are
 made of sizes and of integer inputs, which is cheap to do for real beside the meta tensors; what depends on weights is
@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_name, base_of, is_mutable, pytree
 
+_BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 
 
@@ -30,26 +32,58 @@ class Values:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without data, and where its inputs are known with values beside it."""
         name = base_name(func)
+        if name in _BY_MASK:
+            args = self._by_numbers(args)
         if name == "_grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
         flat, structure = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        if any(x not in self._known for x in tensors) or (
-            not tensors and not _makes_small_integers(name, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if (
+            draws
+            or any(x not in self._known for x in tensors)
+            or (not tensors and not _makes_small_integers(name, args, kwargs))
         ):
             out = func(*args, **kwargs)
             self._forget(func, out)
             return out
         real_args, real_kwargs = pytree.tree_unflatten([self._real(x) for x in flat], structure)
-        real = func(*real_args, **real_kwargs)
+        try:
+            real = func(*real_args, **real_kwargs)
+        except (NotImplementedError, RuntimeError):  # not for this dtype on the CPU, or nowhere
+            out = func(*args, **kwargs)
+            self._forget(func, out)
+            return out
         if name == "_local_scalar_dense":
             return real
         out = self._blank(func, args, kwargs, real)
         for blank, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
             if isinstance(blank, Tensor):
                 self._known.pop(blank, None)
-                self.note(blank, value)
+                if value.numel() <= _LARGEST:  # also numbers made of integers, such as weights of a mean
+                    self._known[blank] = value
         return out
+
+    def lists(self) -> TorchFunctionMode:
+        """A mode under which lists become known tensors, and known tensors lists."""
+        return _Lists(self)
+
+    def as_list(self, x: Tensor) -> Any:
+        """The values of a tensor; None when they are not known."""
+        return self._known[x].tolist() if x in self._known else None
+
+    def _by_numbers(self, args: Any) -> Any:
+        """Arguments of an indexing operation with the numbers of rows instead of a known mask."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if not (isinstance(index, Tensor) and index.dtype == torch.bool and index in self._known):
+                indices.append(index)
+                continue
+            for rows in self._known[index].nonzero().unbind(1):
+                blank = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+                self.note(blank, rows)
+                indices.append(blank)
+        return args[0], indices, *args[2:]
 
     def _blank(self, func: Any, args: Any, kwargs: Any, real: Any) -> Any:
         """The result on meta tensors; the shape of some depends on values."""
@@ -72,6 +106,22 @@ class Values:
                     base = base_of(x)
                     if base is not None:
                         self._known.pop(base, None)
+
+
+class _Lists(TorchFunctionMode):
+    """`tolist` is no operation, and fails on meta tensors; what `torch.tensor` reads is lost on them."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and (known := self._values.as_list(args[0])) is not None:
+            return known
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and out.is_meta and not isinstance(args[0], Tensor):
+            self._values.note(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
+        return out
 
 
 def _counts(x: Tensor) -> bool:

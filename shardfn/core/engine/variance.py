@@ -186,6 +186,7 @@ class Variance(Framed):
         self.sizes = dict(sizes)
         self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
         self._tags = WeakIdKeyDictionary()
+        self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
         self.findings = Findings()
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
@@ -204,9 +205,14 @@ class Variance(Framed):
             return
         known = self.tag(x)
         parts = dict(known.parts)
-        if moved.kind == "pvary" and parts.get(moved.axis) == SAME:
-            self.refuse(f"a value is varied over '{moved.axis}' a second time: its gradient would be added up twice")
-        part = after_collective(moved.kind, parts.pop(moved.axis, None), out.shape, moved.dims)
+        before = parts.pop(moved.axis, None)
+        varies = before is not None and (before != SAME or known.wants or x.requires_grad)
+        if varies and moved.kind in ("pvary", "shard_slice"):
+            self.refuse(
+                f"{moved.kind} over '{moved.axis}' of a value that varies over it: its gradient would be added up "
+                f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)"
+            )
+        part = after_collective(moved.kind, before, out.shape, moved.dims)
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
@@ -239,6 +245,9 @@ class Variance(Framed):
                 self._tags[result] = tag
             if is_mutable(func):
                 self._tag_base(result, tag)
+        for x in inputs:  # viewed, or written into
+            self._zeros.pop(x, None)
+        self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
 
     def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
@@ -259,7 +268,8 @@ class Variance(Framed):
             def part(x: Tensor) -> Part | None:
                 return self.tag(x).parts.get(axis)
 
-            return Operation(name, args, kwargs, tuple(results), part, self.sizes[axis], pointwise, shapes)
+            zero = self._zeros.__contains__
+            return Operation(name, args, kwargs, tuple(results), part, self.sizes[axis], pointwise, shapes, zero)
 
         operations = {axis: seen_from(axis) for axis in self.sizes}
         varied = [axis for axis, op in operations.items() if any(op.part(x) is not None for x in op.inputs)]

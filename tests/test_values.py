@@ -1,0 +1,75 @@
+"""What a run without data knows of values: integers, what is made of them, lists and masks."""
+
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.core.engine.values import Values
+from shardfn.core.engine.variance import Whole, to_meta
+
+
+def _run() -> tuple[Whole, Tensor]:
+    """A run, and integers without data that it knows."""
+    run = Whole()
+    return run, to_meta(torch.tensor([3, 1, 2]), run.values)
+
+
+def test_integers_become_lists_and_lists_become_integers() -> None:
+    run, x = _run()
+    with run, run.values.lists():
+        assert (2 * x).tolist() == [6, 2, 4]
+        assert torch.tensor([4, 5], device="meta").add(1).tolist() == [5, 6]
+        assert len(torch.repeat_interleave(x)) == 6
+        assert x.unique_consecutive().tolist() == [3, 1, 2]
+
+
+def test_numbers_made_of_integers_are_known() -> None:
+    run, x = _run()
+    with run:
+        weights = x.double() / x.sum()
+        assert float(weights[0]) == 0.5
+        assert len((weights > 0.4).nonzero()) == 1
+
+
+def test_rows_are_picked_by_a_known_mask() -> None:
+    run, x = _run()
+    hidden = torch.empty(3, 5, device="meta")
+    with run:
+        assert hidden[x > 1].shape == (2, 5)
+        hidden[x > 1] = 0.0
+        hidden[x > 1] += hidden[x > 1]
+
+
+def test_what_is_drawn_is_not_known_and_draws_nothing() -> None:
+    run, x = _run()
+    before = torch.get_rng_state()
+    with run:
+        drawn = torch.bernoulli(x.double() / 3)
+    assert torch.equal(before, torch.get_rng_state())
+    assert run.values.as_list(drawn) is None
+
+
+def test_what_fails_with_values_is_done_without() -> None:
+    """Not every operation takes integers of the CPU."""
+    values = Values()
+    x = to_meta(torch.tensor([3, 1], dtype=torch.int32), values)
+    out = values.run(torch.ops.aten.histc.default, (x, 4), {})
+    assert out.shape == (4,) and values.as_list(out) is None
+
+
+class Ragged(torch.nn.Module):
+    """Asks its inputs which rows there are, and how they fall into sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        y = self.down(self.up(x[mask]).tanh())
+        return torch.cat([part.mean(0, keepdim=True) for part in y.split(lengths.tolist())])
+
+
+def test_a_forward_that_reads_integers_is_planned() -> None:
+    policy = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
+    example = (torch.empty(4, 8), torch.tensor([True, False, True, True]), torch.tensor([1, 2]))
+    assert sf.plan(Ragged(), sf.MeshSpec(fsdp=1, tp=2), policy, example=example).comm_bytes > 0
