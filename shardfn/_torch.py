@@ -199,6 +199,12 @@ def holds_data(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
 
 
+def convolves_plainly(cls: Any) -> bool:
+    """Whether a class, if it is a convolution of torch, has its inner forward, too."""
+    kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    return all(cls._conv_forward is kind._conv_forward for kind in kinds if issubclass(cls, kind))
+
+
 def base_name(operation: Any) -> str:
     """The name of an operation without namespace and overload: `"add_"` of `aten.add_.Tensor`."""
     return operation._schema.name.rpartition("::")[2]

@@ -176,7 +176,7 @@ class _Reading:
         """What linears in the blocks of the model are, by the ends of their paths."""
         for block in _block_modules(self.model):
             for path, module in self.modules.items():
-                if not path.startswith(f"{block}.") or kind_of(module) not in OUT_DIM:
+                if not path.startswith(f"{block}.") or kind_of(_linear_in(module)[1]) not in OUT_DIM:
                     continue
                 last, two = path.rpartition(".")[2], ".".join(path.split(".")[-2:])
                 attends = re.search(r"att", path[len(block) :].rpartition(".")[0], re.IGNORECASE) is not None
@@ -202,8 +202,8 @@ class _Reading:
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
-            elif kind_of(module) in OUT_DIM:
-                self._linear(path, module, style)
+            elif kind_of(_linear_in(module)[1]) in OUT_DIM:
+                self._linear(path, *_linear_in(module), style)
             else:
                 self.problems.append(f"{path!r}: style {style!r} is for linears, and it is a {type(module).__name__}")
         elif style in _TABLES:
@@ -220,7 +220,7 @@ class _Reading:
         found = module is not None and _WHOLE.get(class_of(module).__name__, lambda module: False)(module)
         return found or (bool(above) and self._within_whole(above))
 
-    def _linear(self, path: str, module: Any, style: str) -> None:
+    def _linear(self, path: str, inside: str, module: Any, style: str) -> None:
         weight = module.weight
         out = OUT_DIM[kind_of(module)]
         columns = style in _COLUMNS
@@ -228,9 +228,9 @@ class _Reading:
         split = self._factors(path, size, style)
         other = f"_{self.fsdp}"
         first = columns == (out == 0)
-        self._put(self.rules, f"{path}.weight", f"{split} {other}" if first else f"{other} {split}")
+        self._put(self.rules, f"{path}{inside}.weight", f"{split} {other}" if first else f"{other} {split}")
         if style in _GATHERED:
-            self._put(self.acts, path, "... _")
+            self._put(self.acts, f"{path}{inside}", "... _")
 
     def _parameter(self, name: str, style: str) -> None:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
@@ -447,6 +447,15 @@ _WHOLE: dict[str, Callable[[Any], bool]] = {
     "Gemma3nTextMLP": lambda module: module.activation_sparsity > 0,  # the mean over all features is a threshold
     "NeoMMEAttention": lambda module: True,  # a number for each head in a module of its own
 }
+
+
+def _linear_in(module: nn.Module) -> tuple[str, nn.Module]:
+    """A linear, or the one that an adapter is around: `q_proj.base_layer` of peft, or `q_proj.base`; and its place."""
+    for name in ("base_layer", "base") if kind_of(module) not in OUT_DIM else ():
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module) and kind_of(inner) in OUT_DIM:
+            return f".{name}", inner
+    return "", module
 
 
 def _starred(name: str) -> str:

@@ -59,6 +59,7 @@ LAYERS = {
     "shardfn.core.tensor_parallel": 4,
     "shardfn.core.loss": 4,
     "shardfn.core.experts": 4,
+    "shardfn.core.parallel_layers": 4,
     "shardfn.core.sequence": 4,
     "shardfn.core.wiring": 4,
     "shardfn.core.trial": 4,

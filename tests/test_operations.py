@@ -158,6 +158,31 @@ CASES = {
     "a convolution channel by channel": Case(
         lambda x, w: F.conv1d(x, w, groups=x.shape[1]), ((2, 4, 7), (4, 1, 2)), (even(1, 2), even(0, 2))
     ),
+    "a convolution group by group": Case(
+        lambda x, w: F.conv1d(x, w, groups=x.shape[1] // 2), ((2, 8, 7), (12, 2, 2)), (even(1, 4), even(0, 6))
+    ),
+    "a convolution of other groups": Case(
+        lambda x, w: F.conv1d(x, w, groups=x.shape[1] // 2),
+        ((2, 8, 7), (12, 2, 2)),
+        (even(1, 4), Part("split", 0, ((2, 3),))),
+        "lost",
+    ),
+    "a transposed convolution to channels": Case(
+        lambda x, w: F.conv_transpose1d(x, w), ((2, 3, 7), (3, 4, 2)), (None, even(1, 2))
+    ),
+    "a transposed convolution of channels": Case(
+        lambda x, w: F.conv_transpose1d(x, w), ((2, 4, 7), (4, 3, 2)), (even(1, 2), even(0, 2)), "sum"
+    ),
+    "groups of channels": Case(lambda x: F.group_norm(x, x.shape[1] // 2), ((2, 8, 3),), (even(1, 4),)),
+    "groups of channels, scaled": Case(
+        lambda x, w: F.group_norm(x, x.shape[1] // 2, w), ((2, 8, 3), (8,)), (even(1, 4), even(0, 4))
+    ),
+    "groups of channels, scaled by all": Case(
+        lambda x, w: F.group_norm(x, x.shape[1] // 2, w[: x.shape[1]]), ((2, 8, 3), (8,)), (even(1, 4), None), "lost"
+    ),
+    "groups of fixed number": Case(lambda x: F.group_norm(x, 2), ((2, 8, 3),), (even(1, 4),), "lost"),
+    "groups beside": Case(lambda x: F.group_norm(x, 2), ((4, 8, 3),), (even(0, 2),)),
+    "groups along": Case(lambda x: F.group_norm(x, 2), ((2, 8, 6),), (even(2, 3),), "lost"),
     "written beside": Case(_written, (*X, (3, 2, 6)), (LAST, LAST)),
     "a sum, scaled by shares": Case(lambda x, y: x.sum(-1) * y, (*X, (3, 4)), (LAST, SAME), "sum"),
     "a sum, times a sum": Case(lambda x, y: x.sum(-1) * y.sum(-1), (*X, *X), (LAST, LAST), "lost"),

@@ -53,9 +53,10 @@ _LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 def apply(model: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
     """Run `model` with the weights of `params`, like `torch.func.functional_call`.
 
-    Inside, modules see ordinary local tensors: whole over the data axes, split over the compute axes. `nn.Linear` and
-    `nn.Embedding` compute with split weights by their rules; sizes between them must come from the tensors, since only
-    this rank's heads are there. The model itself is not changed, except for attributes that its forward assigns.
+    Inside, modules see ordinary local tensors: whole over the data axes, split over the compute axes. Linears,
+    embeddings, convolutions, norms of channels and `nn.MultiheadAttention` compute with split weights by their rules;
+    sizes between them must come from the tensors, since only this rank's heads are there. The model itself is not
+    changed, except for attributes that its forward assigns.
 
         >>> import torch, shardfn as sf
         >>> from torch import Tensor, nn

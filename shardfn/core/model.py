@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import parameters_of
+from shardfn._torch import convolves_plainly, parameters_of
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import OWN, class_of, unwrapped
 
@@ -21,6 +21,14 @@ LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 PLACED = f"{OWN}placed"
 Placed = tuple[tuple[str, int | None], ...]
 OUT_DIM = {"linear": 0, "transposed linear": 1}  # by the kind of a module, which dim of its weight makes its outputs
+# The same of every kind whose bias lies along one dim of its weight.
+BIAS_DIM = OUT_DIM | {
+    "convolution": 0,
+    "transposed convolution": 1,
+    "batch norm": 0,
+    "group norm": 0,
+    "instance norm": 0,
+}
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)  # linears whose weight is [in, out]
 
 
@@ -49,7 +57,7 @@ class ModuleInfo:
     name: str
     classes: tuple[str, ...]  # qualified names, most derived first
     params: tuple[tuple[str, str], ...]  # (attribute, canonical parameter name)
-    kind: str = "other"  # "linear", "transposed linear" or "embedding" when the forward is a known one, else "other"
+    kind: str = "other"  # "linear", "embedding", "convolution".. when the forward is a known one, see `kind_of`
     list_of: str | None = None  # for a list of like modules that own parameters: their class
     forward: str = ""  # the class whose forward it has; none when it has one of its own
 
@@ -196,7 +204,26 @@ def kind_of(module: nn.Module) -> str:
         return "transposed linear"
     if forward is nn.Embedding.forward:
         return "embedding"
-    return "own embedding" if forward is not None and issubclass(class_of(module), nn.Embedding) else "other"
+    if forward is not None and issubclass(class_of(module), nn.Embedding):
+        return "own embedding"
+    return next((kind for cls, kind in _LAYERS.items() if forward is cls.forward and _is_plain(module)), "other")
+
+
+_LAYERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution"),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), "transposed convolution"),
+    nn.BatchNorm1d: "batch norm",  # the forwards of norms are those of a base class
+    nn.GroupNorm: "group norm",
+    nn.InstanceNorm1d: "instance norm",
+    nn.MultiheadAttention: "attention",
+}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether torch's own forward of a layer computes what it does in torch, and one that can be done in parts."""
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return module.groups == 1
+    return convolves_plainly(class_of(module))
 
 
 def _list_of(module: nn.Module) -> str | None:

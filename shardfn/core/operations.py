@@ -475,14 +475,20 @@ def _baddbmm(op: Operation) -> Part | None:
     return _added(op, op.args[0], _contracted(op, "bmk,bkn->bmn", *op.args[1:3]))
 
 
+def _pieces_of(part: Part) -> tuple[int, int]:
+    """How many pieces of a dim a rank has, and how many ranks have the same."""
+    return sum(outer for outer, _ in part.runs), part.share
+
+
 @_rule("convolution", "_convolution")
 def _convolution(op: Operation) -> Part | None:
-    """x [b, c, ...], w [out, c/groups, ...]."""
+    """x [b, c, ...], w [out, c/groups, ...], or [c, out/groups, ...] of a transposed one."""
     x, weight, bias = op.args[:3]
     groups = op.given(8, "groups", 1)
     of_x, of_w = op.part(x), op.part(weight)
-    if op.given(6, "transposed", False):
-        raise Lost("a transposed convolution of split values")
+    out, into = (1, 0) if op.given(6, "transposed", False) else (0, 1)
+    if out and groups > 1 and (of_x is not None or of_w is not None):
+        raise Lost("a transposed convolution in groups of values that differ")
     kinds = {part.kind for part in (of_x, of_w) if part is not None}
     if "sum" in kinds:
         raise Lost("a convolution of a sum that is still pending")
@@ -493,11 +499,13 @@ def _convolution(op: Operation) -> Part | None:
     elif of_x is not None and of_x.split and of_x.dim == 1 and of_w is not None and of_w.split:
         if of_w.dim == 0 and weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces:
             product = of_x  # channel by channel
-        elif of_w.dim == 1 and groups == 1 and of_w.pieces == of_x.pieces:
+        elif not out and of_w.dim == 0 and {_pieces_of(of_w), _pieces_of(of_x)} == {(1, 1)}:
+            product = of_w.at(1)  # group by group: the channels of the groups here, or shapes would not fit
+        elif of_w.dim == into and groups == 1 and of_w.pieces == of_x.pieces:
             product = SUM
         else:
             raise Lost("a convolution in groups of a part of the channels")
-    elif of_w is not None and of_w.split and of_w.dim == 0 and groups == 1 and not (of_x is not None and of_x.split):
+    elif of_w is not None and of_w.split and of_w.dim == out and groups == 1 and not (of_x is not None and of_x.split):
         product = of_w.at(1)
     elif (of_x is not None and of_x.split) or (of_w is not None and of_w.split):
         raise Lost("a convolution of values that are split otherwise than its channels")
@@ -605,8 +613,35 @@ def _batch_norm(op: Operation) -> Parts:
     for x in op.inputs[1:]:
         own = op.part(x)
         if own is None or not own.split or own.pieces != part.pieces:
-            raise Lost("batch_norm with statistics or weights that are not split as its input is")
+            raise Lost(
+                "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
+            )
     return [part, *[part.at(0)] * (len(op.results) - 1)]
+
+
+@_rule("native_group_norm")
+def _group_norm(op: Operation) -> Parts:
+    """x [b, c, ...], weight and bias [c]; mean and deviation [b, groups] besides."""
+    part = op.part(op.args[0])
+    others = [op.part(x) for x in op.inputs[1:]]
+    if part is None or not part.split:
+        if part == SUM or any(own is not None and own.split for own in others):
+            raise Lost("group_norm by values that are split otherwise")
+        return [SAME] * len(op.results)
+    if part.dim > 1:
+        raise Lost(f"group_norm over dim {part.dim}, of which each rank has a part")
+    if part.dim == 1 and _pieces_of(part) != (1, 1):
+        raise Lost("group_norm of channels of which a rank has several pieces")
+    if any((own.pieces if own is not None and own.split else None) != part.pieces for own in others if part.dim == 1):
+        raise Lost("group_norm of split channels by a weight or bias that is not: split them by a rule, too")
+    if part.dim == 0 and any(own is not None and own.split for own in others):
+        raise Lost("group_norm by values that are split otherwise")
+    if part.dim == 0:
+        return [part] * len(op.results)
+    groups = op.results[1].shape[1]
+    if op.whole is None or op.whole[1][1] != groups * op.size:
+        raise Lost(f"group_norm of {groups} groups in the channels of one rank, which are not whole groups")
+    return [part, *[even(1, groups)] * (len(op.results) - 1)]
 
 
 @_rule(

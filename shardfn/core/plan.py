@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
-from shardfn.core.model import OUT_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
+from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
 from shardfn.core.pattern import compile_pattern, first_match, matches
 from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.registered import registered
@@ -601,12 +601,14 @@ def _bias_rules(
     placed = {param.name for param in info.params if param.placed is not None}
     for module in info.modules:
         names = dict(module.params)
-        weight, bias = names.get("weight", ""), names.get("bias", "")
-        if module.kind not in OUT_DIM or weight not in found or bias not in found or policy.default == "error":
+        fused = "in_proj_" if module.kind == "attention" else ""
+        weight, bias = names.get(f"{fused}weight", ""), names.get(f"{fused}bias", "")
+        at = 0 if fused else BIAS_DIM.get(module.kind)
+        if at is None or weight not in found or bias not in found or policy.default == "error":
             continue
         if weight in placed or bias in placed:
             continue
-        dim = found[weight][0].dims[OUT_DIM[module.kind]]
+        dim = found[weight][0].dims[at]
         if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith(
             "default"
         ):
@@ -924,12 +926,15 @@ def _uncomputable(
     info: ModelInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles, policy: Policy
 ) -> list[str]:
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
-    problems = []
+    problems, read_by = [], set[str]()  # modules whose weights are read by the one that they are in
     for module in info.modules:
         names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
+        if module.kind == "attention" and not any(matches(pattern, module.name) for pattern in policy.compute):
+            read_by.add(f"{module.name}.out_proj" if module.name else "out_proj")
+            problems += _unlike_heads(info, module, layouts, axes, role)
         bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
-        if module.kind in OUT_DIM and bias is not None and weight is not None:
-            dims = ((bias, 0), (weight, OUT_DIM[module.kind]))
+        if module.kind in BIAS_DIM and bias is not None and weight is not None:
+            dims = ((bias, 0), (weight, BIAS_DIM[module.kind]))
             have, want = ([a for a in x.model_axes(dim) if a in role.compute and axes[a] > 1] for x, dim in dims)
             if have != want:
                 problems.append(
@@ -938,7 +943,7 @@ def _uncomputable(
                 )
         if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
             continue
-        if not module.classes[0].startswith("torch.nn."):
+        if not module.classes[0].startswith("torch.nn.") or module.name in read_by:
             continue  # a forward of the user's: the run without data tells whether it can work with parts
         for attribute, name in names.items():
             layout = layouts[name]
@@ -954,6 +959,43 @@ def _uncomputable(
                     f"class."
                 )
     return problems
+
+
+def _unlike_heads(
+    info: ModelInfo, module: ModuleInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles
+) -> list[str]:
+    """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
+    path = f"{module.name}.out_proj" if module.name else "out_proj"
+    after = next((other.params for other in info.modules if other.name == path), ())
+    names = {**dict(module.params), **{f"out_proj.{attribute}": name for attribute, name in after}}
+    found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
+    if len(found) < len(names) or any(layout.placed is not None for layout in found.values()):
+        return []
+    of_heads = {attribute: 1 if attribute == "out_proj.weight" else 0 for attribute in found}
+    of_heads = {attribute: dim for attribute, dim in of_heads.items() if attribute not in ("out_proj.bias", *_ADDED)}
+
+    def split(attribute: str, dims: Sequence[int]) -> list[str]:
+        given = [axis for dim in dims for axis in found[attribute].model_axes(dim)]
+        return [axis for axis in given if axis in role.compute and axes[axis] > 1]
+
+    wanted = split("out_proj.weight", [1])
+    alike = all(split(attribute, [dim]) == wanted for attribute, dim in of_heads.items())
+    others = {
+        attribute: set(range(len(layout.shape))) - {of_heads.get(attribute, -1)} for attribute, layout in found.items()
+    }
+    if alike and not any(split(attribute, sorted(dims)) for attribute, dims in others.items()):
+        return []
+    axis = next(axis for attribute, layout in found.items() for axis in split(attribute, range(len(layout.shape))))
+    rules = ", ".join(f"{attribute} '{layout.rule}'" for attribute, layout in found.items())
+    return [
+        f"{module.name or '(the model)'}: MultiheadAttention computes with whole heads when all of its weights are "
+        f"split between them; here {rules}.\n    Write in_proj_weight '(3 heads@{axis} d) _', in_proj_bias "
+        f"'(3 heads@{axis} d)' and out_proj.weight '_ (heads@{axis} d)'; of another kdim or vdim q_proj_weight, "
+        f"k_proj_weight and v_proj_weight '(heads@{axis} d) _'."
+    ]
+
+
+_ADDED = ("bias_k", "bias_v")  # keys and values of its own, [1, 1, c]
 
 
 def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:

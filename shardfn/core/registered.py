@@ -17,9 +17,10 @@ _FORWARDS: dict[str, Callable[..., Any]] = {}
 def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
     """A decorator: the function is the parallel forward of a module class whose weights may be split.
 
-    Without it a weight of a module other than `nn.Linear` and `nn.Embedding` cannot be split over a compute axis. Plans
-    made afterwards know it, in every process. `Policy(compute={pattern: fn})` does the same for modules by name, and
-    comes first.
+    Without it a module of torch other than linears, embeddings, convolutions, norms of channels and
+    `nn.MultiheadAttention` cannot split a weight over a compute axis, and a class of your own only where a run without
+    data can follow its parts. Plans made afterwards know it, in every process. `Policy(compute={pattern: fn})` does the
+    same for modules by name, and comes first.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn

@@ -150,35 +150,35 @@ class ComputeAxes:
         return x
 
     def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
-        """The input [.., in] of a row-parallel linear as this rank's part [.., in@axis], of one that may be whole."""
+        """Of an input that may be whole, this rank's part of dim `wanted.dim`, such as [.., in@axis] of [.., in]."""
         part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
         size = sum(outer * inner for outer, inner in wanted.runs)
-        if x.shape[-1] == size * self.sizes[axis]:
+        if x.shape[wanted.dim] == size * self.sizes[axis]:
             if self._variance is not None and part is not None and part.kind == "same":
                 self._variance.findings.ready.add((path, axis))
             elif self._variance is not None and part is not None:  # a sum, maybe, that the next run has added up
                 self._variance.refuse(_not_its_part(x, axis, part, wanted))
-            return self._taken(x, axis, wanted.runs, ready or part is not None)
-        if self._variance is not None and x.shape[-1] == size:
-            if part is None or part != wanted.at(x.dim() - 1):
+            return self._taken(x, axis, wanted, ready or part is not None)
+        if self._variance is not None and x.shape[wanted.dim] == size:
+            if part is None or part != wanted:
                 self._variance.refuse(_not_its_part(x, axis, part, wanted))
         return x
 
-    def _taken(self, x: Tensor, axis: str, runs: Runs, ready: bool) -> Tensor:
-        """This rank's pieces of the last dim of a tensor that all ranks have whole."""
-        pieces, start, size = [], 0, self.sizes[axis]
+    def _taken(self, x: Tensor, axis: str, wanted: Part, ready: bool) -> Tensor:
+        """This rank's pieces of a dim of a tensor that all ranks have whole."""
+        pieces, start, size, dim = [], 0, self.sizes[axis], wanted.dim
         with self.hidden():
-            for outer, inner in runs:
-                piece = x.narrow(-1, start, outer * inner * size).unflatten(-1, (outer, size * inner))
+            for outer, inner in wanted.runs:
+                piece = x.narrow(dim, start, outer * inner * size).unflatten(dim, (outer, size * inner))
                 start += outer * inner * size
                 if ready:
-                    piece = piece.narrow(-1, self.coords[axis] * inner, inner)
+                    piece = piece.narrow(dim + 1, self.coords[axis] * inner, inner)
                 else:
-                    piece = collectives.shard_slice(piece, self.mesh, axis, -1)
-                pieces.append(piece.flatten(-2))
-            taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+                    piece = collectives.shard_slice(piece, self.mesh, axis, dim + 1)
+                pieces.append(piece.flatten(dim, dim + 1))
+            taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         self._count(x, axis, 0 if ready or not x.requires_grad else 1)
-        self.note_part(taken, axis, Part("split", x.dim() - 1, runs))
+        self.note_part(taken, axis, wanted)
         return taken
 
     def total(self, x: Tensor, axis: str, path: str, dim: int | None) -> Tensor:
@@ -214,17 +214,19 @@ class ComputeAxes:
         return x
 
     def join(self, x: Tensor, axis: str, dim: int, runs: Runs = ()) -> Tensor:
-        """The parts of all ranks of `axis` side by side, the same on all its ranks; `runs` when dim -1 is not even."""
+        """The parts of all ranks of `axis` side by side, the same on all its ranks; `runs` when they are not even."""
+        dim = dim % x.dim()
         self._count(x, axis, self.sizes[axis])
         if len(runs) < 2 and all(outer == 1 for outer, _ in runs):
             return collectives.all_gather_invariant(x, self.mesh, axis, dim)
         with self.hidden():
             whole, start = [], 0
             for outer, inner in runs:
-                piece = x.narrow(-1, start, outer * inner).unflatten(-1, (outer, inner))
+                piece = x.narrow(dim, start, outer * inner).unflatten(dim, (outer, inner))
                 start += outer * inner
-                whole.append(collectives.all_gather_invariant(piece, self.mesh, axis, -1).flatten(-2))
-            joined = torch.cat(whole, -1)
+                piece = collectives.all_gather_invariant(piece, self.mesh, axis, dim + 1)
+                whole.append(piece.flatten(dim, dim + 1))
+            joined = torch.cat(whole, dim)
         self.note_part(joined, axis, None)
         return joined
 
@@ -277,7 +279,7 @@ def parallel_forwards(
         custom = first_match(plan.policy.compute, [module.name])
         if custom is not None:
             forwards[module.name] = _custom(module, plan, axes, weight, adjust, plan.policy.compute[custom])
-        elif module.kind != "other" and any(plan.compute_axes(plan.layouts[name]) for _, name in module.params):
+        elif _derived_here(module) and splits(plan, module):
             names = dict(module.params)
             layout = plan.layouts[names["weight"]]
             if module.kind in OUT_DIM:
@@ -286,6 +288,16 @@ def parallel_forwards(
                 lookup = _lookup(module, layout, plan, axes, weight, adjust)
                 forwards[module.name] = lookup if module.kind == "embedding" else _around_lookup(lookup)
     return forwards
+
+
+def splits(plan: Plan, module: ModuleInfo) -> bool:
+    """Whether a rule splits a parameter of a module over a compute axis of several ranks."""
+    return any(plan.compute_axes(plan.layouts[name]) for _, name in module.params)
+
+
+def _derived_here(module: ModuleInfo) -> bool:
+    """Whether it is a linear or a table; other layers are in `parallel_layers.py`."""
+    return module.kind in OUT_DIM or "embedding" in module.kind
 
 
 def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
@@ -313,14 +325,16 @@ def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
 def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
     """Why an input of the right size is not what a row-parallel weight needs."""
     if part is None:
-        return f"its input of {x.shape[-1]} features is the same on all ranks of '{axis}', and its weight is split"
+        return (
+            f"its input of {x.shape[wanted.dim]} features is the same on all ranks of '{axis}', and its weight is split"
+        )
     if part.kind == "lost":
         return f"it cannot be told which part over '{axis}' its input is: {part.why}"
     if part.kind == "sum":
         return f"its input is a sum over '{axis}' that is still pending"
     return (
         f"its input has dim {part.dim} split over '{axis}' in pieces {part.runs}, and its weight needs dim "
-        f"{x.dim() - 1} in {wanted.runs}"
+        f"{wanted.dim} in {wanted.runs}"
     )
 
 
@@ -372,7 +386,8 @@ def others_forwards(plan: Plan) -> set[str]:
     return {
         module.name
         for module, pattern in found
-        if module.kind != "other"
+        if _derived_here(module)
+        or (module.kind != "other" and splits(plan, module))
         or (pattern is not None and getattr(fn := plan.policy.compute[pattern], "func", fn) not in _CALLING)
     }
 
@@ -426,7 +441,7 @@ def _linear(
         w = weight(layout.name) if out == 0 else weight(layout.name).t()  # [out/columns, in/rows]
         bias = weight(bias_name) if bias_name is not None else None
         for axis in rows:
-            x = axes.own(x, axis, name, parts[axis], axis in ready)
+            x = axes.own(x, axis, name, parts[axis].at(x.dim() - 1), axis in ready)
         _check_features(name, layout, x, w, layout.shape[1 - out], rows)
         for axis in columns:
             x = axes.entered(x, axis, name, axis in ready)

@@ -12,6 +12,7 @@ from shardfn._torch import Compiler, pytree
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
+from shardfn.core.parallel_layers import layer_forwards
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.sequence import stepped
@@ -65,7 +66,8 @@ def wire(
             wrapped[path] = chained(added, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
         wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
-    forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
+    layers = layer_forwards(plan, axes, fetch, adjust)
+    forwards = {**layers, **parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     ignored = frozenset(plan.info.ignored)
     compilers = _compilers(plan) if compiles else None
     return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes, units=tuple(around))

@@ -27,7 +27,7 @@ class Values:
     def note(self, blank: Tensor, real: Tensor) -> None:
         """A meta tensor stands for a real one."""
         if _counts(real) and real.numel() <= _LARGEST:
-            self._known[blank] = real.detach().cpu().clone()  # what is written in place is written to the copy
+            self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without data, and where its inputs are known with values beside it."""

@@ -1,0 +1,441 @@
+"""Parallel forwards of further layers of torch that own split weights: convolutions, norms, attention. Layer 4.
+
+Linears and tables are in `tensor_parallel.py`. Channels are dim 1 of activations here.
+
+    convolution, columns   x [b, in, ..]     -> pvary -> conv(x, W, b)        -> [b, out@tp, ..]
+    convolution, rows      x [b, in@tp, ..]  -> conv(x, W) -> psum -> + b     -> [b, out, ..]
+    convolution, groups    x [b, in@tp, ..]  -> conv(x, W, b)                 -> [b, out@tp, ..]
+    norm                   x [b, ch@tp, ..]  -> norm                          -> [b, ch@tp, ..]
+    attention              x [b, s, c]       -> pvary -> heads here -> psum   -> [b, s, c]
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfn.core.engine.binding import Forward
+from shardfn.core.errors import ShardError
+from shardfn.core.layout import Layout
+from shardfn.core.model import BIAS_DIM, ModuleInfo
+from shardfn.core.parts import Part, even
+from shardfn.core.pattern import first_match
+from shardfn.core.plan import Plan
+from shardfn.core.shadow import class_of
+from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, splits, weight_parts
+
+_FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
+    "torch.nn.modules.transformer.TransformerEncoderLayer",
+    "torch.nn.modules.transformer.TransformerEncoder",
+}
+
+
+def layer_forwards(
+    plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], adjust: Adjustments
+) -> dict[str, Forward]:
+    """Module path -> forward, for layers other than linears and tables that own split parameters."""
+    forwards: dict[str, Forward] = {}
+    split = [module.name for module in plan.info.modules if splits(plan, module)]
+    for module in plan.info.modules:
+        if first_match(plan.policy.compute, [module.name]) is not None:
+            continue
+        if module.kind in _FORWARDS and module.name in split:
+            forwards[module.name] = _FORWARDS[module.kind](_Layer(module, plan, axes, weight, adjust))
+        elif module.forward in _FUSED:
+            prefix = f"{module.name}." if module.name else ""
+            if any(name.startswith(prefix) for name in split):
+                forwards[module.name] = _unfused
+    return forwards
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A module, and what its parallel forward is made of."""
+
+    module: ModuleInfo
+    plan: Plan
+    axes: ComputeAxes
+    weight: Callable[[str], Tensor]
+    adjust: Adjustments
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self.module.name
+
+    def layout(self, attribute: str) -> Layout:
+        """That of one of its parameters, or of a child's: "out_proj.weight"."""
+        owner, _, last = attribute.rpartition(".")
+        if not owner:
+            return self.plan.layouts[dict(self.module.params)[attribute]]
+        path = f"{self.name}.{owner}" if self.name else owner
+        child = next(module for module in self.plan.info.modules if module.name == path)
+        return self.plan.layouts[dict(child.params)[last]]
+
+    def local(self, attribute: str) -> Tensor | None:
+        """A parameter, whole over data axes; None when the module has none."""
+        try:
+            return self.weight(self.layout(attribute).name)
+        except KeyError:
+            return None
+
+    def parts(self, attribute: str) -> dict[str, Part]:
+        """By axis, which part of a parameter a rank has."""
+        return weight_parts(self.plan, self.layout(attribute))
+
+    def ways(self, split: Sequence[str]) -> int:
+        """How many ranks some axes have."""
+        return prod(self.plan.axes[axis] for axis in split)
+
+    def entered(self, x: Tensor, split: Sequence[str], of: str = "") -> Tensor:
+        """An input that all ranks have, of which each uses all for its own part of the output."""
+        path = f"{self.name}{of}"
+        for axis in split:
+            x = self.axes.entered(x, axis, path, (path, axis) in self.adjust.ready)
+        return x
+
+    def own(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
+        """This rank's part of an input, of one that may be whole."""
+        path = f"{self.name}{of}"
+        for axis, part in wanted.items():
+            x = self.axes.own(x, axis, path, part, (path, axis) in self.adjust.ready)
+        return x
+
+    def made(self, y: Tensor, split: Sequence[str], dim: int, parts: Mapping[str, Part]) -> Tensor:
+        """The output, of which `split` axes split dim `dim`: gathered where it leaves `apply`."""
+        y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
+        for axis in reversed(split) if self.name in self.adjust.gather else ():
+            y = self.axes.join(y, axis, dim, parts[axis].runs)
+        return y
+
+    def refuse(self, why: str) -> ShardError:
+        """An error that names the module and its rule."""
+        rule = next(f"{a} '{self.plan.layouts[n].rule}'" for a, n in self.module.params)
+        cls = self.module.classes[0].rpartition(".")[2]
+        return ShardError(f"apply: {cls} {self.name!r} is split by {rule}: {why}")
+
+    def check_channels(self, x: Tensor, dim: int, have: int) -> None:
+        """Whether x has the channels that this rank's weights are for.
+
+        Raises:
+            ShardError: it has others.
+        """
+        if x.shape[dim] != have:
+            raise self.refuse(
+                f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that produces them "
+                "alike, with the same name and axis in its rule"
+            )
+
+
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _convolution(layer: _Layer) -> Forward:
+    """Column-parallel, row-parallel or group by group, by the axes on the out and in dims of the weight."""
+    layout, parts, out = layer.layout("weight"), layer.parts("weight"), BIAS_DIM[layer.module.kind]
+    columns, rows = layer.plan.compute_axes(layout, out), layer.plan.compute_axes(layout, 1 - out)
+    space = len(layout.shape) - 2
+    odd = set(parts) - {*columns, *rows}
+
+    def forward(own: Any, x: Tensor, output_size: Any = None) -> Tensor:
+        if odd or output_size is not None:
+            raise layer.refuse("'output_size' and a split kernel are not served; split channels only")
+        w, bias = layer.weight(layout.name), layer.local("bias")
+        dim, groups = x.dim() - space - 1, own.groups
+        x = layer.own(x, {axis: parts[axis].at(dim) for axis in rows})
+        if groups > 1:
+            x, groups = layer.own(x, _grouped(layer, own, columns, rows, dim)), groups // layer.ways(columns)
+            layer.check_channels(x, dim, groups * w.shape[1])
+        else:
+            layer.check_channels(x, dim, w.shape[1 - out])
+            x = layer.entered(x, columns)
+        y = _convolved(own, x, w, None if rows else bias, groups, space)
+        for axis in rows:
+            y = layer.axes.total(y, axis, layer.name, layer.adjust.scatters(layer.name, axis))
+        if rows and bias is not None:
+            y = y + bias.view(-1, *[1] * space)  # after the sum, or it would count once a rank
+        return layer.made(y, columns, dim, parts)
+
+    return forward
+
+
+def _grouped(layer: _Layer, own: Any, columns: Sequence[str], rows: Sequence[str], dim: int) -> dict[str, Part]:
+    """The part of its input that a convolution in groups needs for this rank's groups.
+
+    Raises:
+        ShardError: a rank would have parts of groups.
+    """
+    ways = layer.ways(columns)
+    pieces = [run[0] for axis in columns for run in layer.parts("weight")[axis].runs]
+    if rows or own.groups % ways or len(columns) > 1 or pieces != [1]:
+        raise layer.refuse(
+            f"a convolution in groups={own.groups} is split between whole groups: by one axis that divides their "
+            f"number, on the first dim, 'ch@{(*columns, *rows)[0]} ...'"
+        )
+    return {axis: even(dim, own.in_channels // ways) for axis in columns}
+
+
+def _convolved(own: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int, space: int) -> Tensor:
+    if isinstance(own, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return _TRANSPOSED[space](x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
+    padding: Any = own.padding
+    if own.padding_mode != "zeros":
+        x, padding = F.pad(x, _widths(own), mode=own.padding_mode), 0
+    return _CONVOLVE[space](x, w, bias, own.stride, padding, own.dilation, groups)
+
+
+def _widths(own: Any) -> list[int]:
+    """What is padded before and after each dim, the last one first."""
+    widths: list[int] = []
+    for at in reversed(range(len(own.kernel_size))):
+        total = own.dilation[at] * (own.kernel_size[at] - 1)
+        if own.padding == "same":
+            widths += [total // 2, total - total // 2]
+        else:
+            widths += [0, 0] if own.padding == "valid" else [own.padding[at]] * 2
+    return widths
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _batch_norm(layer: _Layer) -> Forward:
+    """Statistics are of each channel alone; running ones, which every rank has whole, are gathered when they change."""
+    parts = layer.parts("weight")
+
+    def forward(own: Any, x: Tensor) -> Tensor:
+        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+        layer.check_channels(x, 1, w.shape[0])
+        mean, var = own.running_mean, own.running_var  # [ch], whole on every rank
+        writes = own.training and own.track_running_stats and mean is not None
+        known = [mean, var] if writes or not own.training else [None, None]
+        local = [None if s is None else layer.own(s.detach(), parts, " statistics").clone() for s in known]
+        momentum = _momentum(own) if writes else 0.0
+        y = F.batch_norm(x, local[0], local[1], w, bias, own.training or mean is None, momentum, own.eps)
+        if writes:
+            new = torch.stack([s for s in local if s is not None])  # [2, ch@tp]
+            for axis, part in reversed(parts.items()):
+                new = layer.axes.join(new, axis, 1, part.runs)
+            with torch.no_grad():
+                for buffer, value in zip(known, new, strict=True):
+                    if buffer is not None:
+                        buffer.copy_(value)
+        return layer.made(y, list(parts), 1, parts)
+
+    return forward
+
+
+def _momentum(own: Any) -> float:
+    """How much new statistics count; counts the batch."""
+    batches: Tensor | None = own.num_batches_tracked
+    if batches is not None:
+        batches.add_(1)
+    if own.momentum is not None:
+        return own.momentum
+    return 1.0 / float(batches) if batches is not None else 0.0
+
+
+def _group_norm(layer: _Layer) -> Forward:
+    """Whole groups on each rank."""
+    parts = layer.parts("weight")
+
+    def forward(own: Any, x: Tensor) -> Tensor:
+        ways = layer.ways(list(parts))
+        pieces = [outer for part in parts.values() for outer, _ in part.runs]
+        if own.num_groups % ways or pieces != [1] * len(parts):
+            raise layer.refuse(
+                f"num_groups={own.num_groups} must be whole groups for each of {ways} ranks, "
+                f"{own.num_groups} % {ways} = {own.num_groups % ways}; choose another num_groups, or leave the norm "
+                "and the layers around it whole"
+            )
+        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+        layer.check_channels(x, 1, w.shape[0])
+        y = F.group_norm(x, own.num_groups // ways, w, bias, own.eps)
+        for axis, part in parts.items():
+            layer.axes.note_part(y, axis, part.at(1))
+        return layer.made(y, list(parts), 1, parts)
+
+    return forward
+
+
+def _instance_norm(layer: _Layer) -> Forward:
+    """Each sample and channel by itself."""
+    parts = layer.parts("weight")
+
+    def forward(own: Any, x: Tensor) -> Tensor:
+        space = next(n for n, cls in _INSTANCES.items() if isinstance(own, cls))
+        if own.track_running_stats or x.dim() != space + 2:
+            raise layer.refuse("track_running_stats=True and inputs without a batch dim are not served")
+        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+        layer.check_channels(x, 1, w.shape[0])
+        return layer.made(F.instance_norm(x, weight=w, bias=bias, eps=own.eps), list(parts), 1, parts)
+
+    return forward
+
+
+_INSTANCES = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention(layer: _Layer) -> Forward:
+    """`nn.MultiheadAttention` with this rank's heads; the plan has seen that all of its weights are split alike."""
+    inner = [name for name, _ in layer.module.params if name.endswith("proj_weight")]
+    axes_of_heads = list(layer.parts(inner[0]))
+
+    def forward(
+        own: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        _check_heads(layer, own, axes_of_heads, inner)
+        alone = query.dim() == 2
+        q, k, v = _projected(layer, own, _entered(layer, axes_of_heads, query, key, value), alone)  # [b, h@tp, s, d]
+        mask = _merged(layer, own, axes_of_heads, attn_mask, key_padding_mask, q)
+        drops = own.dropout if own.training else 0.0
+        if need_weights:
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), drops)
+            out, weights = weights @ v, _weights(layer, own, axes_of_heads, weights, average_attn_weights)
+        else:
+            out, weights = F.scaled_dot_product_attention(q, k, v, mask, drops), None
+        y = F.linear(out.transpose(1, 2).flatten(2), layer.weight(layer.layout("out_proj.weight").name))
+        y = y.squeeze(0) if alone else y if own.batch_first else y.transpose(0, 1)
+        for axis in axes_of_heads:
+            y = layer.axes.total(y, axis, layer.name, layer.adjust.scatters(layer.name, axis))
+        bias = layer.local("out_proj.bias")
+        y = y if bias is None else y + bias
+        return layer.made(y, (), 0, {}), weights if weights is None or not alone else weights.squeeze(0)
+
+    return forward
+
+
+def _check_heads(layer: _Layer, own: Any, split: Sequence[str], inner: Sequence[str]) -> None:
+    """Whether each rank has whole heads of queries, keys and values.
+
+    Raises:
+        ShardError: it has not, or the module adds keys of its own.
+    """
+    if own.bias_k is not None or own.bias_v is not None or own.add_zero_attn:
+        raise layer.refuse("add_bias_kv and add_zero_attn are not served with split heads; leave its weights whole")
+    ways = layer.ways(split)
+    fused = 3 if len(inner) == 1 else 1
+    size = own.embed_dim // ways
+    wanted = dict.fromkeys(inner, fused) | {"out_proj.weight": 1}
+    wanted |= {"in_proj_bias": 3} if own.in_proj_bias is not None else {}
+    whole = all(
+        [part.runs for part in layer.parts(name).values()] == [((count, size),)] for name, count in wanted.items()
+    )
+    if own.num_heads % ways or not whole:
+        axis = split[0]
+        raise layer.refuse(
+            f"each of {ways} ranks must have whole heads of {own.num_heads}, {own.num_heads} % {ways} = "
+            f"{own.num_heads % ways}, of queries, keys and values, by one axis: in_proj_weight '(3 heads@{axis} d) _', "
+            f"in_proj_bias '(3 heads@{axis} d)' (of kdim or vdim: q_proj_weight '(heads@{axis} d) _' and so on), "
+            f"out_proj.weight '_ (heads@{axis} d)', with Policy(sizes={{'heads': {own.num_heads}}})"
+        )
+
+
+def _entered(layer: _Layer, split: Sequence[str], *inputs: Tensor) -> list[Tensor]:
+    """Queries, keys and values, which may be one tensor."""
+    known = {id(x): layer.entered(x, split, f" input {at}") for at, x in reversed(list(enumerate(inputs)))}
+    return [known[id(x)] for x in inputs]
+
+
+def _projected(layer: _Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
+    """Queries, keys and values by this rank's heads, [b, heads, s, d]."""
+    fused, bias = layer.local("in_proj_weight"), layer.local("in_proj_bias")
+    if fused is None:
+        weights = [layer.weight(layer.layout(f"{x}_proj_weight").name) for x in "qkv"]
+    else:
+        weights = list(fused.chunk(3))
+    biases = bias.chunk(3) if bias is not None else (None, None, None)
+    found = []
+    for x, w, b in zip(inputs, weights, biases, strict=True):
+        x = x.unsqueeze(0) if alone else x if own.batch_first else x.transpose(0, 1)
+        found.append(F.linear(x, w, b).unflatten(-1, (-1, own.head_dim)).transpose(1, 2))
+    return found
+
+
+def _merged(
+    layer: _Layer, own: Any, split: Sequence[str], mask: Tensor | None, padding: Tensor | None, q: Tensor
+) -> Tensor | None:
+    """What is added to scores [b, heads, t, s], of masks that hide (bool) or are added."""
+    merged: Tensor | None = None
+    if mask is not None:
+        merged = _added(mask, q.dtype)
+        if mask.dim() == 3:  # [b * heads, t, s]
+            merged = merged.unflatten(0, (-1, own.num_heads))
+            merged = layer.own(merged, {a: even(1, own.num_heads // layer.plan.axes[a]) for a in split}, " attn_mask")
+        elif mask.is_floating_point():
+            merged = layer.entered(merged, split, " attn_mask")
+    if padding is not None:
+        hides = _added(padding, q.dtype).view(-1, 1, 1, padding.shape[-1])
+        merged = hides if merged is None else merged + hides
+    return merged
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def _weights(layer: _Layer, own: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:
+    """The attention weights that the module returns: of all heads."""
+    if averaged:
+        weights = weights.sum(1) / own.num_heads
+    for axis in split:
+        if averaged:
+            weights = layer.axes.total(weights, axis, f"{layer.name} weights", None)
+        else:
+            weights = layer.axes.join(weights, axis, 1)
+    return weights
+
+
+# -- layers with a fused forward --------------------------------------------------------------------------------------
+
+
+def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
+    """An encoder (layer) that calls its children, also when nothing needs a gradient."""
+    with _without_fast_path():
+        return class_of(own).forward(own, *args, **kwargs)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+_FORWARDS: dict[str, Callable[[_Layer], Forward]] = {
+    "convolution": _convolution,
+    "transposed convolution": _convolution,
+    "batch norm": _batch_norm,
+    "group norm": _group_norm,
+    "instance norm": _instance_norm,
+    "attention": _attention,
+}
