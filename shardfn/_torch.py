@@ -210,6 +210,11 @@ def base_name(operation: Any) -> str:
     return operation._schema.name.rpartition("::")[2]
 
 
+def argument_names(operation: Any) -> list[str]:
+    """The names of an operation's arguments, in their order."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
 def is_mutable(operation: Any) -> bool:
     """Whether an operation writes one of its arguments."""
     return operation._schema.is_mutable

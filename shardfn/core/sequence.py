@@ -161,10 +161,11 @@ class Flow:
 
         def around(inner: Forward) -> Forward:
             def within(*args: Any, **kwargs: Any) -> Any:
-                self._regions += [self._rules[path]] if path in self._rules else []
+                if path not in self._rules or path in self._adjust.entries:
+                    return inner(*args, **kwargs)
+                self._regions.append(self._rules[path])
                 out = inner(*args, **kwargs)
-                if path in self._rules:
-                    self._regions.pop()
+                self._regions.pop()
                 return out
 
             return takes(within)
@@ -175,9 +176,8 @@ class Flow:
         return self._variance.tag(x).parts.get(axis)
 
     def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
-        found = [
-            step for at, axis, dim in self._asked(path, leaves) if (step := self._slice(path, at, axis, dim, leaves))
-        ]
+        asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values
+        found = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
         call = _Call(path)
         if path in self._entries:
             how = "gather" if self._in_shares(path) else "join"

@@ -19,7 +19,7 @@ from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
 from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.binding import Bound, Forward, Wiring
-from shardfn.core.engine.variance import Findings, Framed, Tag, Variance, Whole, check_outputs, to_meta
+from shardfn.core.engine.variance import Findings, Framed, Literals, Tag, Variance, Whole, check_outputs, to_meta
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
@@ -127,9 +127,11 @@ class Trial:
             adjust = self._found(Adjustments())
             if self._more is not None:
                 # What varied still does, and the ends of that run are not those of this one.
-                ends = dict.fromkeys(_ENDS, frozenset[Any]())
-                with suppress(ShardError):
+                ends, seen = dict.fromkeys(_ENDS, frozenset[Any]()), (self._drops, self.bytes_moved)
+                try:
                     adjust = self._found(replace(adjust, **ends, **self._more))
+                except ShardError:
+                    self._drops, self.bytes_moved = seen
             return replace(adjust, splits=self._splits())
 
     def _found(self, known: Adjustments) -> Adjustments:
@@ -179,7 +181,7 @@ class Trial:
         output = None
         calls = cast_inputs(self.plan, to_meta(self._calls, run.values))
         bound.begin(to_meta(self._buffers, run.values))
-        with run, run.values.lists(), torch.enable_grad():
+        with run, Literals(), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)

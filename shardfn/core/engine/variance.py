@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import TorchDispatchMode, base_name, base_of, holds_data, is_mutable, pytree
+from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
 from shardfn.core.collectives import Moved, watching
 from shardfn.core.engine.values import Values
 from shardfn.core.operations import Operation, made_here, parts_after
@@ -94,7 +94,12 @@ class _Record:
 
     name: str
     shapes: tuple[tuple[int, ...], ...]  # of its results
-    numbers: tuple[float, ...]  # among its arguments, where it works element by element
+    numbers: tuple[Any, ...]  # among its arguments, but for sizes
+
+    @property
+    def computes(self) -> bool:
+        """Whether it makes other values than it is given."""
+        return self.name not in _MOVES
 
     def may_be_part_of(self, whole: "_Record") -> bool:
         """Whether the same operation on whole values may have that result: each dim is as long, or a multiple."""
@@ -109,6 +114,18 @@ class _Record:
     def falls_apart_unlike(self, whole: "_Record") -> bool:
         """Whether the same operation on whole values has another number of results."""
         return self.name == whole.name and len(self.shapes) != len(whole.shapes)
+
+
+class Literals(TorchFunctionMode):
+    """Has what is made of numbers begin on the CPU, so that a run without data sees of which."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        where = args[0].device if func is Tensor.new_tensor else given.get("device")
+        if func not in (torch.tensor, Tensor.new_tensor) or where is None or torch.device(where).type != "meta":
+            return func(*args, **given)
+        wants = given.pop("requires_grad", False)
+        return func(*args, **given | {"device": "cpu"}).to("meta").requires_grad_(wants)
 
 
 class Framed(TorchDispatchMode):
@@ -163,6 +180,10 @@ class Whole(Framed):
             self.records.setdefault(self._path[-1], []).append(_record(func, args, kwargs or {}, out))
         return out
 
+    def skipped(self, frame: tuple[str, int], start: int, end: int | None = None) -> bool:
+        """Whether any of some records of a call makes other values."""
+        return any(record.computes for record in self.records.get(frame, [])[start:end])
+
 
 class Variance(Framed):
     """Follows tags through the operations of a forward."""
@@ -188,7 +209,9 @@ class Variance(Framed):
         self._tags = WeakIdKeyDictionary()
         self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
+        self._pieces: dict[tuple[str, int], set[str]] = {}  # of what `Policy.acts` splits, what a call computes with
         self.findings = Findings()
+        self._skipped = False  # whether the last operation found was preceded, on one rank, by ones not done here
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
     def tag(self, tensor: Tensor) -> Tag:
@@ -219,6 +242,16 @@ class Variance(Framed):
         still_split = any(part.split for part in parts.values())
         self.mark(out, Tag(parts, wants, None, known.split_by if still_split else frozenset()))
 
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Within the forward of a module, whose operations on pieces have to be all that there are on one rank."""
+        with super().inside(path):
+            yield
+            frame = self._path[-1]
+            sources = self._pieces.pop(frame, None)
+            if sources and self._whole is not None and self._whole.skipped(frame, self._next.get(frame, 0)):
+                self.needs_whole(sources, path)
+
     def refuse(self, why: str) -> None:
         """Note a problem at the module that is running."""
         self.findings.mixed.append(f"in {self._path[-1][0] or '(the model)'!r}: {why}")
@@ -236,7 +269,8 @@ class Variance(Framed):
         whole = self._record_of(func, args, kwargs, out)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = base_name(func)
-        parts = self._parts(name, func, args, kwargs, results, whole)
+        parts = self._parts(name, func, args, kwargs, out, whole)
+        self._require_alike(func, inputs, parts, whole)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
         for result, own in zip(results, parts, strict=True):
@@ -257,9 +291,10 @@ class Variance(Framed):
                 self.needs_whole(tag.by_acts, self._path[-1][0])
 
     def _parts(
-        self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor], whole: _Record | None
+        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, whole: _Record | None
     ) -> list[dict[str, Part]]:
         """By axis, the parts of each result."""
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         shapes = whole.shapes if whole is not None and len(whole.shapes) == len(results) else None
         pointwise = torch.Tag.pointwise in func.tags
         found: list[dict[str, Part]] = [{} for _ in results]
@@ -281,26 +316,32 @@ class Variance(Framed):
                 if part is not None:
                     own[axis] = part
         if whole is not None:
-            self._compare(name, args, kwargs, results, whole, found, pointwise)
+            numbers = self._cuts(name, args, kwargs) or _numbers(func, args, kwargs, out) == whole.numbers
+            self._compare(name, results, whole, found, numbers)
         return found
 
+    def _cuts(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an operation picks from a split dim, whose rules know better than its numbers."""
+        if name not in _CUTS:
+            return False
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        parts = self.tag(args[0]).parts.values()
+        return any(part.split and part.dim == dim % max(args[0].dim(), 1) for part in parts)
+
     def _compare(
-        self,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        results: list[Tensor],
-        whole: _Record,
-        found: list[dict[str, Part]],
-        pointwise: bool,
+        self, name: str, results: list[Tensor], whole: _Record, found: list[dict[str, Part]], numbers: bool
     ) -> None:
-        """Lose what is not the part of the whole result that it is said to be."""
+        """Lose what is not the part of the whole result that it is said to be; `numbers`: those given are alike."""
         if len(whole.shapes) != len(found):
             why = f"{name} has {len(found)} results here and {len(whole.shapes)} on one rank"
             for own in found:
                 own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
             return
-        numbers = pointwise and any(found) and _numbers(args, kwargs) != whole.numbers
+        if name == "_local_scalar_dense" and not numbers:
+            self.refuse(
+                "the forward asks for a value that is another one on one rank, since it is made of this rank's sizes"
+            )
+        problem = None
         for result, own, expected in zip(results, found, whole.shapes, strict=True):
             if any(part.kind == "lost" for part in own.values()):
                 continue
@@ -311,15 +352,16 @@ class Variance(Framed):
                 if Tag(once).whole_shape(tuple(result.shape), self.sizes) == expected:
                     own.update(once)
                     shape = expected
-            if self._fits(shape, expected) and not numbers:
+            if self._fits(shape, expected) and numbers:
                 continue
-            why = (
+            problem = (
                 f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a part "
                 f"of it would make {shape}: a size is taken from elsewhere than the tensors"
             )
             if self._fits(shape, expected):
-                why = f"{name} is given numbers made of this rank's sizes"
-            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+                problem = f"{name} is given numbers made of this rank's sizes"
+        for own in found if problem is not None else ():  # one wrong result tells of the others
+            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem)))
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""
@@ -330,21 +372,40 @@ class Variance(Framed):
 
     def _record_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> _Record | None:
         """The same operation in the run with whole values."""
+        if self._whole is None or not self._compared(func):
+            return None
         frame = self._path[-1]
-        if self._whole is None or self._hidden or frame[0] in self._ours:
-            return None
-        if base_name(func) in _COPIES:
-            return None
         mine, records, start = (
             _record(func, args, kwargs, out),
             self._whole.records.get(frame, []),
             self._next.get(frame, 0),
         )
+        self._skipped = False
         for at in range(start, min(start + _AHEAD, len(records))):
             if mine.may_be_part_of(records[at]) or (at == start and mine.falls_apart_unlike(records[at])):
                 self._next[frame] = at + 1  # what was passed over is not done here, such as a repetition of one
+                self._skipped = self._whole.skipped(frame, start, at)
                 return records[at]
         return None  # it is done here only
+
+    def _compared(self, func: Any) -> bool:
+        """Whether an operation is the model's own, so that the run with whole values has done it too."""
+        ours = self._hidden or self._path[-1][0] in self._ours
+        return self._whole is not None and not ours and base_name(func) not in _COPIES
+
+    def _require_alike(
+        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: _Record | None
+    ) -> None:
+        """Lose what is computed from pieces in another way than from whole values, as by `if x.shape[1] > 4`."""
+        pieces = [tag for tag in map(self.tag, inputs) if any(part.split for part in tag.parts.values())]
+        sources = {source for tag in pieces for source in tag.by_acts}
+        if not sources or not self._compared(func):
+            return
+        self._pieces.setdefault(self._path[-1], set()).update(sources)
+        if (whole is not None and self._skipped) or (whole is None and base_name(func) not in _MOVES):
+            for own in parts:
+                why = f"{base_name(func)} is not what follows here on one rank"
+                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
@@ -378,21 +439,44 @@ class Variance(Framed):
         return Tag({}, wants, sources.pop() if len(sources) == 1 else None, split_by)
 
 
-def _record(func: Any, args: Any, kwargs: Any, out: Any) -> _Record:
-    shapes = tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
-    numbers = _numbers(args, kwargs) if torch.Tag.pointwise in func.tags else ()
-    name = base_name(func)
-    return _Record("view" if name in _VIEWS else name, shapes, numbers)
-
-
 # Whether a reshape copies depends on strides, and so on sizes.
 _COPIES = {"clone", "contiguous"}
 _AHEAD = 12  # how many operations of the whole run may have no counterpart here
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}
+_MOVES = set(
+    "expand unsqueeze squeeze transpose permute t slice select narrow split split_with_sizes unsafe_split unbind "
+    "repeat alias detach lift_fresh cat stack empty empty_like zeros ones full arange scalar_tensor copy_ "
+    "_to_copy".split()
+)
+_MOVES |= _COPIES | _VIEWS
+_CUTS = {"slice", "select", "narrow"}
+# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
+_SIZES = set(
+    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups N C HxW length "
+    "normalized_shape num_classes".split()
+)
+_FEW = 2**12
 
 
-def _numbers(args: Any, kwargs: Any) -> tuple[float, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, int | float))
+def _record(func: Any, args: Any, kwargs: Any, out: Any) -> _Record:
+    """What is remembered of an operation."""
+    results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    name = base_name(func)
+    shapes = tuple(tuple(leaf.shape) for leaf in results)
+    return _Record("view" if name in _VIEWS else name, shapes, _numbers(func, args, kwargs, out))
+
+
+def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
+    """The numbers among the arguments; what a tensor is made of; whether a value that is asked for is 0."""
+    name = base_name(func)
+    if name == "_local_scalar_dense":
+        return (bool(out),)
+    if name == "lift_fresh":
+        return tuple(out.flatten().tolist()) if holds_data(out) and not out.is_meta and out.numel() <= _FEW else ()
+    sizes = _SIZES | {"end"} if name in _CUTS else _SIZES
+    named = dict(zip(argument_names(func), args, strict=False)) | kwargs
+    given = [value for key, value in named.items() if key not in sizes]
+    return tuple(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, int | float))
 
 
 def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
