@@ -341,7 +341,7 @@ class Variance(Framed):
             self.refuse(
                 "the forward asks for a value that is another one on one rank, since it is made of this rank's sizes"
             )
-        problem = None
+        problem = ""
         for result, own, expected in zip(results, found, whole.shapes, strict=True):
             if any(part.kind == "lost" for part in own.values()):
                 continue
@@ -360,7 +360,7 @@ class Variance(Framed):
             )
             if self._fits(shape, expected):
                 problem = f"{name} is given numbers made of this rank's sizes"
-        for own in found if problem is not None else ():  # one wrong result tells of the others
+        for own in found if problem else ():  # one wrong result tells of the others
             own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem)))
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
