@@ -1,6 +1,7 @@
 """Models of transformers by `from_transformers`: logits, loss, every gradient and three steps as on one rank."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from shardfn.testing import assert_parity, on_meshes
 
 MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 STEPS = 3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# In float32 a gradient that is nothing but rounding would be a whole step of AdamW.
+EPS = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @dataclass
@@ -28,12 +32,12 @@ class _Reference:
     weights: dict[str, Tensor]
 
 
-def _reference(family: Family, dtype: torch.dtype = torch.float64, steps: int = STEPS) -> _Reference:
+def _reference(family: Family, dtype: torch.dtype) -> _Reference:
     model = family.make(dtype)
     inputs, ids = _batch(family, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, eps=EPS[dtype])
     losses, grads, logits = [], {}, {}
-    for step in range(steps):
+    for step in range(STEPS):
         optimizer.zero_grad()
         out = model(**inputs)
         loss = family.loss(out, ids)
@@ -81,12 +85,9 @@ def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@on_meshes({"fsdp": 2, "tp": 2})
+@on_meshes(*MESHES)
 def test_a_family_in_float32_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
-    family = FAMILIES[name]
-    model = family.make(torch.float32)
-    params = sf.shard(model, mesh, sf.policies.from_transformers(model))
-    _assert_first_step(mesh, family, model, params, _reference(family, torch.float32, steps=1), 1e-4)
+    _train(mesh, FAMILIES[name], torch.float32)
 
 
 def _assert_first_step(
@@ -106,27 +107,27 @@ def _assert_first_step(
     return loss, grads
 
 
-def _train(mesh: DeviceMesh, family: Family) -> None:
-    model = family.make()
+def _train(mesh: DeviceMesh, family: Family, dtype: torch.dtype = torch.float64) -> None:
+    model, tol = family.make(dtype), TOLERANCE[dtype]
     params = sf.shard(model, mesh, sf.policies.from_transformers(model))
-    local, local_ids = sf.data.local_batch(family.batch(), mesh)
+    local, local_ids = sf.data.local_batch(_batch(family, dtype), mesh)
 
     def loss_fn(params: sf.Params) -> Tensor:
         return family.loss(sf.apply(model, params, **local), local_ids)
 
-    with InDouble():
-        expected = _reference(family)
-        optimizer = sf.optim.adamw(1e-3, weight_decay=0)
+    with InDouble() if dtype == torch.float64 else nullcontext():
+        expected = _reference(family, dtype)
+        optimizer = sf.optim.adamw(1e-3, weight_decay=0, eps=EPS[dtype])
         state, losses = optimizer.init(params), []
         for step in range(STEPS):
             if step:
                 loss, grads = sf.value_and_grad(loss_fn)(params)
             else:
-                loss, grads = _assert_first_step(mesh, family, model, params, expected, 1e-9)
+                loss, grads = _assert_first_step(mesh, family, model, params, expected, tol)
             params, state = optimizer.step(params, grads, state)
             losses.append(float(loss))
-    torch.testing.assert_close(losses, expected.losses, rtol=1e-9, atol=1e-9)
-    assert_parity(sf.gather(params), expected.weights, tol=1e-8)
+    torch.testing.assert_close(losses, expected.losses, rtol=tol, atol=tol)
+    assert_parity(sf.gather(params), expected.weights, tol=10 * tol)
     split = [x.name for x in params.plan.layouts.values() if "tp" in x.axes]
     assert len(split) > 8, "tensor parallelism splits the blocks and the vocabulary"
 
