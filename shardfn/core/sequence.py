@@ -238,7 +238,8 @@ class Flow:
         return []
 
     def _uneven(self, x: Tensor, axis: str, dim: int) -> bool:
-        return self._part(x, axis) is None and x.shape[dim] % self._plan.axes[axis] != 0
+        part = self._part(x, axis)
+        return (part is None or part.kind == "same") and x.shape[dim] % self._plan.axes[axis] != 0
 
     def _slice(self, path: str, at: int, axis: str, dim: int, leaves: list[Any]) -> Step | None:
         """This rank's piece of a leaf that is whole.
