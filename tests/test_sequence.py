@@ -387,7 +387,7 @@ def test_the_graph_keeps_this_ranks_positions() -> None:
     [
         (SPLIT, 7, r"splits dim 1 at 'layers\.0' by 'b s@tp c', 7 over tp=2, 7 % 2 = 1\. Pad .*'@tp\?'"),
         ({"layers.*": "b s@tp c@tp"}, 8, r"mesh axis|splits features"),
-        ({"layers.*": "b s@tpp c"}, 8, r"unknown mesh axis 'tpp'; did you mean 'tp'"),
+        ({"layers.*": "b s@tpp c"}, 8, r"unknown mesh axis 'tpp'; the mesh has fsdp=1, tp=2; did you mean 'tp'"),
         ({"blocks.*": "b s@tp c"}, 8, r"'blocks\.\*' matches no module"),
     ],
 )

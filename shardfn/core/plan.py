@@ -969,7 +969,8 @@ def _unlike_heads(
     after = next((other.params for other in info.modules if other.name == path), ())
     names = {**dict(module.params), **{f"out_proj.{attribute}": name for attribute, name in after}}
     found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
-    if len(found) < len(names) or any(layout.placed is not None for layout in found.values()):
+    complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
+    if not complete or any(layout.placed is not None for layout in found.values()):
         return []
     of_heads = {attribute: 1 if attribute == "out_proj.weight" else 0 for attribute in found}
     of_heads = {attribute: dim for attribute, dim in of_heads.items() if attribute not in ("out_proj.bias", *_ADDED)}

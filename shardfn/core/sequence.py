@@ -274,6 +274,8 @@ class Flow:
     def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
         """Over which dim the sum that a module makes is scattered, if it is."""
         known = [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
+        if path in self._adjust.whole:
+            return None
         inside = any(call.sizes for call in self._calls if call.path != path)
         if not known and (path in self._rules or (self._regions and not inside)):
             rule = parse(self._rules.get(path) or self._regions[-1])
@@ -290,7 +292,9 @@ class Flow:
         """Note that the module at `path` cannot compute with pieces of values that `acts` splits at `sources`."""
         region = next((rule for rule in self._rules if path == rule or path.startswith(f"{rule}.")), None)
         if region is None:
-            self._variance.findings.whole |= set(sources)
+            linears = {source.rpartition(".")[2] for source in sources if source in self._linears}
+            alike = {rule for rule in self._rules if rule in self._linears and rule.rpartition(".")[2] in linears}
+            self._variance.findings.whole |= alike | set(sources)
             return
         child = path[len(region) + 1 :].partition(".")[0]  # of all layers, since it will be found in each
         inside = {f"{rule}.{child}" if child else rule for rule in self._rules}
@@ -298,7 +302,7 @@ class Flow:
 
     def failed(self, path: str) -> bool:
         """The forward of a module failed; whether another run may do better."""
-        if self._rules and any(self._decided.values()):
+        if self._rules and (any(self._decided.values()) or self._variance.findings.scattered):
             self.needs_whole([self._last], path)
         return not self._variance.findings.entries <= self._adjust.entries or not (
             self._variance.findings.whole <= self._adjust.whole

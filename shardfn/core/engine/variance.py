@@ -452,7 +452,7 @@ _MOVES |= _COPIES | _VIEWS
 _CUTS = {"slice", "select", "narrow"}
 # Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
 _SIZES = set(
-    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups N C HxW length "
+    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
     "normalized_shape num_classes".split()
 )
 _FEW = 2**12
