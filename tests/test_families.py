@@ -221,3 +221,11 @@ def test_halves_of_experts_are_split_whatever_the_plan_says() -> None:
     model: Any = FAMILIES["Mixtral"].make()
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts.gate_up_proj": "colwise"}
     assert sf.policies.from_transformers(model).rules["model.layers.*.mlp.experts.gate_up_proj"] == "_ (2 _@tp) _@fsdp"
+
+
+def test_another_name_of_an_axis_is_one_problem() -> None:
+    model, mesh = FAMILIES["Llama"].make(), sf.MeshSpec(dp=2, tp=2)
+    with pytest.raises(sf.ShardError, match=r"plan: 2 problems(.|\n)*did you mean 'dp'(.|\n)*15 more .*data_axis="):
+        sf.plan(model, mesh, sf.policies.from_transformers(model))
+    made = sf.plan(model, mesh, sf.policies.from_transformers(model, data_axis="dp"))
+    assert "dp" in made.layouts["model.norm.weight"].axes

@@ -520,6 +520,7 @@ def _rules(
     """Parameter -> (expanded rule with all axes in place, where it comes from)."""
     found: dict[str, tuple[Spec, str]] = {}
     used: set[str] = set()
+    lacking: dict[tuple[str, ...], list[str]] = {}  # axes that the mesh has not -> parameters with them in their rules
     for pattern in policy.rules:
         try:
             compile_pattern(pattern)
@@ -542,10 +543,20 @@ def _rules(
         except ShardError as error:
             problems.append(f"{param.name} {param.shape}: {error}")
             continue
-        wrong = _axis_problems(found[param.name][0], axes, role)
-        problems += [f"{param.name}: {why}" for why in wrong]
+        spec = found[param.name][0]
+        wrong = _axis_problems(spec, axes, role)
+        unknown = tuple(sorted({axis for factor in spec.factors for axis in factor.axes} - axes.keys()))
+        lacking.setdefault(unknown, []).append(param.name)
+        if not unknown or len(lacking[unknown]) == 1:
+            problems += [f"{param.name}: {why}" for why in wrong]
         if wrong:
             del found[param.name]
+    problems += [
+        f"the rules of {len(names) - 1} more parameters name '{', '.join(unknown)}', too. "
+        "from_transformers and from_parallelize_plan are told the names of axes by axis= and data_axis="
+        for unknown, names in lacking.items()
+        if unknown and len(names) > 1
+    ]
     found |= _bias_rules(info, found, policy, role)
     names = [name for param in info.params for name in param.names]
     for pattern in policy.rules:
