@@ -447,3 +447,25 @@ def test_a_plan_of_torch(mesh: DeviceMesh) -> None:
     policy = sf.policies.from_parallelize_plan(plan())
     _require_like_one_rank(mesh, model, policy, ids)
     assert _adjustments(model).scattered
+
+
+class Writing(Attention):
+    """Changes what it was given after the first linear has read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.wq(x)
+        x.mul_(2)
+        return self.wo(q + self.wk(x) + self.wv(x))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_gathered_activation_that_is_written_is_an_error(mesh: DeviceMesh) -> None:
+    """As it is on one rank."""
+    model, ids = _model(), _ids()
+    for layer in model.layers:
+        layer.attn = Writing().double()
+    params = sf.shard(model, mesh, _policy())
+    with pytest.raises(sf.ShardError, match=r"attn.wk.*modified inplace"):  # by the run without data
+        sf.grad(lambda p: _loss(sf.apply(model, p, ids)))(params)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _loss(model(ids)).backward()
