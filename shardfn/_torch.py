@@ -654,6 +654,13 @@ def call_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._orig_mod(*args, **kwargs)
 
 
+def keep_hooks_apart(module: nn.Module) -> None:
+    """Give a copy of a module tables of hooks of its own: what is registered on it is not registered on the other."""
+    for name, table in list(module.__dict__.items()):
+        if "_hooks" in name and isinstance(table, dict):
+            module.__dict__[name] = table.copy()
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run around the forward of a module or in its backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -229,3 +229,32 @@ def test_another_name_of_an_axis_is_one_problem() -> None:
         sf.plan(model, mesh, sf.policies.from_transformers(model))
     made = sf.plan(model, mesh, sf.policies.from_transformers(model, data_axis="dp"))
     assert "dp" in made.layouts["model.norm.weight"].axes
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_model_that_was_never_called_gives_its_hidden_states_once(mesh: DeviceMesh) -> None:
+    """transformers installs hooks at the first call that asks for them; runs without data leave none."""
+    model, reference = FAMILIES["Llama"].make(), FAMILIES["Llama"].make()
+    params = sf.shard(model, mesh, sf.policies.from_transformers(model))
+    inputs, _ = FAMILIES["Llama"].batch()
+    expected = reference(**inputs, output_hidden_states=True).hidden_states
+    for _ in range(2):
+        found = sf.apply(model, params, input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(model(**inputs, output_hidden_states=True).hidden_states) == len(expected)
+
+
+@pytest.mark.parametrize(("pad", "served"), [({"kv": 4}, False), ({"kv": 4, "heads": 8}, True)])
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_padded_heads_meet_the_keys_of_their_group(mesh: DeviceMesh, pad: dict[str, int], served: bool) -> None:
+    fields = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 48}
+    family = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields)
+    model = family.make()
+    inputs, ids = family.batch()
+    params = sf.shard(model, mesh, sf.policies.from_transformers(model) | sf.Policy(pad={"vocab": 64} | pad))
+    if not served:
+        with pytest.raises(sf.ShardError):
+            family.loss(sf.apply(model, params, input_ids=inputs["input_ids"]), ids)
+        return
+    loss = family.loss(sf.apply(model, params, input_ids=inputs["input_ids"]), ids)
+    torch.testing.assert_close(loss, family.loss(model(**inputs), ids), rtol=1e-5, atol=1e-5)

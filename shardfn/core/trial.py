@@ -201,7 +201,8 @@ class Trial:
                 )
 
         ignored = frozenset(self.plan.info.ignored)
-        wiring = Wiring(self.names, weight, shaped_forwards(self.plan), around, ignored=ignored, of_own=_meta_table)
+        shaped = shaped_forwards(self.plan)
+        wiring = Wiring(self.names, weight, shaped, around, ignored=ignored, of_own=_meta_table, rehearses=True)
         try:
             self._forward(Bound(self.model, wiring), whole)
         except Exception as error:
@@ -235,7 +236,7 @@ class Trial:
         flow = Flow(self.plan, variance, axes, adjust)
         around |= {path: chained(moves, around.get(path)) for path, moves in flow.around().items()}
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
-        bound = Bound(self.model, replace(wiring, of_own=_meta_table))
+        bound = Bound(self.model, replace(wiring, of_own=_meta_table, rehearses=True))
         try:
             with watched(variance.note_collective):
                 output = self._forward(bound, variance, flow.begin)

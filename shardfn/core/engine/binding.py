@@ -28,6 +28,7 @@ from shardfn._torch import (
     compiles_itself_no_more,
     drop_flat_weights,
     has_forward_hooks,
+    keep_hooks_apart,
     parameters_of,
     refresh_flat_weights,
     set_tables,
@@ -52,7 +53,7 @@ class Wiring:
     a module's forward, `around[path]` goes around it, and `compilers[path]` compiles it; with `compilers` None nothing
     is compiled. Parameters in `ignored` are the module's own, as `of_own` makes them. `sizes[path]` are attributes that
     hold a size of this rank, by their names; "config.heads" is one of an object that the module has. `units` are the
-    modules whose weights are gathered when their forwards begin.
+    modules whose weights are gathered when their forwards begin. What `rehearses` leaves no hooks that it installs.
     """
 
     params: Mapping[str, Mapping[str, str]]
@@ -64,6 +65,7 @@ class Wiring:
     of_own: Callable[[Any], Any] = lambda own: own
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     units: Collection[str] = ()
+    rehearses: bool = False
 
     def lazy_weights(self, path: str, own: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """The `_parameters` of the copy at `path` of a module whose own table is `own`."""
@@ -199,6 +201,8 @@ class Bound:
         weights = self._wiring.lazy_weights(path, parameters_of(module))
         copy = self._copies[id(module)] = shallow_copy(module, weights, dict(buffers_of(module)))
         self._wiring.set_sizes(path, copy)
+        if self._wiring.rehearses:
+            keep_hooks_apart(copy)
         self._pairs.append((weakref.ref(module), copy))
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None

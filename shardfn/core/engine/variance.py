@@ -271,6 +271,7 @@ class Variance(Framed):
         name = base_name(func)
         parts = self._parts(name, func, args, kwargs, out, whole)
         self._require_alike(func, inputs, parts, whole)
+        self._require_groups(func, inputs, parts, whole)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
         for result, own in zip(results, parts, strict=True):
@@ -406,6 +407,20 @@ class Variance(Framed):
             for own in parts:
                 why = f"{base_name(func)} is not what follows here on one rank"
                 own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+
+    def _require_groups(
+        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: _Record | None
+    ) -> None:
+        """Lose padded heads that are repeated another number of times than on one rank: they meet those of others."""
+        frame = self._path[-1]
+        if whole is not None or not self._padded or self._whole is None or not self._compared(func):
+            return
+        following = self._whole.records.get(frame, [])[self._next.get(frame, 0) :][:1]
+        split = any(part.split for x in inputs for part in self.tag(x).parts.values())
+        if split and following and following[0].name == base_name(func) == "expand":
+            for own in parts:
+                why = "heads are repeated more or less often than on one rank: pad queries and keys alike"
+                own.update(dict.fromkeys(own, Part("lost", why=why)))
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
