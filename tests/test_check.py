@@ -303,3 +303,12 @@ def test_what_cannot_be_checked() -> None:
     broken = MLP(lambda x: x @ x.new_zeros(3, 3))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):  # it does not run on one rank either
         check(broken, MESH, sf.Policy(), _mean(broken), X)
+
+
+def test_a_split_table_with_a_padding_row() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 16, padding_idx=40), nn.Linear(16, 8))
+    ids = torch.randint(38, 43, (8, 5))
+    policy = sf.Policy(rules={"0.weight": "vocab@tp c@fsdp"})
+    report = sf.check(model, sf.MeshSpec(fsdp=2, tp=2), policy, lambda p, x: sf.apply(model, p, x).square().mean(), ids)
+    assert report.ok, str(report)

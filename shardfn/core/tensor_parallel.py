@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import has_no_memory, outside_transforms, values_of
+from shardfn._torch import has_no_memory, outside_transforms, simulated, values_of
 from shardfn.core import collectives
 from shardfn.core.engine.binding import Forward
 from shardfn.core.engine.variance import BY_ACTS, Variance
@@ -568,9 +568,11 @@ def _lookup(
         first = _first_row(axes, vocab, w.shape[0])
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
-        padding = None if own.padding_idx is None else own.padding_idx - first
+        padding = None if own.padding_idx is None or simulated() else own.padding_idx - first
         inside = padding is not None and 0 <= padding < w.shape[0]
         rows = F.embedding(here.masked_fill(elsewhere, 0), w, padding if inside else None)
+        if own.padding_idx is not None and simulated():  # where each rank has another first row
+            rows = torch.where((ids == own.padding_idx).unsqueeze(-1), rows.detach(), rows)
         if vocab:
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         for axis in vocab:
