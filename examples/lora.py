@@ -21,10 +21,10 @@ import shardfn as sf
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = "**.{A,B}.weight"
-# What is split has the name that it has in the rules of the base (print them: `policy.rules`); the rest is whole.
+# What is split is split as in the rules of the base (print them: `policy.rules`), `?` included; the rest is whole.
 RULES = {
     "**.q_proj.B.weight": "(heads@tp d) _",
-    "**.{k_proj,v_proj}.B.weight": "(kv@tp d) _",
+    "**.{k_proj,v_proj}.B.weight": "(kv@tp? d) _",
     "**.{gate_proj,up_proj}.B.weight": "ff@tp _",
     "**.o_proj.A.weight": "_ (heads@tp d)",
     "**.down_proj.A.weight": "_ ff@tp",
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rank", type=int, default=4, help="of the adapters")
-    parser.add_argument("--out", type=Path, default=Path("adapters.pt"))
+    parser.add_argument("--out", type=Path, default=Path("adapters.safetensors"))
     options = parser.parse_args(argv)
     ranks = sf.make_mesh("cpu", fsdp=-1).size()
     mesh = sf.make_mesh("cpu", fsdp=-1, tp=2 if ranks % 2 == 0 else 1)
@@ -111,11 +111,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
             f"{trained:,} of {all_:,} numbers are trained: {sf.typeof(params, 'model.layers.0.mlp.up_proj.B.weight')}"
         )
     params = train(model, params, text.Batches(text.load_corpus().train, 16, 48), options.steps)
-    saved = sf.gather(params.select(ADAPTERS))
+    trained = params.select(ADAPTERS)
+    sf.checkpoint.save_safetensors(options.out, model, trained)
     if dist.get_rank() == 0:
-        torch.save(saved, options.out)
-        print(f"{options.out}: {len(saved)} adapters, {options.out.stat().st_size:,} bytes")
-    return saved
+        print(f"{options.out}: {len(trained)} adapters, {options.out.stat().st_size:,} bytes")
+    return sf.gather(trained)
 
 
 if __name__ == "__main__":

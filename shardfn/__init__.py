@@ -38,6 +38,43 @@ from shardfn.core.trial import plan as plan
 from shardfn.core.vmap import vmap as vmap
 from shardfn.trainer import Trainer as Trainer
 
+__all__ = [
+    "MeshSpec",
+    "Params",
+    "Plan",
+    "Policy",
+    "Report",
+    "ShardError",
+    "Trainer",
+    "apply",
+    "check",
+    "checkpoint",
+    "collectives",
+    "cross_entropy",
+    "data",
+    "gather",
+    "grad",
+    "hvp",
+    "jit",
+    "jvp",
+    "make_mesh",
+    "optim",
+    "plan",
+    "policies",
+    "reduce_grads",
+    "register",
+    "reshard",
+    "shard",
+    "shard_map",
+    "simulate",
+    "tree",
+    "typeof",
+    "value_and_grad",
+    "visualize",
+    "vjp",
+    "vmap",
+]
+
 
 def __getattr__(name: str) -> _ModuleType:
     """`sf.testing` is imported when it is first used: programs that train do not need it."""

@@ -3,6 +3,7 @@
 Everything here is resolved once, at import, and used elsewhere under one name. Layer 0.
 """
 
+import copy as copying
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -659,6 +660,28 @@ def keep_hooks_apart(module: nn.Module) -> None:
     for name, table in list(module.__dict__.items()):
         if "_hooks" in name and isinstance(table, dict):
             module.__dict__[name] = table.copy()
+
+
+def keep_containers_apart(module: nn.Module, known: dict[int, Any]) -> None:
+    """Give a copy of a module lists, dicts and sets of its own; `known` has those that were copied before, by id."""
+
+    def apart(value: Any) -> Any:
+        if type(value) not in (list, dict, set):
+            return value
+        if id(value) not in known:
+            known[id(value)] = own = copying.copy(value)
+            if isinstance(own, list):
+                own[:] = map(apart, own)
+            elif isinstance(own, dict):
+                own.update({key: apart(inner) for key, inner in own.items()})
+        return known[id(value)]
+
+    for name, value in list(module.__dict__.items()):
+        if name not in _OF_MODULES:
+            module.__dict__[name] = apart(value)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

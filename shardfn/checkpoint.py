@@ -9,3 +9,12 @@ from shardfn.core.checkpoint import notes as notes
 from shardfn.core.checkpoint import save as save
 from shardfn.core.weights import load_safetensors as load_safetensors
 from shardfn.core.weights import save_safetensors as save_safetensors
+
+__all__ = [
+    "latest",
+    "load",
+    "load_safetensors",
+    "notes",
+    "save",
+    "save_safetensors",
+]

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardfn._torch import unsplit_classes
-from shardfn.core.collectives import axis_size, psum, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
+from shardfn.core.family_forwards import ATTENTIONS, MODULES, identity_expert, tensor_parallel_experts
 from shardfn.core.model import OUT_DIM, kind_of
-from shardfn.core.parts import SUM, Part
-from shardfn.core.policy import Policy
+from shardfn.core.policy import BATCH_AXES, Policy, batch_with
 from shardfn.core.shadow import class_of
-from shardfn.core.tensor_parallel import Layouts, calls_own_forward, without_data
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
@@ -43,7 +40,7 @@ _OUT_OF_HEADS = set("o o_proj out_proj dense c_proj output.dense".split())
 _INTO_FF = set("fc1 c_fc dense_h_to_4h wi wi_0 wi_1 up_proj gate_proj lin1 intermediate.dense".split())
 _OUT_OF_FF = set("fc2 c_proj dense_4h_to_h wo down_proj lin2 output.dense".split())
 
-_HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
+_HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
@@ -78,17 +75,18 @@ def from_transformers(
     Args:
         model: a `PreTrainedModel`, also on the meta device.
         axis: the mesh axis of tensor parallelism; None for none.
-        data_axis: the axis that shards the other dim, or several in the mesh's order; None replicates it.
+        data_axis: the axis that shards the other dim, or several in the mesh's order; None replicates it. One of
+            another name than the usual ones (`fsdp`, `dp`, `data`) splits the batch, too: `Policy.batch`.
         expert_axis: the mesh axis of experts.
         sequence_parallel: whether activations between blocks are split along the sequence over `axis`, where it
             divides; norms, dropout and sums then compute with, and the backward keeps, this rank's positions only.
 
     Returns:
-        a policy with `rules`, `acts`, `units`, `local_sizes` and, for experts, `compute`.
+        a policy with `rules`, `acts`, `units`, `local_sizes`, for experts `compute`, for axes of other names `batch`.
 
     Raises:
         ShardError: the plan has a style that is not known here; `expert_axis`, and it names no experts; activations
-            are to be split, and there is no `axis` or the model names no blocks to split them between.
+            are to be split, and there is no `axis` or no blocks to split them between.
         TypeError: the model has no configuration.
     """
     if not hasattr(model, "config") or unsplit_classes(model) is None:
@@ -99,12 +97,13 @@ def from_transformers(
         return policy
     if axis is None:
         raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
-    if policy.units == "auto":
+    blocks = _lists_of_blocks(model) if policy.units == "auto" else policy.units
+    if not blocks:
         raise ShardError(
-            f"from_transformers(sequence_parallel=True): {type(model).__name__} names no blocks (_no_split_modules); "
-            f"say between which modules: Policy(acts={{'layers.*': 'b s@{axis} c'}})"
+            f"from_transformers(sequence_parallel=True): {type(model).__name__} has no list of like blocks; say "
+            f"between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})"
         )
-    return policy | Policy(acts=dict.fromkeys(policy.units, f"b s@{axis}? c"))
+    return policy | Policy(acts=dict.fromkeys(blocks, f"b s@{axis}? ..."))
 
 
 class _Reading:
@@ -152,12 +151,14 @@ class _Reading:
         given = {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
         if self.expert_axis not in (None, self.axis):
             given["batch"] = tuple(dict.fromkeys((*self.data, self.expert_axis)))
+        elif batch_with(self.data) != BATCH_AXES:
+            given["batch"] = batch_with(self.data)
         return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
 
     def _known_modules(self) -> None:
         """Forwards of modules that are known by their class, or as experts."""
         for path, module in self.modules.items():
-            if (forward := _MODULES.get(class_of(module).__name__)) is not None:
+            if (forward := MODULES.get(class_of(module).__name__)) is not None:
                 self.compute.setdefault(_starred(path), forward)
             if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):  # experts of no plan, too
                 self.compute.setdefault(_starred(path), tensor_parallel_experts)
@@ -287,7 +288,7 @@ class _Reading:
     def _factors(self, path: str, size: int, style: str) -> str:
         """The dim of a weight that is split: whole heads where there are any."""
         if style in _GATHERED | {"rowwise_split_input", "rowwise_rep"}:
-            vocab = getattr(self.model.config, "vocab_size", None)
+            vocab = getattr(self.model.config, "vocab_size", None) if style in _GATHERED else None
             return f"{self._named('vocab', size)}{self.tp}?" if size == vocab else f"_{self.tp}"
         owner_path, owner = self._attention(path)
         last = path.rpartition(".")[2]
@@ -305,7 +306,11 @@ class _Reading:
             return self._heads("heads", size // 3, width, owner_path, owner, "3 ")
         if last == "query_key_value":
             return self._heads("heads", size, 3 * width, owner_path, owner)
-        return self._heads("kv" if last in _KEYS else "heads", size, width, owner_path, owner)
+        grouped = size != (count or 0) * width or hasattr(owner, "num_key_value_groups")
+        grouped = grouped or any(
+            hasattr(owner, n) or f"self.config.{n}" in _source(class_of(owner)) for n in _KEY_COUNTS
+        )
+        return self._heads("kv" if last in _KEYS and grouped else "heads", size, width, owner_path, owner)
 
     def _heads(self, name: str, size: int, width: int, path: str, owner: Any, before: str = "") -> str:
         count = size // width
@@ -332,7 +337,7 @@ class _Reading:
         for name in ("split_size", "inner_dim", "all_head_size"):
             if kind == "heads" and getattr(owner, name, None) == count * width and f"self.{name}" in text:
                 found[name] = f"{factor} {d}"
-        if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
+        if (forward := ATTENTIONS.get(class_of(owner).__name__)) is not None:
             self.compute.setdefault(_starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
@@ -377,67 +382,6 @@ class _Reading:
                 if gathers:
                     self.acts[path] = "... _"
 
-
-def identity_expert(
-    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
-) -> Tensor:
-    """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
-    return x / axis_size(layouts.mesh, axis)
-
-
-@calls_own_forward
-def bloom_attention(
-    own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
-) -> Any:
-    """BLOOM's attention with the position biases [b * heads, 1, s] of this rank's heads."""
-    given = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
-    alibi, batch = given.arguments["alibi"], given.arguments["hidden_states"].shape[0]
-    with layouts.hidden():
-        heads = shard_slice(alibi.view(batch, -1, *alibi.shape[1:]), layouts.mesh, axis, 1)
-        given.arguments["alibi"] = own_alibi = heads.flatten(0, 1)
-    layouts.note_part(own_alibi, axis, Part("split", 0, ((batch, heads.shape[1]),)))
-    return class_of(own).forward(*given.args, **given.kwargs)
-
-
-def _picked_pools(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Which keys GLM-5's indexer picks, without data: indices [b, s, keys]."""
-    tail = own.index_kpool - 1 if own.index_kpool_always_select_tail else 0
-    return hidden_states.new_empty(*hidden_states.shape[:2], own.index_topk + tail, dtype=torch.int32)
-
-
-def _picked_blocks(
-    own: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Which keys Qwen4's indexer picks, without data: a mask [b, 1, s, keys]."""
-    return torch.empty_like(attention_mask, dtype=torch.bool)
-
-
-@without_data(_picked_pools)
-def pooled_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
-    """An indexer that drops pools of keys by values that it has computed."""
-    return _or_without_data(_picked_pools, own, *args, **kwargs)
-
-
-@without_data(_picked_blocks)
-def block_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
-    """An indexer that goes through the queries one by one."""
-    return _or_without_data(_picked_blocks, own, *args, **kwargs)
-
-
-def _or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, or what stands for it in a run without data."""
-    without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
-    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
-
-
-# By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
-_MODULES: dict[str, Callable[..., Any]] = {
-    "Glm5NextTextIndexer": pooled_indexer,
-    "Qwen4ExpTextQSAIndexer": block_indexer,
-}
-
-# By the name of a class: a forward of its attention that works with a part of the heads.
-_ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}
 
 # By the name of a class: whether a module mixes the features or heads between its linears, and so needs them whole. The
 # linears stay split; the outputs of the first are gathered, and the last takes its part of its input.
@@ -488,48 +432,17 @@ def _block_modules(model: nn.Module) -> list[str]:
     ]
 
 
+def _lists_of_blocks(model: nn.Module) -> list[str]:
+    """The members of the outermost lists of like modules, when these have modules of their own."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        members = list(module) if isinstance(module, nn.ModuleList) else []
+        alike = len({class_of(member) for member in members}) == 1 and any(True for _ in members[0].children())
+        if alike and not any(path.startswith(pattern.removesuffix("*")) for pattern in found):
+            found.append(f"{path}.*")
+    return found
+
+
 def _blocks(model: nn.Module) -> Any:
     """Units: the patterns of those paths, or what `units="auto"` finds."""
     return tuple(dict.fromkeys(_starred(name) for name in _block_modules(model))) or "auto"
-
-
-def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What experts return, without data: that of two tokens and the first expert, for all of them.
-
-    Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
-    are given no indices compute all of it.
-    """
-    rows = args[0].shape[0]
-    if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-        return class_of(own).forward(own, *args, **kwargs)
-    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
-    return out[:1].expand(rows, *out.shape[1:]).contiguous()
-
-
-def _of_two(value: Any) -> Any:
-    """The first rows; indices are zeros, whose values are known in a run without data."""
-    if not isinstance(value, Tensor):
-        return value
-    few = value[:2]
-    return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
-
-
-@calls_own_forward
-@without_data(_probed)
-def tensor_parallel_experts(
-    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
-) -> Any:
-    """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
-
-    Communication: one all-reduce of the output, and in the backward one of each floating input's gradient.
-    """
-    for axis in layouts.axes:
-        args = tuple(
-            layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for at, x in enumerate(args)
-        )
-    out = _probed(own, *args, **kwargs) if args[0].is_meta else class_of(own).forward(own, *args, **kwargs)
-    for axis in layouts.axes:
-        layouts.require(out, axis, SUM)
-        out = psum(out, layouts.mesh, axis)
-    return out

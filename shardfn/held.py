@@ -18,18 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, unwrap_local
+from shardfn.core.agreement import agree
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import grid
+from shardfn.core.layout import Layout
+from shardfn.core.mesh import Grid, grid
 from shardfn.core.model import note_shard
-from shardfn.core.plan import Plan, Reduction
+from shardfn.core.plan import Plan, Reduction, plan
+from shardfn.core.policy import Policy
 from shardfn.core.shadow import OWN, submodule, unwrapped
 from shardfn.core.tree import Params
 from shardfn.watched import REPLACED, SHARD, watch_optimizers
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
+_MOST = 6  # problems in one message
 
 
 class Held:
@@ -185,6 +189,68 @@ def _warn_of_references(model: nn.Module) -> None:
                         "forward that uses it from there trains nothing. Reach parameters through their modules.",
                         stacklevel=4,
                     )
+
+
+def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params: Params) -> Params:
+    """The tree that `shard` would make of a model, of the leaves of another one and with its buffers.
+
+    Raises:
+        ShardError: the leaves are not as `shard` would make them. On every rank.
+
+    Communication: one small exchange over the mesh.
+    """
+    made: Plan | Exception
+    try:
+        made = plan(model, mesh, policy.policy if isinstance(policy, Plan) else policy)
+        if problems := list(_misfits(model, mesh, made, params)):
+            more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+            raise ShardError(
+                "Trainer(params=...): the tree is not what this model, mesh and policy make. Pass sf.reshard(params, "
+                "policy, mesh), or leave mesh and policy out to have those of the tree:\n  "
+                + "\n  ".join(problems[:_MOST])
+                + more
+            )
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        made = error
+    agree(mesh, made, ["a tree of shards"], "Trainer")
+    assert isinstance(made, Plan)
+    return Params(params, made, params.mesh, params.buffers)
+
+
+def _misfits(model: nn.Module, mesh: DeviceMesh, made: Plan, params: Params) -> Iterator[str]:
+    """What of a tree is not as the plan `made` of a model says."""
+    if mesh != params.mesh:
+        yield f"the mesh of the tree is {params.mesh}, not {mesh}"
+        return
+    places = grid(mesh, made.roles.storage)
+    for name in dict.fromkeys((*made.layouts, *params.plan.layouts)):
+        mine, theirs = made.layouts.get(name), params.plan.layouts.get(name)
+        if mine is None or theirs is None or any(leaf.name not in params for leaf in theirs.leaves):
+            yield f"'{name}' is not in the {'model' if mine is None else 'tree'}"
+        elif theirs.shape != mine.shape or theirs.aliases != mine.aliases:
+            yield f"'{name}' is {_said(theirs)} in the tree, {_said(mine)} in the model"
+        elif not theirs.stored_as(mine):
+            yield f"'{name}' is laid out as '{theirs.rule}' in the tree, the policy says '{mine.rule}'"
+        else:
+            yield from filter(None, (_misfit(made, places, leaf.name, params[leaf.name]) for leaf in mine.leaves))
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        if name not in params.buffers:
+            yield f"buffer '{name}' is not in the tree"
+
+
+def _said(layout: Layout) -> str:
+    return f"of shape {layout.shape}" + (f" and also called {list(layout.aliases)}" if layout.aliases else "")
+
+
+def _misfit(made: Plan, places: Grid, name: str, leaf: object) -> str | None:
+    """Why a tensor is not a leaf of a plan."""
+    want = leaf_spec(made, places, name)
+    if not isinstance(leaf, DTensor):
+        return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
+    if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
+        return f"'{name}' is {tuple(leaf.shape)}, {leaf.placements} on {leaf.device_mesh} in the tree"
+    dtype = made.leaves[name][0].dtype
+    return f"'{name}' is {leaf.dtype} in the tree, {dtype} in the model" if leaf.dtype != dtype else None
 
 
 def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:

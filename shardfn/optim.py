@@ -18,3 +18,24 @@ from shardfn.core.optim import masked as masked
 from shardfn.core.optim import schedule as schedule
 from shardfn.core.optim import sgd as sgd
 from shardfn.core.optim import warmup_cosine as warmup_cosine
+
+__all__ = [
+    "AdamState",
+    "LionState",
+    "Optimizer",
+    "SGDState",
+    "ScheduleState",
+    "TorchState",
+    "adamw",
+    "apply_updates",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "from_torch",
+    "global_norm",
+    "lion",
+    "masked",
+    "schedule",
+    "sgd",
+    "warmup_cosine",
+]

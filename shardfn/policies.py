@@ -30,7 +30,7 @@ from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
 from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
-from shardfn.core.policy import Policy
+from shardfn.core.policy import BATCH_AXES, Policy, batch_with
 from shardfn.families import from_transformers
 
 __all__ = [
@@ -334,10 +334,11 @@ def from_parallelize_plan(
         model: tells linears from embeddings. Without it a `RowwiseParallel` with replicated input is taken for an
             embedding and a `ColwiseParallel` for a linear.
         axis: the mesh axis of tensor parallelism.
-        data_axis: the axis that shards the other dim; None replicates it.
+        data_axis: the axis that shards the other dim; None replicates it. One of another name than the usual ones
+            (`fsdp`, `dp`, `data`) splits the batch, too: `Policy.batch`.
 
     Returns:
-        a policy with `rules`, and `acts` for sequence parallelism.
+        a policy with `rules`, `acts` for sequence parallelism, and `batch` for a data axis of another name.
 
     Raises:
         ShardError: listing every style that is not served: other layouts, inputs that only here begin to be split,
@@ -364,7 +365,11 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    return Policy(rules=rules, acts=acts) if acts else Policy(rules=rules)
+    batch = batch_with([data_axis] if data_axis is not None else [])
+    given: dict[str, Any] = {"acts": acts} if acts else {}
+    if batch != BATCH_AXES:
+        given["batch"] = batch
+    return Policy(rules=rules, **given)
 
 
 def _pattern(path: str) -> str:

@@ -30,7 +30,7 @@ from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import differentiator
 from shardfn.core.tree import Params, map_local
-from shardfn.held import adopt, install, whole
+from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
 from shardfn.watched import count_steps
 
@@ -68,9 +68,12 @@ class Trainer(nn.Module):
         compile: compiles the forward of every unit, or says how: `Policy(compile=...)` for a policy without it.
         init: as for `shard`.
         src: as for `shard`.
+        params: a tree of this model, by `sf.checkpoint.load_safetensors` for example, to begin with. The trainer takes
+            it over: steps write into these tensors. Where `mesh` or `policy` is left out, those of the tree count. The
+            model's own values do not: it may be on the meta device.
 
     Raises:
-        ShardError: as `shard`.
+        ShardError: as `shard`; `params` that are not laid out as `shard` would lay them out.
         ValueError, TypeError: a setting that means nothing.
     """
 
@@ -90,13 +93,19 @@ class Trainer(nn.Module):
         compile: bool | Mapping[str, Any] = False,
         init: Callable[[Any], Any] | None = None,
         src: int | None = None,
+        params: Params | None = None,
     ) -> None:
         super().__init__()
         _check_settings(model, accumulate, clip, ema, scaler)
         _check_optimizer(optimizer)
-        mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
-        params = shard(model, mesh, _compiling(policy, compile), init=init, src=src)
-        self.plan, self.mesh = params.plan, mesh
+        if params is None:
+            mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
+            params = shard(model, mesh, _compiling(policy, compile), init=init, src=src)
+        else:
+            _check_params(params, init, src)
+            policy = _compiling(policy if policy is not None else params.plan.policy, compile)
+            params = taken_over(model, mesh if mesh is not None else params.mesh, policy, params)
+        self.plan, self.mesh = params.plan, params.mesh
         self.optimizer, self.loss_fn = optimizer, loss_fn
         self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -318,7 +327,7 @@ class Trainer(nn.Module):
         """Copy in tensors under the model's names: full ones, or `DTensor`s of any layout on this mesh.
 
         Args:
-            state_dict: name -> tensor.
+            state_dict: name -> tensor; or a tree of this model in any layout on this mesh, with its buffers.
             strict: whether missing and unexpected names are an error.
             assign: not supported, the parameters stay the same objects.
 
@@ -329,6 +338,9 @@ class Trainer(nn.Module):
             raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         wanted = {*self.plan.canonical, *(name for name in buffers if name in self.module.state_dict())}
+        if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
+            kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
+            state_dict = to_state_dict(state_dict) | kept
         held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in (x.name, *x.aliases))]
         given = {name for layout in held for name in (layout.name, *layout.aliases)}
         missing = sorted(wanted - given - set(state_dict))
@@ -504,6 +516,13 @@ def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params
 @torch.no_grad()
 def _copied(params: Params) -> Params:
     return map_local(torch.clone, params)
+
+
+def _check_params(params: object, init: object, src: object) -> None:
+    if not isinstance(params, Params):
+        raise TypeError(f"Trainer(params={type(params).__name__}): expected a tree made by shard or load_safetensors")
+    if init is not None or src is not None:
+        raise ValueError("Trainer(params=...): the tree has all values; leave out init and src")
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -10,3 +10,16 @@ from shardfn.core.tree import map_local as map_local
 from shardfn.core.tree import paths as paths
 from shardfn.core.tree import select as select
 from shardfn.core.tree import zeros_like as zeros_like
+
+__all__ = [
+    "cast",
+    "dot",
+    "ema",
+    "leaves",
+    "lerp",
+    "map",
+    "map_local",
+    "paths",
+    "select",
+    "zeros_like",
+]

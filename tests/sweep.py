@@ -4,6 +4,7 @@
     python tests/sweep.py llama deepseek_v3     # these
     python tests/sweep.py --table               # and the table of docs/howto/transformers.md at the end
     python tests/sweep.py --mesh fsdp=1,tp=4    # on other ranks
+    python tests/sweep.py --sequence            # with activations split along the sequence
 
 A model is *served* when loss, outputs and every gradient are those of one rank, to 1e-9 in float64. It is *refused*
 with a ShardError, whose reason is one of `REASONS`. Anything else is a fault of this library: *wrong* numbers, or a
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn._torch import pytree
+from shardfn.core.apply import _RECORDS
+from shardfn.core.sequence import boundaries
 from shardfn.testing import RankError, run
 
 MESH = {"fsdp": 2, "tp": 2}
@@ -58,7 +61,7 @@ class Result:
     verdict: str
     reason: str = ""  # of a refusal: a key of REASONS
     detail: str = ""
-    split: float = 0.0  # the share of the weights that is split over tp
+    split: float = 0.0  # the share of the weights that is split over tp; of blocks whose positions are, with --sequence
     seconds: float = 0.0
 
 
@@ -72,12 +75,12 @@ def reason_of(message: str) -> str:
     return next((reason for reason, text in REASONS.items() if re.search(text, message, re.MULTILINE)), "")
 
 
-def sweep(chosen: Iterable[str], mesh: Mapping[str, int] = MESH) -> Iterator[Result]:
+def sweep(chosen: Iterable[str], mesh: Mapping[str, int] = MESH, sequence: bool = False) -> Iterator[Result]:
     """Try one model type after the other on one pool of ranks."""
     for name in chosen:
         start = time.perf_counter()
         try:
-            ranks = run(compared, name, dict(mesh), ranks=prod(mesh.values()), timeout=SECONDS)
+            ranks = run(compared, name, dict(mesh), sequence, ranks=prod(mesh.values()), timeout=SECONDS)
             result = max(ranks, key=lambda result: VERDICTS.index(result.verdict))
         except RankError as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
@@ -85,16 +88,16 @@ def sweep(chosen: Iterable[str], mesh: Mapping[str, int] = MESH) -> Iterator[Res
         yield replace(result, seconds=time.perf_counter() - start)
 
 
-def compared(name: str, axes: Mapping[str, int]) -> Result:
+def compared(name: str, axes: Mapping[str, int], sequence: bool = False) -> Result:
     """One model type on this rank: sharded and on one rank. Collective."""
     warnings.simplefilter("ignore")
     try:
-        return _compared(name, axes)
+        return _compared(name, axes, sequence)
     except Exception as error:  # an error on some ranks only is a hang on the others, which the time limit ends
         return Result(name, "crashed", detail=f"{type(error).__name__}: {error}")
 
 
-def _compared(name: str, axes: Mapping[str, int]) -> Result:
+def _compared(name: str, axes: Mapping[str, int], sequence: bool) -> Result:
     mesh = sf.make_mesh("cpu", **axes)
     model = tiny_configs.make(name).double().eval()
     inputs, ids = tiny_configs.batch(name)
@@ -102,14 +105,15 @@ def _compared(name: str, axes: Mapping[str, int]) -> Result:
     with InDouble():
         expected = _whole(name, model, inputs, ids, local)
         try:
-            params = sf.shard(model, mesh, sf.policies.from_transformers(model))
+            params = sf.shard(model, mesh, sf.policies.from_transformers(model, sequence_parallel=sequence))
             found = _sharded(name, model, params, local, local_ids)
         except sf.ShardError as error:
             return Result(name, "refused", reason_of(str(error)), str(error))
     first = sorted(expected, key=lambda key: not key.startswith(("loss", "output")))
     wrong = [text for key in first if (text := _difference(key, found.get(key), expected[key]))]
     verdict = "wrong" if wrong else "served"
-    return Result(name, verdict, detail="; ".join(wrong[:4]), split=_share(params.plan))
+    split = _share_of_blocks(model, params.plan) if sequence else _share(params.plan)
+    return Result(name, verdict, detail="; ".join(wrong[:4]), split=split)
 
 
 def _whole(name: str, model: nn.Module, inputs: Any, ids: Tensor, local: Any) -> dict[str, Tensor]:
@@ -155,6 +159,17 @@ def _share(plan: sf.Plan) -> float:
     return sum(n for layout, n in sizes if "tp" in layout.axes) / sum(n for _, n in sizes)
 
 
+def _share_of_blocks(model: nn.Module, plan: sf.Plan) -> float:
+    """Of the blocks whose activations `Policy.acts` splits, those within which anything is."""
+    (found,) = _RECORDS[model][0].adjustments.values()
+    steps = {step.path for step in found.inputs | found.outputs} | {path for path, _, _ in found.scattered}
+    blocks = boundaries(plan)
+    split = [
+        block for block in blocks if block not in found.entries and any(f"{p}.".startswith(f"{block}.") for p in steps)
+    ]
+    return len(split) / len(blocks)
+
+
 def table(results: Sequence[Result]) -> str:
     """What the documentation shows, as markdown."""
     counts = Counter(result.verdict for result in results)
@@ -192,9 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model_types", nargs="*")
     parser.add_argument("--table", action="store_true", help="print the table of the documentation")
     parser.add_argument("--mesh", type=_mesh, default=MESH, help="sizes of fsdp and tp")
+    parser.add_argument("--sequence", action="store_true", help="split activations along the sequence")
     args = parser.parse_args(argv)
     results: list[Result] = []
-    for result in sweep(names(args.model_types), args.mesh):
+    for result in sweep(names(args.model_types), args.mesh, args.sequence):
         results.append(result)
         print(_line(result), flush=True)
     print(dict(Counter(result.verdict for result in results)))

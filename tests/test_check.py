@@ -287,7 +287,7 @@ def test_what_is_right_passes(name: str) -> None:
 
 
 def test_a_step_that_draws_says_so() -> None:
-    model, chosen, loss, batch, _ = _mlp(between=lambda x: F.dropout(x, 0.5))
+    model, chosen, loss, batch, _ = _mlp(between=lambda x: x * torch.rand_like(x))
     assert "the step draws random numbers" in check(model, MESH, chosen, loss(model), batch).problems[-1]
     model, chosen, loss, batch, _ = _mlp(between=lambda x: x.softmax(-1))
     assert "random" not in str(check(model, MESH, chosen, loss(model), batch))
@@ -311,4 +311,28 @@ def test_a_split_table_with_a_padding_row() -> None:
     ids = torch.randint(38, 43, (8, 5))
     policy = sf.Policy(rules={"0.weight": "vocab@tp c@fsdp"})
     report = sf.check(model, sf.MeshSpec(fsdp=2, tp=2), policy, lambda p, x: sf.apply(model, p, x).square().mean(), ids)
+    assert report.ok, str(report)
+
+
+class _Attention(nn.Module):
+    """Attention as models write it: functions that drop something while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, q, q, None, 0.5 if self.training else 0.0)
+        mixed = mixed + F.scaled_dot_product_attention(q, q, q, dropout_p=0.5 if self.training else 0.0)
+        return x + F.dropout(self.o(mixed.transpose(1, 2).flatten(2)), 0.5, self.training)
+
+
+@pytest.mark.parametrize("acts", [{}, {"*": "b s@tp c"}], ids=["whole", "split along the sequence"])
+def test_functions_drop_nothing_and_sequences_may_be_split(acts: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Attention(), _Attention())
+    rules = {"*.q.weight": "(heads@tp d) c", "*.o.weight": "c (heads@tp d)"}
+    policy = sf.Policy(rules=rules, acts=acts, sizes={"heads": 4})
+    report = sf.check(model, MESH, policy, lambda p, x: sf.apply(model, p, x).square().mean(), torch.randn(8, 4, 16))
     assert report.ok, str(report)

@@ -6,6 +6,7 @@ line `<!-- ranks: 4 -->` is a program of its own and runs on 4 ranks. ```bash an
 
 import ast
 import doctest
+import importlib
 import os
 import re
 import sys
@@ -180,6 +181,18 @@ MANY_RANKS = [block for block in PAGE_BLOCKS + DOCSTRING_BLOCKS if block.languag
 def test_block_runs_on_ranks(block: Block, tmp_path: Path) -> None:
     with chdir(tmp_path):
         run(exec_block, block.source, str(block.path), ranks=block.ranks)
+
+
+def test_the_file_that_the_page_on_testing_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block for block in PAGE_BLOCKS if block.path.name == "testing.md"]
+    (tmp_path / "shown_tests.py").write_text(block.source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = importlib.import_module("shown_tests")
+    shown.test_gradients()
+    shown.test_gradients_on_meshes({"fsdp": 1, "tp": 4})
+    monkeypatch.setattr(shown, "expected", dict)
+    with pytest.raises(AssertionError):
+        shown.test_gradients()
 
 
 def test_docstring_blocks_run(world_of_one: None, tmp_path: Path) -> None:

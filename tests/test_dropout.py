@@ -339,9 +339,10 @@ class Loops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.3)
+        self.times = 1
 
-    def forward(self, x: Tensor, times: int) -> Tensor:
-        for _ in range(times):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
             x = self.down(self.drop(torch.tanh(self.up(x))))
         return x
 
@@ -355,15 +356,16 @@ def test_a_call_that_the_run_without_data_did_not_make_is_asked_for(mesh: Device
         model = Loops().double()
         params = sf.shard(model, mesh, chosen)
         with sf.data.dropout_seed(1):
-            sf.apply(model, params, _batch(), 1)
+            sf.apply(model, params, _batch())
+        model.times = 2
         with sf.data.dropout_seed(1):
             if chosen.acts:
-                found.append(sf.apply(model, params, _batch(), 2))
+                found.append(sf.apply(model, params, _batch()))
                 continue
             with pytest.raises(sf.ShardError, match=r"call 2 of 'drop' .* Policy\(acts="):
-                sf.apply(model, params, _batch(), 2)
+                sf.apply(model, params, _batch())
     with sf.simulate(fsdp=1, tp=1) as one, sf.data.dropout_seed(1):
-        wanted = sf.apply(model, sf.shard(model, one, sf.Policy()), _batch(), 2)
+        wanted = sf.apply(model, sf.shard(model, one, sf.Policy()), _batch())
     assert_parity(found, [_at_one(wanted)], tol=1e-10)
 
 

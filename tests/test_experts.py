@@ -230,6 +230,59 @@ def test_trees_of_experts_are_trees(mesh: DeviceMesh) -> None:
         assert_parity({"loss": square(model, moved, x[:2])}, {"loss": model(x[:2]).square().mean()}, tol=1e-9)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@on_meshes(*MESHES)
+def test_every_token_may_choose_every_expert(mesh: DeviceMesh, way: str) -> None:
+    batch, options = WAYS[way]
+
+    class Everyone(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.dense(x)).flatten(0, -2)
+            scores = self.router(h).softmax(-1)
+            ids = scores.argsort(-1, descending=True)
+            return x + self.experts(h, ids, scores.gather(-1, ids)).view_as(x)
+
+    def chosen_by_all() -> Net:
+        model = made()
+        for layer in model.layers:
+            layer.__class__ = Everyone
+        return model
+
+    model, own, x = chosen_by_all(), policy(batch, **options), inputs()
+    params = sf.shard(model, mesh, own)
+    loss, grads = sf.value_and_grad(partial(square, model))(params, sf.data.local_batch(x, mesh, own))
+    losses, expected = of_one_rank(chosen_by_all(), x)
+    torch.testing.assert_close(float(loss), losses[0], rtol=1e-9, atol=1e-12)
+    assert_parity(sf.gather(grads), expected, tol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [BATCH, SHARED])
+@on_meshes({"fsdp": 2, "ep": 2})
+def test_a_run_goes_on_where_experts_lie_otherwise(mesh: DeviceMesh, batch: Sequence[str]) -> None:
+    """Two steps of a trainer that accumulates on 2 x 2 ranks, and a third one on 4 x 1 or 1 x 4."""
+    own, x = policy(batch), inputs(8)
+
+    def mean(model: nn.Module) -> Callable[[sf.Params, Tensor], Tensor]:
+        return lambda params, x: square(model, params, x)
+
+    def trainer(mesh: DeviceMesh, chosen: Mapping[int, float] | None = None) -> sf.Trainer:
+        model = made(chosen)
+        optimizer = sf.optim.adamw(1e-2, weight_decay=0)
+        return sf.Trainer(model, mesh, own, optimizer=optimizer, loss_fn=mean(model), accumulate=2)
+
+    losses, _ = of_one_rank(made(), x, 3)
+    first = trainer(mesh)
+    found = [float(first.step(sf.data.local_batch(x, mesh, own))["loss"]) for _ in range(2)]
+    with folder() as at:
+        first.save(at)
+        for sizes in ({"fsdp": 4, "ep": 1}, {"fsdp": 1, "ep": 4}):
+            other = sf.make_mesh("cpu", **sizes)
+            then = trainer(other)
+            then.load(at)
+            local = sf.data.local_batch(x, other, own)
+            torch.testing.assert_close([*found, float(then.step(local)["loss"])], losses, rtol=1e-9, atol=1e-12)
+
+
 def _unbiased(weights: Mapping[str, Tensor], tokens: Tensor, counts: Sequence[int]) -> Tensor:
     pairs = enumerate(tokens.split(list(counts)))
     return torch.cat([torch.tanh(x @ weights["up"][e].t()) @ weights["down"][e].t() for e, x in pairs])
@@ -384,6 +437,16 @@ def test_a_step_is_one_graph(mesh: DeviceMesh, way: str) -> None:
     assert_parity(sf.gather(grads), of_one_rank(made(), x)[1], tol=1e-9)
 
 
+@pytest.mark.parametrize("batch", [BATCH, SHARED])
+@on_meshes({"fsdp": 2, "ep": 2})
+def test_a_graph_of_a_forward_that_picks_tokens_is_an_error(mesh: DeviceMesh, batch: Sequence[str]) -> None:
+    model, own = made(), policy(batch)
+    params, local = sf.shard(model, mesh, own), sf.data.local_batch(inputs(), mesh, own)
+    step = sf.jit(sf.value_and_grad(partial(square, model)), backend="eager")
+    with pytest.raises(sf.ShardError, match=r"torch.where\(ids == expert\)` needs the value .* Experts\(grouped=...\)"):
+        step(params, local)
+
+
 @on_meshes({"fsdp": 2, "ep": 2})
 def test_gradients_of_each_sample(mesh: DeviceMesh) -> None:
     model, x = made(), inputs()
@@ -435,6 +498,26 @@ def test_a_token_goes_once_to_a_rank(mesh: DeviceMesh) -> None:
     layers = len(model.layers)
     assert counts.as_dict()["all_to_all"] == layers * 5  # counts, tokens, experts, weights; results
     assert counts.bytes_of["all_to_all"] == layers * (4 * 8 + sent + back)
+
+
+@pytest.mark.parametrize("way", ["batch", "shared", "shared, dispatch"])
+@on_meshes({"fsdp": 1, "ep": 2})
+def test_a_plan_counts_what_travels_if_no_token_stays(mesh: DeviceMesh, way: str) -> None:
+    batch, options = WAYS[way]
+    model, own = made({0: 10.0, 7: 10.0}), policy(batch, **options)  # each token chooses both ranks
+    params, local = sf.shard(model, mesh, own), sf.data.local_batch(inputs(), mesh, own)
+    plan = sf.plan(model, sf.MeshSpec(fsdp=1, ep=2), own, example=local)
+    assert plan.comm_bytes - sf.plan(model, sf.MeshSpec(fsdp=1, ep=2), own).comm_bytes == plan.activation_bytes
+    step = partial(square, model)
+    for _ in range(2):  # which also compare their batches
+        step(params, local)
+    with count_collectives() as counts:
+        sf.grad(step, reduce=None)(params, local)
+    sent = {kind: counts.bytes_of.get(kind, 0) for kind in ("all_to_all", "all_reduce", "all_gather")}
+    if way == "batch":  # over data axes weights are gathered, too, and the loss is averaged
+        sent["all_reduce"] = sent["all_gather"] = 0
+    # Of 2 ranks, half of an all-to-all stays, and an all-reduce is as much as its tensor.
+    assert sent["all_to_all"] // 2 + sent["all_reduce"] + sent["all_gather"] == plan.activation_bytes > 8000
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -231,6 +231,32 @@ def test_another_name_of_an_axis_is_one_problem() -> None:
     assert "dp" in made.layouts["model.norm.weight"].axes
 
 
+@on_meshes({"shards": 2, "tp": 2}, {"replicate": 2, "shards": 2})
+def test_a_data_axis_of_any_name_splits_the_batch(mesh: DeviceMesh) -> None:
+    family = FAMILIES["Llama"]
+    model, axis = family.make(), "tp" if "tp" in (mesh.mesh_dim_names or ()) else None
+    policy = sf.policies.from_transformers(model, axis=axis, data_axis="shards")
+    inputs, ids = family.batch()
+    local, local_ids = sf.data.local_batch((inputs["input_ids"], ids), mesh, policy)
+    assert len(local) == (2 if axis else 1)
+    params = sf.shard(model, mesh, policy)
+    assert "shards" in params.plan.roles.shardable
+    loss, grads = sf.value_and_grad(lambda p: family.loss(sf.apply(model, p, input_ids=local), local_ids))(params)
+    expected = family.loss(model(**inputs), ids)
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()}, tol=1e-5)
+    assert_parity(sf.gather(grads), {n: p.grad for n, p in _named(model)}, tol=1e-5)
+
+
+def test_usual_names_of_data_axes_leave_the_policy_as_it_is() -> None:
+    model = FAMILIES["Llama"].make()
+    for axis in ("fsdp", "dp", None, ("dp", "fsdp")):
+        assert "batch" not in sf.policies.from_transformers(model, data_axis=axis).given
+    policy = sf.policies.from_transformers(model, data_axis="shards")
+    with pytest.raises(sf.ShardError, match=r"Policy\.batch: the mesh .* has no axis 'shards'"):
+        sf.plan(model, sf.MeshSpec(fsdp=2, tp=2), policy)
+
+
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_model_that_was_never_called_gives_its_hidden_states_once(mesh: DeviceMesh) -> None:
     """transformers installs hooks at the first call that asks for them; runs without data leave none."""
@@ -251,10 +277,11 @@ def test_padded_heads_meet_the_keys_of_their_group(mesh: DeviceMesh, pad: dict[s
     family = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields)
     model = family.make()
     inputs, ids = family.batch()
-    params = sf.shard(model, mesh, sf.policies.from_transformers(model) | sf.Policy(pad={"vocab": 64} | pad))
+    policy = sf.policies.from_transformers(model) | sf.Policy(pad={"vocab": 64} | pad)
     if not served:
-        with pytest.raises(sf.ShardError):
-            family.loss(sf.apply(model, params, input_ids=inputs["input_ids"]), ids)
+        with pytest.raises(sf.ShardError, match=r"heads=12 and kv=3 padded to 4 .*pad=\{'heads': 16, 'kv': 4\}"):
+            sf.shard(model, mesh, policy)
         return
+    params = sf.shard(model, mesh, policy)
     loss = family.loss(sf.apply(model, params, input_ids=inputs["input_ids"]), ids)
     torch.testing.assert_close(loss, family.loss(model(**inputs), ids), rtol=1e-5, atol=1e-5)

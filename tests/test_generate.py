@@ -19,6 +19,7 @@ LLAMAS = {
     "heads": LLAMA,
     "groups": replace(LLAMA, fields=LLAMA.fields | GROUPS),
     "groups, eager attention": replace(LLAMA, fields=LLAMA.fields | GROUPS | {"attn_implementation": "eager"}),
+    "a query a rank": replace(LLAMA, fields=LLAMA.fields | GROUPS | {"num_attention_heads": 4, "head_dim": 4}),
 }
 
 
@@ -83,24 +84,26 @@ WAYS = {
 @pytest.mark.parametrize("llama", ["heads", "groups"])
 @on_meshes(*MESHES)
 def test_ways_to_generate(mesh: DeviceMesh, llama: str, way: str) -> None:
-    if llama == "groups" and way == "a static cache":
-        llama = "groups, eager attention"
     _assert_same_tokens(mesh, LLAMAS[llama], _prompts(mesh), max_new_tokens=5, **WAYS[way])
 
 
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_keys_that_ranks_share_in_a_static_cache(mesh: DeviceMesh) -> None:
-    """Attention on one token, with a mask, views queries as [kv, heads / kv]: no part of one dim is that."""
-    with pytest.raises(sf.ShardError, match="o_proj"):
-        _assert_same_tokens(mesh, LLAMAS["groups"], _prompts(mesh), max_new_tokens=5, **WAYS["a static cache"])
+    """On one rank attention groups the queries of a token, and a rank that has one query of a group does not."""
+    family, options = LLAMAS["a query a rank"], {"max_new_tokens": 5, **WAYS["a static cache"]}
+    match = r"(?s)one part of 'model.layers.0.self_attn.k_proj'.*attn_implementation='eager'"
+    with pytest.raises(sf.ShardError, match=match):
+        _assert_same_tokens(mesh, family, _prompts(mesh), **options)
+    eager = replace(family, fields=family.fields | {"attn_implementation": "eager"})
+    _assert_same_tokens(mesh, eager, _prompts(mesh), **options)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-@on_meshes({"fsdp": 2, "tp": 2})
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "groups"])
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_padded_prompts(mesh: DeviceMesh, name: str) -> None:
     prompts = _prompts(mesh)
     prompts["attention_mask"][1, :3] = 0
-    _assert_same_tokens(mesh, _family(name), prompts, max_new_tokens=5, do_sample=False)
+    _assert_same_tokens(mesh, LLAMAS.get(name) or _family(name), prompts, max_new_tokens=5, do_sample=False)
 
 
 @on_meshes(*MESHES)
@@ -215,6 +218,16 @@ class Counter(nn.Module):
         while x.sum() < limit:
             x, steps = x + self(x), steps + 1
         return x, steps
+
+    sample = generate  # a user's name for it
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_loop_of_another_name_is_an_error_that_says_which_to_take(mesh: DeviceMesh) -> None:
+    model = Counter()
+    policy = sf.Policy(rules={"layers.0.weight": "ff@tp c@fsdp", "layers.1.weight": "c@fsdp ff@tp"})
+    with pytest.raises(sf.ShardError, match=r"name it 'generate' \(generate = sample, in its class\)"):
+        sf.apply(model, sf.shard(model, mesh, policy), torch.ones(2, 4), 50.0, method="sample")
 
 
 @on_meshes(*MESHES)

@@ -6,6 +6,7 @@ Everything up to "What is public" reads source with `ast` and imports nothing, s
 import ast
 import importlib
 import io
+import pydoc
 import re
 import tokenize
 from collections.abc import Iterator
@@ -56,12 +57,15 @@ LAYERS = {
     "shardfn.core.whole": 3,
     "shardfn.core.functional": 3,
     "shardfn.core.engine": 3,
+    "shardfn.core.compute_axes": 4,
     "shardfn.core.tensor_parallel": 4,
+    "shardfn.core.family_forwards": 4,
     "shardfn.core.loss": 4,
     "shardfn.core.experts": 4,
     "shardfn.core.parallel_layers": 4,
     "shardfn.core.sequence": 4,
     "shardfn.core.wiring": 4,
+    "shardfn.core.cures": 4,
     "shardfn.core.trial": 4,
     "shardfn.core.generation": 4,
     "shardfn.core.apply": 4,
@@ -366,3 +370,17 @@ def test_public_name_has_an_example(name: str) -> None:
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_namespace_can_be_imported(name: str) -> None:
     assert isinstance(importlib.import_module(f"shardfn.{name}"), ModuleType)
+
+
+@pytest.mark.parametrize("name", ["", *NAMESPACES])
+def test_help_and_api_pages_list_what_a_module_has(name: str) -> None:
+    """Both go by `__all__`: of a module without one they leave out what is defined elsewhere."""
+    module = importlib.import_module(f"shardfn.{name}".rstrip("."))
+    ours = [node for node in ast.walk(parse(module.__name__)) if isinstance(node, ast.ImportFrom)]
+    exported = {alias.asname for node in ours for alias in node.names if alias.asname == alias.name}
+    assert exported <= set(module.__all__)
+    text = pydoc.plain(pydoc.render_doc(module))
+    for other in module.__all__:
+        if not isinstance(vars(module)[other], ModuleType):
+            assert vars(module)[other].__doc__, f"{module.__name__}.{other} has no docstring"
+            assert re.search(rf"^    (class )?{other}\b", text, re.MULTILINE), other

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,9 +23,9 @@ lora, vit = importlib.import_module("lora"), importlib.import_module("vit")
 
 
 def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
-    out = tmp_path / "adapters.pt"
+    out = tmp_path / "adapters.safetensors"
     first, *others = run(lora.main, ["--steps", "12", "--out", str(out)], ranks=4, timeout=120)
-    saved = torch.load(out)
+    saved = load_file(out)
     assert len(saved) == 2 * 7 * 2 and all(name.endswith((".A.weight", ".B.weight")) for name in saved)
     for found in (first, *others):
         assert_parity(found, saved)
@@ -42,7 +43,7 @@ def _adapted() -> nn.Module:
     return model
 
 
-@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1})
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4})
 def test_adapters_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:
     model, reference = _adapted(), _adapted()
     params = sf.shard(model, mesh, lora.policy_for(model))

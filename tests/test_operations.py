@@ -11,7 +11,9 @@ from einops import rearrange
 from torch import Tensor
 
 from shardfn.core.collectives import watched
-from shardfn.core.engine.variance import Tag, Variance, Whole
+from shardfn.core.engine.records import Whole
+from shardfn.core.engine.tags import Tag
+from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import SAME, SUM, Part, even
 
 RANKS = 2
@@ -21,16 +23,19 @@ def _rand(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def _taken(whole: Tensor, part: Part | None, rank: int) -> Tensor:
+def _taken(whole: Tensor, part: Part | None, rank: int, ranks: int = RANKS) -> Tensor:
     """What a rank has of a whole tensor."""
     if part is None or part == SAME:
         return whole
     pieces, start = [], 0
+    rank, second = divmod(rank, part.share)
+    parts = ranks // part.share
     for outer, inner in part.runs:
-        run = whole.narrow(part.dim, start, outer * inner * RANKS).unflatten(part.dim, (outer, RANKS, inner))
+        run = whole.narrow(part.dim, start, outer * inner * parts).unflatten(part.dim, (outer, parts, inner))
         pieces.append(run.select(part.dim + 1, rank).flatten(part.dim, part.dim + 1))
-        start += outer * inner * RANKS
-    return torch.cat(pieces, part.dim)
+        start += outer * inner * parts
+    taken = torch.cat(pieces, part.dim)
+    return taken if part.second is None else taken.chunk(part.share, part.second)[second]
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Case:
     inputs: tuple[tuple[int, ...], ...]
     parts: tuple[Part | None, ...]
     kind: str = "split"
+    ranks: int = RANKS
 
 
 def _heads(n: int, size: int) -> Part:
@@ -52,6 +58,20 @@ def _repeated_keys(q: Tensor, k: Tensor) -> Tensor:
     b, kv, s, d = k.shape
     k = k[:, :, None].expand(b, kv, 2, s, d).reshape(b, kv * 2, s, d)
     return q @ k.transpose(-1, -2)
+
+
+def _grouped(q: Tensor, k: Tensor, weigh: Callable[[Tensor], Tensor] = lambda x: x.softmax(-1)) -> Tensor:
+    """Attention on one token: queries [b, heads, 1, d] in the groups of the keys [b, kv, s, d]."""
+    b, heads, _, d = q.shape
+    q = q.reshape(b, k.shape[1], -1, d)
+    return (weigh(q @ k.transpose(-1, -2)) @ k).reshape(b, heads, d)
+
+
+def _others(q: Tensor, k: Tensor) -> Tensor:
+    """Groups side by side, so that neighbours are of different ones."""
+    b, _, _, d = q.shape
+    q = q.reshape(b, -1, k.shape[1], d).transpose(1, 2)
+    return (q @ k.transpose(-1, -2)).sum(-1)
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:
@@ -85,6 +105,8 @@ def _sorted_shares(x: Tensor) -> Tensor:
 
 X = ((3, 4, 6),)
 LAST, FIRST = even(2, 3), even(1, 2)
+NEIGHBOURS = Part("split", 1, ((1, 1),), share=2)  # one of two columns, the same on two ranks of four
+
 CASES = {
     "element by element": Case(lambda x: torch.sigmoid(x) * 2 + 1, X, (LAST,)),
     "with a shared value": Case(lambda x, y: x * y, ((3, 4, 6), (3, 4, 1)), (LAST, None)),
@@ -132,6 +154,41 @@ CASES = {
     "a block diagonal": Case(lambda x, w: F.linear(x, w), (*X, (8, 6)), (FIRST, even(0, 4)), "lost"),
     "attention": Case(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), ((3, 4, 5, 2),) * 3, (FIRST,) * 3),
     "grouped queries": Case(_repeated_keys, ((3, 8, 5, 2), (3, 4, 5, 2)), (even(1, 4), even(1, 2))),
+    "grouped queries, a token": Case(_grouped, ((3, 8, 1, 2), (3, 2, 5, 2)), (even(1, 2), NEIGHBOURS), ranks=4),
+    "grouped queries, as one dim": Case(
+        lambda q, k: _grouped(q, k).flatten(1), ((3, 8, 1, 2), (3, 2, 5, 2)), (even(1, 2), NEIGHBOURS), ranks=4
+    ),
+    "grouped queries, still in groups": Case(
+        lambda q, k: q.view(3, k.shape[1], -1, 2) @ k.transpose(-1, -2),
+        ((3, 8, 1, 2), (3, 2, 5, 2)),
+        (even(1, 2), NEIGHBOURS),
+        ranks=4,
+    ),
+    "grouped queries, weighed along them": Case(
+        lambda q, k: _grouped(q, k, lambda x: x.softmax(2)),
+        ((3, 8, 1, 2), (3, 2, 5, 2)),
+        (even(1, 2), NEIGHBOURS),
+        "lost",
+        4,
+    ),
+    "grouped queries, added up": Case(
+        lambda q, k: _grouped(q, k, lambda x: x - x.sum(2, keepdim=True)),
+        ((3, 8, 1, 2), (3, 2, 5, 2)),
+        (even(1, 2), NEIGHBOURS),
+        "lost",
+        4,
+    ),
+    "grouped queries, by a mask of all": Case(
+        lambda q, k, m: _grouped(q, k, lambda x: x + m[: x.shape[2]]),
+        ((3, 8, 1, 2), (3, 2, 5, 2), (4, 5)),
+        (even(1, 2), NEIGHBOURS, None),
+        "lost",
+        4,
+    ),
+    "other groups of queries": Case(_others, ((3, 8, 1, 2), (3, 2, 5, 2)), (even(1, 2), NEIGHBOURS), "lost", 4),
+    "keys of neighbours, added up": Case(
+        lambda x, y: torch.einsum("bk,ck->bc", x, y), ((3, 2), (5, 2)), (NEIGHBOURS, NEIGHBOURS), "lost", 4
+    ),
     "softmax beside": Case(lambda x: x.softmax(1), X, (LAST,)),
     "softmax along": Case(lambda x: x.softmax(-1), X, (LAST,), "lost"),
     "sum beside": Case(lambda x: x.sum(1), X, (LAST,)),
@@ -213,9 +270,9 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
         expected = case.fn(*inputs)
     results: list[Tensor] = []
     said: Part | None = None
-    for rank in range(RANKS):
-        run = Variance({"tp": RANKS}, whole)
-        own = [_taken(x, part, rank) for x, part in zip(inputs, case.parts, strict=True)]
+    for rank in range(case.ranks):
+        run = Variance({"tp": case.ranks}, whole)
+        own = [_taken(x, part, rank, case.ranks) for x, part in zip(inputs, case.parts, strict=True)]
         for x, part in zip(own, case.parts, strict=True):
             run.mark(x, Tag({"tp": part} if part is not None else {}))
         with run, watched(run.note_collective):
@@ -224,7 +281,7 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
         assert said is not None and said.kind == case.kind, (said, case.kind)
         assert said.why if case.kind == "lost" else not said.why
         if case.kind == "split":
-            torch.testing.assert_close(results[-1], _taken(expected, said, rank))
+            torch.testing.assert_close(results[-1], _taken(expected, said, rank, case.ranks))
     if said == SAME:
         torch.testing.assert_close(results[-1], expected)
     if said == SUM:
@@ -240,3 +297,17 @@ def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
     with run, watched(run.note_collective):
         done = (x.softmax(-1) @ x.t()).sum()
     assert run.tag(done).parts["tp"].why == "of a reason"
+
+
+@pytest.mark.parametrize("padded", [(), ((5, 6),), ((7, 8),)])
+@pytest.mark.parametrize("summed", [lambda x: x.sum(-1), lambda x: (x[:, 0] * x[:, 1]).sum(-1), lambda x: x @ x.mT])
+def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], summed: Callable[..., Tensor]) -> None:
+    """What is there is zero in a weight, and anything after an exponential function."""
+    run = Variance({"tp": RANKS}, padded=padded)
+    x, weight = _rand(2, 4, 3), _rand(4, 3)
+    run.mark(x, Tag({"tp": even(2, 3)}))
+    run.mark(weight, Tag({"tp": even(1, 3)}, weight=True))
+    with run, watched(run.note_collective):
+        found, row = summed(x), F.linear(x, weight)
+    assert run.tag(found).parts["tp"].kind == ("lost" if padded == ((5, 6),) else "sum")
+    assert run.tag(row).parts["tp"] == SUM, "a row-parallel linear"

@@ -466,3 +466,39 @@ def test_a_tied_parameter_has_one_rule() -> None:
     rules = {"0.weight": "vocab@tp c", "1.weight": "vocab c"}
     with pytest.raises(sf.ShardError, match=r"one tensor under several names needs one rule, but '0\.weight' has"):
         sf.plan(model, sf.MeshSpec(tp=2), sf.Policy(rules=rules))
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down(self.up(x) if scale is None else self.up(x) * scale)
+
+
+class _Batch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Named()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.inner(**batch)
+
+
+X = torch.empty(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "examples"),
+    [
+        (_Named, [X, (X,), {"x": X}, ((), {"x": X}), ((X,), {})]),
+        (_Named, [(X, X[:, :1]), {"x": X, "scale": X[:, :1]}, ((X,), {"scale": X[:, :1]})]),
+        (_Batch, [{"x": X}, ({"x": X},), {"batch": {"x": X}}, (({"x": X},), {})]),
+    ],
+)
+def test_an_example_may_have_names(model: type[nn.Module], examples: list[Any]) -> None:
+    """A dict goes by the names of the forward, where it has them."""
+    rules = sf.Policy(rules={"**.up.weight": "ff@tp c", "**.down.weight": "c ff@tp"})
+    plans = [sf.plan(model(), sf.MeshSpec(tp=2), rules, example=example) for example in examples]
+    assert len({made.activation_bytes for made in plans}) == 1 and plans[0].activation_bytes > 0

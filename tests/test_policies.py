@@ -342,3 +342,9 @@ def test_a_list_of_regular_expressions() -> None:
 def test_what_is_no_pair_of_expression_and_spec(entry: Any) -> None:
     with pytest.raises(TypeError, match="from_regex"):
         sf.policies.from_regex([entry])
+
+
+def test_a_plan_of_torch_on_a_data_axis_of_another_name() -> None:
+    policy = from_parallelize_plan({"*.up": ColwiseParallel()}, data_axis="shards")
+    assert policy.batch[0] == "shards" and set(sf.Policy().batch) < set(policy.batch)
+    assert "batch" not in from_parallelize_plan({"*.up": ColwiseParallel()}, data_axis="dp").given

@@ -1,10 +1,12 @@
 """Files in the safetensors format into shards and back: bits, bytes, memory, names, and what is wrong with files."""
 
+import importlib
 import json
 import os
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,11 @@ from shardfn.core import tensor_files, weights
 from shardfn.core.pieces import Patchwork, blocks
 from shardfn.testing import on_meshes, run
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+if str(EXAMPLES) not in sys.path:
+    sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts one of them
+
+lora = importlib.import_module("lora")
 load, save = sf.checkpoint.load_safetensors, sf.checkpoint.save_safetensors
 
 
@@ -113,6 +120,41 @@ def test_files_of_transformers_go_there_and_back(mesh: DeviceMesh, name: str) ->
         again, report = type(blank).from_pretrained(path / "ours", output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert_same_tensors(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3"])
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_files_go_into_a_trainer(mesh: DeviceMesh, name: str) -> None:
+    family = FAMILIES[name]
+    model, blank = family.make().float(), on_meta(family, torch.float32)
+    ids = torch.randint(4, 60, (4, 8), generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((ids,), mesh)
+
+    def trainer_of(own: nn.Module, **more: Any) -> sf.Trainer:
+        policy = sf.policies.from_transformers(own)
+        optimizer = sf.optim.adamw(1e-3)
+
+        def loss_fn(p: sf.Params, ids: Tensor) -> Tensor:
+            return sf.apply(own, p, input_ids=ids, labels=ids).loss
+
+        return sf.Trainer(own, mesh, policy, optimizer=optimizer, loss_fn=loss_fn, **more)
+
+    with folder() as path:
+        on_first_rank(model.save_pretrained, path)
+        params = load(path, blank, mesh, sf.policies.from_transformers(blank))
+    kept = sf.tree.map_local(torch.clone, params)
+    mine, theirs = trainer_of(blank, params=params), trainer_of(model)
+    for _ in range(2):
+        assert torch.equal(mine.step(local)["loss"], theirs.step(local)["loss"])
+    assert_same_tensors(sf.gather(mine.params), sf.gather(theirs.params))
+    with folder() as path:  # by the model that the trainer has taken over, whose parameters are stored leaves
+        sf.checkpoint.save_safetensors(path, blank, mine.params)
+        again = load(
+            path, on_meta(family, torch.float32), mesh, sf.policies.from_transformers(on_meta(family, torch.float32))
+        )
+        assert_same_tensors(sf.gather(again), sf.gather(mine.params))
+    theirs.load_state_dict(kept)  # leaves of weights of experts have a dim for each factor of their rules
+    assert_same_tensors(sf.gather(theirs.params), sf.gather(kept))
 
 
 @on_meshes({"fsdp": 2, "tp": 2})
@@ -409,6 +451,100 @@ def test_damaged_files_are_errors_on_every_rank(mesh: DeviceMesh) -> None:
         assert "emb.weight" in params
 
 
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_part_of_a_tree_goes_into_a_file_of_its_own_and_back(mesh: DeviceMesh) -> None:
+    model = lora.make_model(4)
+    policy = lora.policy_for(model)
+    params = sf.shard(model, mesh, policy)
+    trained = sf.tree.map_local(lambda x: torch.randn_like(x), params.select(lora.ADAPTERS))
+    full = sf.gather(trained)
+    with torch.device("meta"):
+        blank = lora.make_model(4)
+    with folder() as path:
+        file = path / "adapters.safetensors"
+        save(path, model, params, max_shard_size="100KB")
+        before = {each.name: each.read_bytes() for each in path.iterdir()}
+        assert save(file, blank, trained) == file
+        assert_same_tensors(load_file(file), full)
+        part = load(file, blank, mesh, policy, only=lora.ADAPTERS)
+        assert list(part) == list(trained) and not part.buffers
+        for name, leaf in trained.items():
+            assert_same_bits(unwrap_local(part[name]), unwrap_local(leaf), name)
+        both = params | part
+        assert_same_tensors(sf.gather(both), sf.gather(params) | full)
+        assert list(both) == list(params) and both.buffers.keys() == params.buffers.keys()
+        save(path / "both.safetensors", model, both)
+        again = load(
+            path / "both.safetensors", blank, mesh, policy, only=lora.ADAPTERS
+        )  # what else is there is not read
+        assert_same_tensors(sf.gather(again), full)
+        assert len(before) > 3 and all((path / name).read_bytes() == data for name, data in before.items())
+
+        def peft(name: str) -> str:
+            return "base_model.model." + name.replace(".A.", ".lora_A.").replace(".B.", ".lora_B.")
+
+        save(path / "adapter_model.safetensors", model, trained, names=peft)
+        names = load_file(path / "adapter_model.safetensors")
+        assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names and len(names) == len(full)
+        again = load(path / "adapter_model.safetensors", blank, mesh, policy, names=peft, only=lora.ADAPTERS)
+        assert_same_tensors(sf.gather(again), full)
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_part_of_a_mixture_has_the_names_of_its_files(mesh: DeviceMesh) -> None:
+    family = FAMILIES["Mixtral"]
+    model = family.make().float()
+    blank, policy = on_meta(family, torch.float32), sf.policies.from_transformers(model)
+    params = sf.shard(model, mesh, policy)
+    part = params.like((n, x) for n, x in params.items() if ".experts.gate_up_proj" in n or n.endswith("q_proj.weight"))
+    with folder() as path:
+        save(path / "part.safetensors", model, part)
+        on_first_rank(model.save_pretrained, path)
+        want = load_file(path / "model.safetensors")
+        found = load_file(path / "part.safetensors")
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in found} == {"w1", "w3", "q_proj"}
+        assert_same_tensors(found, {name: want[name] for name in found})
+        patterns = ["**.experts.gate_up_proj", "**.q_proj.weight"]
+        for file in (path / "part.safetensors", path):
+            again = load(file, blank, mesh, policy, only=patterns)
+            assert_same_tensors(sf.gather(again), sf.gather(part))
+            assert_same_tensors(sf.gather(params | again), sf.gather(params))
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_is_wrong_with_parts(mesh: DeviceMesh) -> None:
+    model = Net()
+    params = sf.shard(model, mesh, sf.Policy())
+    with folder() as path:
+        file = path / "part.safetensors"
+        save(file, model, params.select("head.bias"))
+        assert_all_raise(
+            lambda: save(path, model, params.select("head.bias")), "'emb.weight' is not in the tree.*a file"
+        )
+        assert_all_raise(
+            lambda: load(file, model, mesh, sf.Policy(), only="**.bias"), "'norm.bias' is not in the files"
+        )
+        assert list(load(file, model, mesh, sf.Policy(), only="**.bias", strict=False)) == ["head.bias"]
+        assert_all_raise(
+            lambda: load(file, model, mesh, sf.Policy(), only=["head.bais"]),
+            "only='head.bais' matches no parameter of the model; did you mean 'head.bias'",
+        )
+        mine = "head.bias" if dist.get_rank() else "head.*"
+        assert_all_raise(lambda: load(file, model, mesh, sf.Policy(), only=mine, strict=False), "has only=.*has only=")
+        assert_all_raise(
+            lambda: load(file, nn.Linear(2, 2), mesh, sf.Policy(), only="bias"), "'head.bias' is in the fil"
+        )
+        save(path / "all.safetensors", model, params)
+        tied = load(path / "all.safetensors", model, mesh, sf.Policy(), only="head.weight")
+        assert list(tied) == ["emb.weight"]  # in trees a tied parameter has its first name
+        fused = sf.shard(weights_of(), mesh, LAYOUTS)
+        some = fused.like((name, leaf) for name, leaf in fused.items() if name != "grouped[k]")
+        assert_all_raise(
+            lambda: save(file, weights_of(), some), r"'grouped\[k\]' is not in the tree, which has the rest"
+        )
+        assert list(load_file(file)) == ["head.bias"]
+
+
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_an_index_and_its_files_belong_together(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -455,7 +591,10 @@ def test_what_the_first_rank_cannot_write_is_an_error_everywhere(mesh: DeviceMes
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert sorted(x.name for x in path.iterdir()) == ["model.safetensors"], "nothing is left over"
         assert (path / "model.safetensors").read_bytes() == before, "the older save is whole"
-        assert_all_raise(lambda: save(path / "model.safetensors", model, params), "model.safetensors")
+        assert_all_raise(lambda: save(path / "model.safetensors" / "below", model, params), "model.safetensors")
+        on_first_rank((path / "folder.safetensors").mkdir)
+        assert_all_raise(lambda: save(path / "folder.safetensors", model, params), "folder.safetensors")
+        assert sorted(x.name for x in path.iterdir()) == ["folder.safetensors", "model.safetensors"]
         assert_all_raise(lambda: save(path, model, params.select("weight")), "'bias' is not in the tree")
         assert_all_raise(lambda: save(path, nn.Linear(64, 8), params), "'weight' is of shape .* in the model and")
         mine = path / str(dist.get_rank())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn._torch import pytree
 from shardfn.testing import assert_parity, on_meshes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -364,6 +365,49 @@ def test_an_encoder_evaluates_without_gradients(mesh: DeviceMesh) -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+class Translator(nn.Module):
+    """torch's own encoder and decoder layers, with masks, on a batch whose place they may not share."""
+
+    def __init__(self, norm_first: bool, batch_first: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"norm_first": norm_first, "batch_first": batch_first}
+        self.reads = nn.TransformerEncoderLayer(16, 4, 24, dropout, activation="gelu", **how)
+        self.writes = nn.ModuleList(nn.TransformerDecoderLayer(16, 4, 24, dropout, **how) for _ in range(2))
+        self.turned = not batch_first
+
+    def forward(self, source: Tensor, target: Tensor, padding: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+        if self.turned:
+            source, target = source.transpose(0, 1), target.transpose(0, 1)
+        memory = self.reads(source, src_key_padding_mask=padding)
+        hides = {"tgt_mask": mask.to(target.device), "memory_key_padding_mask": padding}
+        for layer in self.writes:
+            target = layer(target, memory, **hides)
+        return target.transpose(0, 1) if self.turned else target
+
+
+TRANSLATOR_RULES = {
+    "**.*attn.in_proj_weight": "(3 heads@tp d) c@fsdp",
+    "**.*attn.out_proj.weight": "c@fsdp (heads@tp d)",
+    "**.linear1.weight": "ff@tp c@fsdp",
+    "**.linear2.weight": "c@fsdp ff@tp",
+}
+SENTENCES = _draw(4, 6, 16), _draw(4, 5, 16, seed=2), torch.arange(6) >= torch.tensor([[6], [4], [5], [3]])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@on_meshes(*MESHES)
+def test_layers_of_a_transformer_are_as_on_one_rank(mesh: DeviceMesh, norm_first: bool, batch_first: bool) -> None:
+    case = Case(lambda: Translator(norm_first, batch_first), TRANSLATOR_RULES, (), {"heads": 4})
+    params = _agree(mesh, case, *SENTENCES)
+    local = params.plan.local_shape("writes.1.multihead_attn.in_proj_weight")
+    assert local == (3, 4 // mesh["tp"].size(), 4, 16 // mesh["fsdp"].size())
+    model = case.model().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(sf.apply(model, params, *SENTENCES), model(*SENTENCES))
+
+
 # -- parameters that a forward uses itself ----------------------------------------------------------------------------
 
 
@@ -418,15 +462,9 @@ def test_positions_that_are_split(mesh: DeviceMesh) -> None:
 
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_dropout_modules_of_an_encoder_drop_as_on_one_rank(mesh: DeviceMesh) -> None:
-    def make() -> nn.Module:
-        model = Encoder(dropout=0.3)
-        layers: Any = model.encoder.layers
-        for layer in layers:
-            layer.self_attn.dropout = 0.0  # a number, and no module: it would draw from torch's generator
-        return model
-
-    case, ids = Case(make, ENCODER_RULES, (), {"heads": 4}), torch.arange(24).view(4, 6) % 20
+    case, ids = Case(lambda: Encoder(dropout=0.3), ENCODER_RULES, (), {"heads": 4}), torch.arange(24).view(4, 6) % 20
     model = case.model()
+    torch.manual_seed(torch.distributed.get_rank())
     found = []
     for policy, sizes in ((case.policy, mesh), (sf.Policy(), sf.make_mesh("cpu", fsdp=4))):
         params, local = sf.shard(model, sizes, policy), sf.data.local_batch((ids,), sizes)
@@ -434,6 +472,108 @@ def test_dropout_modules_of_an_encoder_drop_as_on_one_rank(mesh: DeviceMesh) -> 
             loss, grads = sf.value_and_grad(lambda p, x: _loss(sf.apply(model, p, x)))(params, *local)
         found.append({"loss": loss} | sf.gather(grads))
     assert_parity(*found, tol=1e-9)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_attention_drops_as_on_one_rank(mesh: DeviceMesh, batch_first: bool) -> None:
+    """Other scores of each head and sample, whether weights are split or whole, are returned or not."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x = x if batch_first else x.transpose(0, 1)
+            out, weights = self.attn(x, x, x, average_attn_weights=False)
+            again, _ = self.attn(x, x, x, need_weights=False)
+            return *(y if batch_first else y.transpose(0, 1) for y in (out, again)), weights
+
+    rules = {f"attn.{path}": rule for path, rule in HEADS.items()}
+    case, x = Case(Attends, rules, (), {"heads": 4}), _draw(4, 5, 16)
+    model = case.model()
+
+    def step(mesh: DeviceMesh, policy: sf.Policy) -> Any:
+        params, local = sf.shard(model, mesh, policy), sf.data.local_batch(x, mesh)
+        with sf.data.dropout_seed(3):
+            out = sf.apply(model, params, local)
+        with sf.data.dropout_seed(3):
+            loss, grads = sf.value_and_grad(lambda p, x: _loss(sf.apply(model, p, x)))(params, local)
+        return [y.detach() for y in out], {"loss": loss} | sf.gather(grads)
+
+    torch.manual_seed(torch.distributed.get_rank())
+    with sf.simulate(fsdp=1, tp=1) as one:
+        expected = pytree.tree_map(lambda y: y.reconcile(), step(one, sf.Policy()))
+    for policy in (case.policy, sf.Policy()):
+        found, numbers = step(mesh, policy)
+        assert_parity(found, list(sf.data.local_batch(tuple(expected[0]), mesh)), tol=1e-9)
+        assert_parity(numbers, expected[1], tol=1e-9)
+    gone = (expected[0][2] == 0).flatten(2).double()  # [b, heads, t * s]
+    assert 0.3 < float(gone.mean()) < 0.7
+    assert len({tuple(head.tolist()) for sample in gone for head in sample}) == 16
+    assert not torch.equal(expected[0][0], expected[0][1])
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_attention_in_transforms_and_graphs_drops_as_on_one_rank(mesh: DeviceMesh) -> None:
+    case = Case(lambda: Translator(True, True, 0.3), TRANSLATOR_RULES, (), {"heads": 4})
+    model = case.model()
+
+    def step(mesh: DeviceMesh, policy: sf.Policy, how: Callable[[Any], Any]) -> Any:
+        params, local = sf.shard(model, mesh, policy), sf.data.local_batch(SENTENCES, mesh)
+
+        def seeded(p: sf.Params, seed: Tensor) -> Any:
+            with sf.data.dropout_seed(seed):
+                return sf.value_and_grad(lambda p: _loss(sf.apply(model, p, *local)))(p)
+
+        loss, grads = how(seeded)(params, torch.tensor(5))
+        return {"loss": loss} | sf.gather(grads)
+
+    def as_is(fn: Any) -> Any:
+        return fn
+
+    wanted = step(sf.make_mesh("cpu", fsdp=4), sf.Policy(), as_is)
+    assert_parity(step(mesh, case.policy, as_is), wanted, tol=1e-9)
+    assert_parity(step(mesh, case.policy, lambda fn: sf.jit(fn, backend="eager")), wanted, tol=1e-9)
+
+    def each(mesh: DeviceMesh, policy: sf.Policy) -> Any:
+        params, local = sf.shard(model, mesh, policy), sf.data.local_batch(SENTENCES, mesh)
+
+        def loss(p: sf.Params, *sample: Tensor) -> Tensor:
+            return _loss(sf.apply(model, p, *(x[None] for x in sample)))
+
+        with sf.data.dropout_seed(5):
+            return sf.gather(sf.vmap(sf.grad(loss), in_dims=(None, 0, 0, 0))(params, *local))
+
+    samples = each(mesh, case.policy)
+    assert_parity(samples, each(sf.make_mesh("cpu", fsdp=4), sf.Policy()), tol=1e-9)
+    assert_parity({name: g.mean(0) for name, g in samples.items()}, {n: wanted[n] for n in samples}, tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "fields"), [({"add_bias_kv": True}, {}), ({"add_zero_attn": True}, {}), ({}, {"ignore": ("in_proj_*",)})]
+)
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_attention_that_is_left_to_torch_draws_from_its_generator(
+    mesh: DeviceMesh, kwargs: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True, **kwargs).double()
+    params, x = sf.shard(model, mesh, sf.Policy(**fields)), _draw(4, 5, 16)
+    torch.manual_seed(1)
+    expected, _ = model(x, x, x)
+    torch.manual_seed(1)
+    with sf.data.dropout_seed(3):
+        found, _ = sf.apply(model, params, x, x, x)
+    torch.testing.assert_close(found, expected)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_hint_of_a_mask_that_is_not_there_is_an_error_as_in_torch(mesh: DeviceMesh) -> None:
+    case, x = _attends(), _draw(4, 5, 16)
+    with pytest.raises(sf.ShardError, match=r"got is_causal=True, which says what attn_mask is, and none"):
+        sf.apply(case.model(), sf.shard(case.model(), mesh, case.policy), x, x, x, is_causal=True)
 
 
 @on_meshes({"fsdp": 1, "tp": 2})

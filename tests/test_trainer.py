@@ -221,6 +221,94 @@ def test_state_dicts_have_the_models_names_and_shapes(mesh: DeviceMesh) -> None:
         other.load_state_dict(wanted | {"out.bias": torch.ones(3)})
 
 
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1})
+def test_a_state_may_be_a_tree_of_any_layout(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    model = _Fused()
+    model.register_buffer("table", torch.arange(4.0))
+    model.register_buffer("made", torch.arange(2.0), persistent=False)
+    trees = [sf.shard(model, mesh, chosen) for chosen in (_fused_policy(), sf.Policy())]
+    other = sf.Trainer(copy.deepcopy(model), mesh, _fused_policy())
+    for number, tree in enumerate(trees):
+        tree = sf.tree.map_local(lambda x, number=number: x + number, tree)
+        tree.buffers["table"] = torch.arange(4.0) + number
+        other.load_state_dict(tree)
+        wanted = sf.gather(tree)
+        assert all(torch.equal(value, wanted[name]) for name, value in sf.gather(other.params).items())
+        assert torch.equal(dict(other.module.named_buffers())["table"], torch.arange(4.0) + number)
+    with pytest.raises(sf.ShardError, match=r"missing \['emb.weight', 'table'\], unexpected nothing"):
+        part = trees[0].like((name, leaf) for name, leaf in trees[0].items() if name != "emb.weight")
+        part.buffers = {}
+        other.load_state_dict(part)
+
+
+def _blank(make: Any = decoder) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
+    model, blank = decoder(), _blank()
+    tree = sf.shard(decoder(), mesh, policy(pad={"vocab": 20}))
+    fields: dict[str, Any] = {"optimizer": sf.optim.adamw(1e-2), "clip": 0.5, "ema": 0.5}
+    trainer = sf.Trainer(model, mesh, policy(pad={"vocab": 20}), loss_fn=_loss(model), **fields)
+    begun = sf.Trainer(blank, params=tree, loss_fn=_loss(blank), **fields)
+    assert begun.plan == tree.plan and begun.mesh is tree.mesh and not any(p.is_meta for p in blank.parameters())
+    for i in range(3):
+        batch = sf.data.local_batch(tokens(i), mesh)
+        assert torch.equal(trainer.step(*batch)["loss"], begun.step(*batch)["loss"])
+    for name, leaf in trainer.params.items():
+        assert torch.equal(begun.params[name].to_local(), leaf.to_local()), name
+        assert torch.equal(tree[name].to_local(), leaf.to_local()), "the trainer has taken the tree over"
+        assert begun.ema is not None and trainer.ema is not None
+        assert torch.equal(begun.ema[name].to_local(), trainer.ema[name].to_local())
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_tree_for_a_trainer_may_have_other_settings_but_no_other_layout(mesh: DeviceMesh) -> None:
+    def begin(params: sf.Params, model: nn.Module | None = None, chosen: sf.Policy | None = None) -> sf.Trainer:
+        return sf.Trainer(_blank() if model is None else model, mesh, chosen or policy(), params=params)
+
+    tree = sf.shard(decoder(), mesh, policy())
+    settings = policy(regather=False, units="layers.1", compute_dtype=torch.float32)
+    assert begin(tree, chosen=settings).plan.policy.compute_dtype is torch.float32
+    part = tree.like((name, leaf) for name, leaf in tree.items() if name != "norm.weight")
+    bare = tree.copy()
+    bare.buffers = {}
+    leaves: Any = dict(tree)
+    own = sf.make_mesh("cpu", fsdp=1, tp=4)
+    wrong: list[tuple[sf.Params, nn.Module | None, str]] = [
+        (
+            sf.shard(decoder(), mesh, sf.Policy()),
+            None,
+            "laid out as '24@fsdp 10' in .*, the policy says 'vocab@tp",
+        ),
+        (sf.shard(decoder(), mesh, policy(pad={"vocab": 20})), None, "'emb.weight' is laid out as"),
+        (part, None, "'norm.weight' is not in the tree"),
+        (bare, None, "buffer 'positions' is not in the tree"),
+        (tree, _blank(lambda: decoder(layers=1)), "'layers.1.norm1.weight' is not in the model"),
+        (tree, _blank(lambda: decoder(ff=16)), r"'layers.0.up.weight' is of shape \(12, 10\) in .*, of shape \(16, 10"),
+        (
+            tree,
+            _blank(lambda: decoder(dtype=torch.float32)),
+            "'emb.weight' is torch.float64 in .*, torch.float32",
+        ),
+        (sf.shard(decoder(), own, policy()), None, "the mesh of the tree is DeviceMesh"),
+        (sf.grad(_loss(decoder()), reduce=None)(tree, *tokens()), None, "'emb.weight' is .*Partial"),
+        (tree.like({name: leaf.to_local() for name, leaf in tree.items()}), None, "not sharded in the tree: Tensor"),
+    ]
+    for params, model, words in wrong:
+        with pytest.raises(sf.ShardError, match=words):
+            begin(params, model)
+    with pytest.raises(sf.ShardError, match="norm.weight" if dist.get_rank() == 1 else r"rank 1 of \[1\] failed"):
+        begin(part if dist.get_rank() == 1 else tree)
+    with pytest.raises(TypeError, match=r"Trainer\(params=dict\): expected a tree"):
+        begin(leaves)
+    with pytest.raises(ValueError, match="leave out init and src"):
+        sf.Trainer(decoder(), params=tree, src=0)
+
+
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_summon_full_params(mesh: DeviceMesh) -> None:
     torch.manual_seed(3)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.core.engine.blanks import to_meta
+from shardfn.core.engine.records import Whole
 from shardfn.core.engine.values import Values
-from shardfn.core.engine.variance import Whole, to_meta
 
 
 def _run() -> tuple[Whole, Tensor]:

@@ -27,7 +27,8 @@ from shardfn._torch import (
 )
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
-from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, index_over, stream
+from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
+from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
@@ -41,11 +42,12 @@ from shardfn.core.recording import recording
 from shardfn.core.sequence import ranks_of_acts
 from shardfn.core.shadow import class_of, submodule
 from shardfn.core.spec import parse
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, Gathers, kept_by_acts
+from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.wiring import chained, owned_names, wire
 
+_SMALL = 16  # numbers up to that may choose between ways of a forward; others are counters or sizes
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
 _LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 
@@ -71,7 +73,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         params: the tree that `shard` made for it.
         *args: this data rank's inputs, plain tensors on the mesh's device, the same on all ranks of a compute axis.
         method: name of a method to call instead of `forward`. `"generate"` runs without gradients, on weights that are
-            gathered before its first token and kept; its inner calls may depend on values.
+            gathered before its first token and kept; its inner calls may depend on values, and it draws the random
+            numbers of the first rank of a compute axis. A loop of your own gets that by its name, `generate = sample`
+            in its class; under another one all ranks have to make the same calls.
         **kwargs: more inputs.
 
     Returns:
@@ -200,7 +204,7 @@ class _Call:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         modes = tuple(module.training for module in self.model.modules())
         ranks = self.record.ranks_of_sequences
-        key = (self.method, modes, str(structure), *(_kind(leaf, ranks) for leaf in leaves))
+        key = (self.method, torch.is_grad_enabled(), modes, str(structure), *(_kind(leaf, ranks) for leaf in leaves))
         if key not in self.record.adjustments:
             trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
             self.record.adjustments[key] = trial.adjustments(args, kwargs)
@@ -298,7 +302,7 @@ class _Call:
     def _masks(self) -> Masks | None:
         """Those of the `dropout_seed` around, if the model drops anything."""
         given = stream()
-        if given is None or not any(module.training for module in dropout_modules(self.model).values()):
+        if given is None or not dropping(self.model):
             return None
         if self.plan.placed_axes:
             raise ShardError(
@@ -389,6 +393,11 @@ class _Current:
 
         return forward
 
+    def scores(self, path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> Tensor:
+        """Scores of attention, of whose heads this rank has its part over some axes, under a `dropout_seed`."""
+        assert self.session is not None and self.session.masks is not None
+        return self.session.masks.scores(path, x, p, _part(grid, axes))
+
 
 def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
     """An output as callers get it: split leaves as `SplitLogits`, so that taking them for whole ones is an error."""
@@ -421,13 +430,14 @@ class _Copies:
         """`seeded`: a `dropout_seed` goes on."""
         self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
         self.axes.gathers_again = partial(self.current.gathers_again, mesh=grid.mesh)
+        self.axes.drops = partial(self.current.scores, grid=grid) if seeded else None
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
         around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
-        drops = {
+        dropouts = {
             path: self.current.dropout(path, partial(_places, path, plan, grid, adjust))
             for path in (dropout_modules(model) if seeded else ())
         }
-        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around, drops))
+        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around, dropouts))
         self.current.bound = weakref.ref(self.bound)
 
     def begin(self, session: Session, buffers: Mapping[str, Tensor]) -> None:
@@ -482,6 +492,8 @@ def _kind(leaf: Any, ranks: int) -> Any:
     """
     if isinstance(leaf, Tensor):
         return leaf.dim(), leaf.dtype, leaf.requires_grad, *(size % ranks for size in leaf.shape)
+    if type(leaf) is int and abs(leaf) <= _SMALL:
+        return leaf
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 

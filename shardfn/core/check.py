@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import part_of_rank, pytree, simulated
 from shardfn.core.data import local_batch
@@ -192,10 +194,25 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     try:
         for module in drops:
             module.training = False
-        yield
+        with _WithoutDrops():
+            yield
     finally:
         for module in drops:
             module.training = True
+
+
+class _WithoutDrops(TorchFunctionMode):
+    """Has functions drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.dropout:
+            args, kwargs = args[:1], {"training": False}
+        elif func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
 
 
 @contextmanager

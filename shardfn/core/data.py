@@ -28,7 +28,7 @@ class Mean(NamedTuple("_Mean", [("total", Tensor), ("count", Tensor | float)])):
         >>> sf.data.Mean((losses * mask).sum(), mask.sum())
         Mean(total=tensor(4.), count=tensor(2))
 
-    Args:
+    Attributes:
         total: a scalar with its derivative: the sum over this rank's tokens.
         count: how many they are, a number or a scalar tensor; 0 is fine as long as another rank has some.
     """

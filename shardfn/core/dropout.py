@@ -268,8 +268,9 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     Raises:
         TypeError: a seed that is no whole number, or none.
 
-    It concerns `nn.Dropout`, its forms for channels and `nn.AlphaDropout`, not functions (`F.dropout`, `dropout_p` of
-    attention), which draw from torch's generator. Data ranks hold equal numbers of samples. A recomputation by
+    It concerns `nn.Dropout`, its forms for channels, `nn.AlphaDropout`, and `nn.MultiheadAttention` without keys of its
+    own (`add_bias_kv`, `add_zero_attn`); not functions (`F.dropout`, `dropout_p` of attention), which draw from torch's
+    generator. Data ranks hold equal numbers of samples. A recomputation by
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
@@ -333,6 +334,12 @@ def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def dropping(model: nn.Module) -> bool:
+    """Whether any module of a model that a `dropout_seed` concerns drops something now."""
+    attends = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention) and module.dropout)
+    return any(module.training for module in (*dropout_modules(model).values(), *attends))
+
+
 class Masks:
     """The masks of one `apply`.
 
@@ -379,17 +386,24 @@ class Masks:
         p = module.p
         if not module.training or p == 0:
             return type(module).forward(module, x)
-        call = self._call(path)
-        one, two, *_ = self._values
-        parts, batch = places(call - self._before.get(path, 0), x.dim())
-        firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
-        keeps = _dims_of_mask(module, x.dim())
-        drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)
-        drop = drop.view(*drop.shape, *[1] * (x.dim() - keeps))
+        drop = self._drop(path, x, p, places, _dims_of_mask(module, x.dim()))
         if not isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
             return _applied(x, p, drop, module.inplace)
         scale = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5
         return x.masked_fill(drop, _ALPHA) * scale - scale * p * _ALPHA
+
+    def scores(self, path: str, x: Tensor, p: float, part: tuple[Word, int]) -> Tensor:
+        """Scores [batch, heads, t, s] of the attention at `path`, some dropped; of heads, this rank has `part`."""
+        return _applied(x, p, self._drop(path, x, p, lambda call, ndim: ([(0, 1), part, (0, 1), (0, 1)], 0), x.dim()))
+
+    def _drop(self, path: str, x: Tensor, p: float, places: "Callable[[int, int], Places]", keeps: int) -> Tensor:
+        """What goes of x, whose first `keeps` dims a mask has."""
+        call = self._call(path)
+        one, two, *_ = self._values
+        parts, batch = places(call - self._before.get(path, 0), x.dim())
+        firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
+        drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)
+        return drop.view(*drop.shape, *[1] * (x.dim() - keeps))
 
     def _call(self, path: str) -> int:
         with outside_transforms(), nullcontext() if simulated() else outside_modes():

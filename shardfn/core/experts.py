@@ -135,7 +135,9 @@ class Experts:
 
     Communication: where `axis` splits the batch, an all-to-all of a few counts, three of tokens, their experts and
     their weights, and one of results; in backward one of each but the counts and the experts. On a compute axis an
-    all-reduce of results, and in backward one of tokens and one of weights. `Plan.comm_bytes` does not count them.
+    all-reduce of results, and in backward one of tokens and one of weights. `Plan.comm_bytes` of a plan with an
+    `example` counts as many tokens as may travel: each to `k` other ranks, or to all of them if they are fewer. That is
+    an upper bound of what ranks receive on average; one whose experts are chosen more often receives more.
     """
 
     axis: str
@@ -165,13 +167,18 @@ class Experts:
             routed = _Routed(layouts.entered(tokens, axis, 0), ids, layouts.entered(weights, axis, 2))
         if routed.tokens.is_meta:
             out = torch.empty_like(routed.tokens)
+            if experts is not None:
+                shared = self.axis in layouts.axes
+                ranks = axis_size(layouts.mesh, self.axis)
+                layouts.received(_most_bytes(routed, ranks, shared) if self.dispatch or not shared else 0)
         else:
             run = _Run(own, local, self.grouped, others)
             flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
             made = self._all_here(flat, run) if experts is None else self._computed(flat, run, experts, layouts)
             out = made.view(routed.tokens.shape)
         for axis in within:
-            out = psum(out, layouts.mesh, axis)
+            out, ranks = psum(out, layouts.mesh, axis), axis_size(layouts.mesh, axis)
+            layouts.received(2 * (ranks - 1) * out.numel() * out.element_size() // ranks)
         return out
 
     def _all_here(self, routed: _Routed, run: _Run) -> Tensor:
@@ -252,6 +259,20 @@ def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
             f"{tuple(weights.shape)}; expected [.., c], whole numbers [.., k] and [.., k]"
         )
     return _Routed(tokens, ids, weights), others
+
+
+def _most_bytes(routed: _Routed, ranks: int, shared: bool) -> int:
+    """What a rank receives, on average, if no token stays: in a forward and, where it is differentiated, a backward."""
+    n, k = routed.ids.numel() // max(routed.ids.shape[-1], 1), routed.ids.shape[-1]
+    token, ids, weights = (x.shape[-1] * x.element_size() for x in routed)
+    backward = any(x.requires_grad for x in routed)
+    share = -(-n // ranks) if shared else n
+    rows = share * min(k, ranks - 1)
+    received = 8 * (ranks - 1) + rows * (token + ids + weights) + rows * token
+    received += backward * rows * (2 * token + weights)
+    if shared:  # results are gathered, and in backward what shares of tokens and weights were taken of
+        received += (ranks - 1) * share * (token + backward * (token + weights))
+    return received
 
 
 def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int | None:

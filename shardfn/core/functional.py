@@ -126,6 +126,8 @@ def shard_own(
 class Source(Protocol):
     """Where values come from, part by part."""
 
+    partial: bool  # whether the tree has the parameters that it has, and nothing else
+
     def open(self, made: Plan) -> list[str]:
         """Get ready for a plan; lines that must be the same on all ranks. Raises what is wrong, before any exchange."""
         ...
@@ -157,7 +159,7 @@ def shard_from(
     init: Callable[[Any], Any] | None,
     verb: str,
 ) -> Params:
-    """`shard` with the values of a source; those that it does not have are the model's, or made by `init`.
+    """`shard` with the values of a source; those that a whole one does not have are the model's, or made by `init`.
 
     Raises:
         ShardError: on every rank, when one of them cannot go on; `verb` is the function to name.
@@ -166,7 +168,7 @@ def shard_from(
     facts: list[str] = []
     try:
         made = _checked_plan(model, mesh, policy, init, None, later=True)
-        facts = [*source.open(made), *_facts(model, init, None, True, source.held())]
+        facts = [*source.open(made), *_facts(model, init, None, not source.partial, source.held())]
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
     seed = agree(mesh, made, facts, verb)
@@ -175,7 +177,7 @@ def shard_from(
     problem, locals_ = None, {}
     buffers: dict[str, Tensor] = {}
     try:
-        locals_ = empty_shards(made, places)
+        locals_ = empty_shards(made, places, _dtypes_held(source, made) if source.partial else None)
         _fill(source, model, made, places, init, seed, locals_, buffers)
     except Exception as error:
         problem = error
@@ -183,6 +185,11 @@ def shard_from(
         source.close()
     require_success(mesh, problem, verb)
     return _wrapped(locals_, made, places, mesh, buffers)
+
+
+def _dtypes_held(source: Source, made: Plan) -> dict[str, torch.dtype]:
+    held = source.held()
+    return {name: layout.dtype for name, (layout, _) in made.leaves.items() if layout.name in held}
 
 
 def _fill(
@@ -199,6 +206,8 @@ def _fill(
     for layout in made.layouts.values():
         for leaf in layout.leaves if layout.name in held else ():
             _fill_leaf(source, layout, leaf, places, locals_[leaf.name])
+    if source.partial:
+        return
     for layout, full in _full_tensors(model, made, places, init, None, seed, buffers, held):
         _cut(layout, full, locals_, places)
         del full
@@ -741,7 +750,7 @@ def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
     locals_ = empty_shards(made, places, dtypes)
     changed: list[Layout] = []
     for layout in held:
-        if stays and _stored_alike(layout, made.layouts[layout.name]):
+        if stays and layout.stored_as(made.layouts[layout.name]):
             for leaf in layout.leaves:
                 locals_[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
@@ -753,12 +762,6 @@ def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
             full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
             _cut(made.layouts[layout.name], full, locals_, places)
     return locals_
-
-
-def _stored_alike(a: Layout, b: Layout) -> bool:
-    """Whether two layouts of one parameter differ in the words of their rules at most."""
-    first, second = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (a, b))
-    return first == second
 
 
 def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import pytree
 from shardfn.core.engine.binding import Bound, Forward, Wiring
-from shardfn.core.engine.variance import snapshot, stays
+from shardfn.core.engine.blanks import snapshot, stays
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import submodule, unwrapped
 from shardfn.core.trial import InnerCall

@@ -363,8 +363,10 @@ def _needs_values(error: BaseException) -> str:
     own = [frame for frame in frames if not any(frame.filename.startswith(at) for at in _LIBRARIES)]
     where = own[-1] if own else frames[-1]
     line = linecache.getline(where.filename, where.lineno or 0).strip()
+    experts = any(frame.filename == str(Path(__file__).with_name("experts.py")) for frame in frames)
     return (
         f"jit: {Path(where.filename).name}:{where.lineno} `{line}` needs the value of a tensor, which there is none of "
         f"while the step is recorded. Use torch.where instead of if, masks instead of x[mask], return tensors instead "
         f"of numbers, or do it outside of the step."
+        + (" Experts that pick their tokens need a function of sorted ones: Experts(grouped=...)." if experts else "")
     )

@@ -125,6 +125,11 @@ class Layout:
         """Number of elements in the model."""
         return prod(self.shape)
 
+    def stored_as(self, other: "Layout") -> bool:
+        """Whether two layouts of one parameter differ in the words of their rules at most."""
+        mine, theirs = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (self, other))
+        return mine == theirs
+
     def stacked(self, size: int, axes: Sequence[str] = ()) -> "Layout":
         """With a new first dim of `size`, split over `axes`."""
         leaves = tuple(leaf.stacked(size, axes) for leaf in self.leaves)

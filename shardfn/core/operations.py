@@ -5,14 +5,14 @@ or raises `Lost` when the operation, done rank by rank, is not the operation on 
 rule loses the part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core.parts import SAME, SUM, Lost, Part, even, reshaped, sliced
+from shardfn.core.parts import SAME, SUM, Lost, Part, even, in_two_dims, reshaped, sliced
 
 Parts = list["Part | None"]
 
@@ -22,7 +22,8 @@ class Operation:
     """One call of an operation on one rank, seen from an axis of `size` ranks.
 
     `whole` has the shapes of its results in the run with whole values, when the same call was found there. `zero` says
-    whether a tensor is known to hold nothing but zeros.
+    whether a tensor is known to hold nothing but zeros. `padded` has sizes of factors there, and as they are stored;
+    `weight` says whether a tensor is a weight, moved at most, which is zero in padding.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Operation:
     pointwise: bool = False
     whole: tuple[tuple[int, ...], ...] | None = None
     zero: Callable[[Tensor], bool] = lambda x: False
+    padded: Collection[tuple[int, int]] = ()
+    weight: Callable[[Tensor], bool] = lambda x: False
 
     def given(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its place or name."""
@@ -46,6 +49,13 @@ class Operation:
         for value in (*self.args, *self.kwargs.values()):
             found += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
         return found
+
+    def adds_padding(self, x: Tensor, dim: int, part: Part) -> bool:
+        """Whether a dim that ranks split may be padded, with anything there by now: a sum over it would count that."""
+        size = x.shape[dim] * self.size // part.share
+        return not self.weight(x) and any(
+            size and stored % size == 0 and true % (stored // size) == 0 for true, stored in self.padded
+        )
 
     def differs(self, dim: int) -> bool:
         """Whether the first result is larger at `dim` in the run with whole values, as far as that is known."""
@@ -70,6 +80,8 @@ def parts_after(op: Operation) -> Parts:
             rule = _pointwise
         if rule is None:
             raise Lost(f"nothing is known of {op.name} on split values")
+        if rule not in _FOR_TWO_DIMS and any(part is not None and part.second is not None for part in known):
+            raise Lost(f"nothing is known of {op.name} on values of which two dims are split")
         found = rule(op)
     except Lost as lost:
         if all(part in (None, SAME) for part in known):
@@ -106,10 +118,14 @@ def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) 
     if len(shape) != len(whole) or op.name not in _FILLS:
         return None
     other = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
-    if len(other) != 1 or not shape[other[0]] or whole[other[0]] % shape[other[0]]:
+    if len(other) != 1 or not shape[other[0]]:
         return None
-    share, rest = divmod(op.size, whole[other[0]] // shape[other[0]])  # neighbours may have the same head
-    return replace(even(other[0], shape[other[0]]), share=share) if share and not rest else None
+    size = shape[other[0]]
+    for stored in (whole[other[0]], *(stored for true, stored in op.padded if true == whole[other[0]])):
+        share, rest = divmod(op.size, max(stored // size, 1))  # neighbours may have the same head
+        if stored % size == 0 and share and not rest:
+            return replace(even(other[0], size), share=share)
+    return None
 
 
 # -- element by element -----------------------------------------------------------------------------------------------
@@ -122,20 +138,20 @@ def _pointwise(op: Operation) -> Part | None:
     varied = [(x, part) for x in op.inputs if (part := op.part(x)) is not None]
     if any(part.kind == "sum" for _, part in varied):
         return _of_sums(op, [part for _, part in varied])
-    splits = _one_copy({part.at(part.dim + ndim - x.dim()) for x, part in varied if part.split})
+    splits = _one_copy({part.shifted(ndim - x.dim()) for x, part in varied if part.split})
     if not splits:
         return SAME
     if len(splits) > 1:
         raise Lost(f"{op.name} joins values that are split over different dims, or in different pieces")
     (found,) = splits
     for x in op.inputs:
-        at = found.dim - (ndim - x.dim())
         part = op.part(x)
-        if at >= 0 and x.shape[at] != 1 and not (part is not None and part.split):
-            raise Lost(
-                f"{op.name} joins a value whose dim {found.dim} is split with one of shape {tuple(x.shape)}, which is "
-                "not"
-            )
+        for dim in (found.dim, found.second):
+            at = -1 if dim is None else dim - (ndim - x.dim())
+            if at >= 0 and x.shape[at] != 1 and not (part is not None and part.split):
+                raise Lost(
+                    f"{op.name} joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
+                )
     return found
 
 
@@ -145,8 +161,8 @@ def _one_copy(parts: set[Part]) -> set[Part]:
     Keys of grouped queries are repeated for the queries of a group, but not on a rank that has one of these. Whether
     that holds here, the shape of the whole result tells.
     """
-    alike = {replace(part, share=1, dim=0, copies=None) for part in parts}
-    return {replace(part, share=1, copies=None) for part in parts} if len(parts) > 1 and len(alike) == 1 else parts
+    alike = {replace(part, share=1, dim=0, second=None) for part in parts}
+    return {replace(part, share=1, second=None) for part in parts} if len(parts) > 1 and len(alike) == 1 else parts
 
 
 def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
@@ -155,18 +171,40 @@ def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
     if name in ("add", "sub") and len(sums) == len(op.inputs) == 2:
         return SUM
     if name in _LINEAR and len(sums) == 1 and not any(part.split for part in parts):
-        if name != "div" or op.part(op.args[0]) == SUM:
+        if name != "div" or (op.part(op.args[0]) == SUM and op.kwargs.get("rounding_mode") is None):
             return SUM
     raise Lost(f"{op.name} of a sum that is still pending")
 
 
-for _name in ("masked_fill", "where", "add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow", "clamp"):
+for _name in (
+    "_prelu_kernel",
+    "masked_fill",
+    "where",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "pow",
+    "clamp",
+):
     _RULES[_name] = _pointwise  # written in place they do not have torch's tag
 
 
-@_rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "bernoulli", "native_dropout", "_conj")
+@_rule("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj")
 def _identity(op: Operation) -> Part | None:
     return op.part(op.args[0])
+
+
+@_rule("_to_copy", "bernoulli", "native_dropout")
+def _but_for_sums(op: Operation) -> Part | None:
+    part, made = op.part(op.args[0]), op.results[0].dtype
+    linear = op.name == "_to_copy" and (made.is_floating_point or made.is_complex)
+    if part == SUM and not linear:
+        raise Lost(f"{op.name} of a sum that is still pending")
+    return part
 
 
 @_rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
@@ -178,6 +216,8 @@ def _like(op: Operation) -> Part | None:
 @_rule("fill", "zero")
 def _filled(op: Operation) -> Part | None:
     part = op.part(op.args[0])
+    if any(op.part(x) is not None for x in op.inputs[1:]):
+        raise Lost("a tensor is filled with a value that differs between ranks")
     return part if part is not None and part.split else None
 
 
@@ -189,6 +229,8 @@ def _new(op: Operation) -> Part | None:
 @_rule("copy_")
 def _copied(op: Operation) -> Part | None:
     source = op.part(op.args[1])
+    if source == SUM and not (op.results[0].is_floating_point() or op.results[0].is_complex()):
+        raise Lost("whole numbers are made of a sum that is still pending")
     if source is None:
         target = op.part(op.args[0])
         if target is not None and target.split and op.args[1].dim():
@@ -221,14 +263,35 @@ def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> Rule:
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
+def _view(op: Operation) -> "Part | Parts | None":
+    if op.results[0].dtype != op.args[0].dtype:
+        raise Lost("the bits of values are taken for another dtype")
+    return _viewed(op)
+
+
+def _stored(whole: tuple[int, ...], padded: Collection[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """A shape on one rank, and what it is where one of its dims is padded."""
+    yield whole
+    for true, stored in padded:
+        for dim, size in enumerate(whole):
+            if true and size * stored % true == 0:
+                yield (*whole[:dim], size * stored // true, *whole[dim + 1 :])
+
+
 @_moving
-def _view(op: Operation, part: Part) -> Part:
-    ways = reshaped(part, op.args[0].shape, op.results[0].shape)
+def _viewed(op: Operation, part: Part) -> Part:
+    shape, new, whole = op.args[0].shape, op.results[0].shape, op.whole[0] if op.whole is not None else ()
+    ways = reshaped(replace(part, second=None), shape, new)
     way = next((way for way in ways if op.differs(way.dim)), ways[0])
-    if part.copies is not None and op.whole is not None:
-        joined = replace(way, share=1, copies=None)
-        return joined if joined.whole_shape(op.results[0].shape, op.size) == op.whole[0] else way
-    return way
+    # Padded queries meet the keys of others when these are for some ranks only.
+    wholes = list(_stored(whole, op.padded if part.share in (1, op.size) else ()))
+    if part.second is None and (op.whole is None or way.whole_shape(new, op.size) in wholes):
+        return way
+    tried = (in_two_dims(part, shape, new, stored, op.size) for stored in wholes)
+    found = next((two for two in tried if two is not None), None)
+    if found is None and part.second is not None:
+        raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of two dims")
+    return found or way
 
 
 @_rule("view_as_complex", "view_as_real")
@@ -254,7 +317,10 @@ def _permuted(op: Operation, part: Part) -> Part:
         raise Lost("movedim")
     else:
         order.reverse()
-    return part.at(order.index(part.dim))
+    second = None if part.second is None else order.index(part.second)
+    if second is not None and second < order.index(part.dim):
+        raise Lost(f"{op.name} of two dims that are split")
+    return replace(part, dim=order.index(part.dim), second=second)
 
 
 @_rule("expand", "broadcast_to")
@@ -263,15 +329,21 @@ def _expanded(op: Operation) -> Part:
     if not part.split:  # as many copies as this rank has of what they are for
         copies = _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
         return copies if copies is not None and part == SAME else part
-    dim = part.dim + op.results[0].dim() - op.args[0].dim()
-    if op.results[0].shape[dim] != op.args[0].shape[part.dim]:
-        raise Lost("expand of a dim that is split")
-    if part.share > 1 and op.whole is not None:  # keys of grouped queries, once for each query of this rank
+    found = part.shifted(op.results[0].dim() - op.args[0].dim())
+    dim = found.dim
+    for before, after in ((part.dim, dim), (part.second, found.second)):
+        if before is not None and after is not None and op.results[0].shape[after] != op.args[0].shape[before]:
+            raise Lost("expand of a dim that is split")
+    if part.share > 1 and part.second is None and op.whole is not None:
+        # Keys of grouped queries, once for each query of this rank.
         shape, whole = op.results[0].shape, op.whole[0]
-        more = [d for d in range(len(shape)) if d != dim and shape[d] * part.share == whole[d]]
+        scales = [(1, 1), *op.padded]
+        pairs = zip(shape, whole, strict=False)
+        fits = [any(n * part.share * true == m * stored for true, stored in scales) for n, m in pairs]
+        more = [d for d in range(dim + 1, len(shape)) if shape[d] != whole[d] and fits[d]]
         if len(more) == 1:
-            return replace(part, dim=dim, copies=more[0])
-    return part.at(dim)
+            return replace(found, second=more[0])
+    return found
 
 
 @_rule("repeat", "tile")
@@ -334,7 +406,14 @@ def _unbound(op: Operation, part: Part) -> Part:
     return part.at(part.dim - (dim < part.dim))
 
 
-@_rule("flip", "roll", "tril", "triu", "constant_pad_nd", "unfold", "diff")
+@_rule("constant_pad_nd")
+def _padded(op: Operation) -> "Part | Parts | None":
+    if op.part(op.args[0]) == SUM and op.given(2, "value", 0):
+        raise Lost("a number is written around a sum that is still pending: it would count once a rank")
+    return _beside(op)
+
+
+@_rule("flip", "roll", "tril", "triu", "unfold", "diff")
 @_moving
 def _beside(op: Operation, part: Part) -> Part:
     """Within some dims, of which the split one is none."""
@@ -401,7 +480,7 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
             return SUM
         raise Lost(f"{op.name} of a sum that is still pending and of another value that differs between ranks")
     both = zip(terms, parts, strict=True)
-    found = {(term[part.dim], part) for term, part in both if part is not None and part.split}
+    found = {(term[part.dim], replace(part, dim=0, second=None)) for term, part in both if part and part.split}
     found = {(label, part.pieces) for label in dict(found) for part in _one_copy({p for o, p in found if o == label})}
     if not found:
         return SAME
@@ -413,7 +492,29 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
             raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
     if label not in out and share > 1:
         raise Lost(f"{op.name} adds up a dim of which several ranks have the same part")
-    return Part("split", out.index(label), runs, share) if label in out else SUM
+    at = [(x, term.index(label), part) for x, term, part in zip(operands, terms, parts, strict=True) if label in term]
+    if label not in out and all(part is not None and op.adds_padding(x, dim, part) for x, dim, part in at):
+        raise Lost(f"{op.name} adds up a dim that may be padded, as Policy.pad says")
+    second = _second(op, terms, parts, label, out)
+    return Part("split", out.index(label), runs, share, second) if label in out else SUM
+
+
+def _second(op: Operation, terms: Sequence[str], parts: Parts, label: str, out: str) -> int | None:
+    """The second dim of a product that is split, if one of a factor is.
+
+    Raises:
+        Lost: it is added up, or of one factor only that both have.
+    """
+    both = list(zip(terms, parts, strict=True))
+    labels = {term[part.second] for term, part in both if part and part.second is not None}
+    if not labels:
+        return None
+    other, *more = labels
+    have = [part for term, part in both if other in term]
+    ordered = other in out and label in out and out.index(label) < out.index(other)
+    if more or not ordered or any(part is None or part.second is None for part in have):
+        raise Lost(f"{op.name} of values that are split over two dims, of which it keeps one")
+    return out.index(other)
 
 
 @_rule("mm")
@@ -446,12 +547,12 @@ def _added(op: Operation, bias: Tensor, product: Part | None) -> Part | None:
     part, ndim = op.part(bias), op.results[0].dim()
     if part is None and product is None:
         return None
-    if (product is not None and product.kind == "sum") or (part is not None and part.kind == "sum"):
-        if product == part == SUM or op.kwargs.get("beta") == 0:
-            return SUM
-        raise Lost(f"{op.name} adds to a sum that is still pending: that would count once a rank")
     if op.kwargs.get("beta") == 0:
         return product
+    if (product is not None and product.kind == "sum") or (part is not None and part.kind == "sum"):
+        if product == part == SUM:
+            return SUM
+        raise Lost(f"{op.name} adds to a sum that is still pending: that would count once a rank")
     if product is None or not product.split:
         if part is not None and part.split:
             raise Lost(f"{op.name} adds a split value to one that is not")
@@ -540,8 +641,8 @@ def _along(op: Operation) -> Part | None:
         if op.name == "cumsum":
             return SUM
         raise Lost(f"{op.name} of a sum that is still pending")
-    if part.split and dim % op.args[0].dim() == part.dim:
-        raise Lost(f"{op.name} along dim {part.dim}, of which each rank has a part")
+    if part.split and dim % op.args[0].dim() in (part.dim, part.second):
+        raise Lost(f"{op.name} along dim {dim % op.args[0].dim()}, of which each rank has a part")
     return part
 
 
@@ -564,6 +665,8 @@ def _reduced(op: Operation) -> Part | None:
     dims = [dims] if isinstance(dims, int) else dims
     dims = [dim % x.dim() for dim in dims] if dims else list(range(x.dim()))
     if part.dim in dims:
+        if op.name == "sum" and part.share == 1 and op.adds_padding(x, part.dim, part):
+            raise Lost(f"sum over dim {part.dim}, of which each rank has a part, and that may be padded (Policy.pad)")
         if op.name == "sum" and part.share == 1:
             return SUM
         raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
@@ -644,10 +747,17 @@ def _group_norm(op: Operation) -> Parts:
     return [part, *[even(1, groups)] * (len(op.results) - 1)]
 
 
+@_rule("max_pool1d", "max_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d")
+def _largest(op: Operation) -> "Part | Parts | None":
+    if op.part(op.args[0]) == SUM:
+        raise Lost(f"{op.name} of a sum that is still pending")
+    return _spatial(op)
+
+
 @_rule(
     *(
-        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d upsample_nearest2d "
-        "upsample_bilinear2d avg_pool1d upsample_bicubic2d reflection_pad2d max_pool2d"
+        "avg_pool1d avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d "
+        "upsample_bicubic2d reflection_pad2d"
     ).split()
 )
 @_moving
@@ -655,6 +765,36 @@ def _spatial(op: Operation, part: Part) -> Part:
     if part.dim >= op.args[0].dim() - 2 + ("1d" in op.name):
         raise Lost(f"{op.name} along a dim that is split")
     return part
+
+
+@_rule("pixel_shuffle")
+@_moving
+def _shuffled(op: Operation, part: Part) -> Part:
+    """[.., ch * r * r, h, w] -> [.., ch, h * r, w * r]"""
+    channels, times = op.args[0].dim() - 3, op.args[1] ** 2
+    if part.dim > channels:
+        raise Lost("pixel_shuffle along a dim that is split")
+    if part.dim < channels:
+        return part
+    if any(inner % times for _, inner in part.runs):
+        raise Lost("pixel_shuffle of parts of channels")
+    return replace(part, runs=tuple((outer, inner // times) for outer, inner in part.runs))
+
+
+@_rule("glu")
+def _glu(op: Operation) -> Part | None:
+    """Each element of the first half with one of the second."""
+    x, part = op.args[0], _one(op)
+    if part == SUM:
+        raise Lost("glu of a sum that is still pending")
+    dim = op.given(1, "dim", -1) % x.dim()
+    if not part.split or part.dim != dim:
+        return part
+    half = x.shape[dim] // 2
+    first, second = sliced(part, 0, half), sliced(part, half, half)
+    if first != second:
+        raise Lost("glu of halves that are not split alike")
+    return first
 
 
 # -- by indices -------------------------------------------------------------------------------------------------------
@@ -740,3 +880,7 @@ def _index_put(op: Operation) -> Part | None:
 @_rule("nll_loss_forward")
 def _nll(op: Operation) -> Part | None:
     raise Lost("a loss over values of which each rank has a part")
+
+
+# The rules that follow `Part.second`.
+_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _mm, _bmm, _along}

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
@@ -27,7 +28,7 @@ from shardfn.core.parts import Part, even
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import class_of
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, splits, weight_parts
+from shardfn.core.tensor_parallel import splits, weight_parts
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
     "torch.nn.modules.transformer.TransformerEncoderLayer",
@@ -46,11 +47,18 @@ def layer_forwards(
             continue
         if module.kind in _FORWARDS and module.name in split:
             forwards[module.name] = _FORWARDS[module.kind](_Layer(module, plan, axes, weight, adjust))
+        elif module.kind == "attention" and axes.drops is not None and not _ignored(plan, module):
+            forwards[module.name] = _seeded(_attention(_Layer(module, plan, axes, weight, adjust)))
         elif module.forward in _FUSED:
             prefix = f"{module.name}." if module.name else ""
             if any(name.startswith(prefix) for name in split):
                 forwards[module.name] = _unfused
     return forwards
+
+
+def _ignored(plan: Plan, module: ModuleInfo) -> bool:
+    """Whether the tree leaves out any parameter of a module."""
+    return any(name.startswith(f"{module.name}." if module.name else "") for name in plan.info.ignored)
 
 
 @dataclass(frozen=True)
@@ -306,15 +314,21 @@ def _attention(layer: _Layer) -> Forward:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        _check_heads(layer, own, axes_of_heads, inner)
+        if axes_of_heads:
+            _check_heads(layer, own, axes_of_heads, inner)
+        if is_causal and attn_mask is None:
+            raise ShardError(f"apply: {layer.name!r} got is_causal=True, which says what attn_mask is, and none")
         alone = query.dim() == 2
         q, k, v = _projected(layer, own, _entered(layer, axes_of_heads, query, key, value), alone)  # [b, h@tp, s, d]
         mask = _merged(layer, own, axes_of_heads, attn_mask, key_padding_mask, q)
         drops = own.dropout if own.training else 0.0
-        if need_weights:
+        seeded = layer.axes.drops if drops else None
+        if need_weights or seeded is not None:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), drops)
-            out, weights = weights @ v, _weights(layer, own, axes_of_heads, weights, average_attn_weights)
+            shares = (scores if mask is None else scores + mask).softmax(-1)
+            shares = F.dropout(shares, drops) if seeded is None else seeded(layer.name, shares, drops, axes_of_heads)
+            out = shares @ v
+            weights = _weights(layer, own, axes_of_heads, shares, average_attn_weights) if need_weights else None
         else:
             out, weights = F.scaled_dot_product_attention(q, k, v, mask, drops), None
         y = F.linear(out.transpose(1, 2).flatten(2), layer.weight(layer.layout("out_proj.weight").name))
@@ -326,6 +340,18 @@ def _attention(layer: _Layer) -> Forward:
         return layer.made(y, (), 0, {}), weights if weights is None or not alone else weights.squeeze(0)
 
     return forward
+
+
+def _seeded(forward: Forward) -> Forward:
+    """An attention with whole weights under a `dropout_seed`, if it drops and has no keys of its own."""
+
+    def chosen(own: Any, *args: Any, **kwargs: Any) -> Any:
+        adds = own.bias_k is not None or own.bias_v is not None or own.add_zero_attn
+        if adds or not own.training or not own.dropout:
+            return class_of(own).forward(own, *args, **kwargs)
+        return forward(own, *args, **kwargs)
+
+    return chosen
 
 
 def _check_heads(layer: _Layer, own: Any, split: Sequence[str], inner: Sequence[str]) -> None:

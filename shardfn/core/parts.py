@@ -9,7 +9,7 @@ of `W * inner` elements in the whole tensor, of which each rank has one part in 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -37,15 +37,18 @@ class Part:
     split    | its part of dim `dim`, which lies there as `runs` say; `share` ranks have the same
     same     | the same values, of which it uses its own share: gradients are parts of a sum
     sum      | a summand; the sum over ranks is the value
-    lost     | something that cannot be told, because of `why`
+    lost     | something that cannot be told, because of `why`, since an operation in the module `where`; `cure`
+             | says what may be done about it: the value whole, local sizes, other padding, other rules
     """
 
     kind: Literal["split", "same", "sum", "lost"]
     dim: int = 0
     runs: Runs = ()
     share: int = 1  # how many neighbouring ranks have the same part
-    copies: int | None = None  # a dim of copies of it, of which each of these ranks has as many as it needs
+    second: int | None = None  # a later dim, which these ranks have a part each of, in order
     why: str = ""
+    cure: Literal["whole", "sizes", "pads", "rules"] = field(default="whole", repr=False)
+    where: str | None = field(default=None, repr=False)
 
     @property
     def split(self) -> bool:
@@ -56,13 +59,22 @@ class Part:
         """The same at another dim."""
         return replace(self, dim=dim)
 
+    def shifted(self, by: int) -> "Part":
+        """The same where there are `by` more dims before."""
+        return replace(self, dim=self.dim + by, second=None if self.second is None else self.second + by)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a part of one dim, which no other rank has."""
+        return self.split and self.share == 1
+
     def whole_shape(self, shape: Shape, size: int) -> tuple[int, ...]:
         """The shape of the whole tensor, of which a rank has `shape`."""
         if not self.split:
             return tuple(shape)
         whole = [n * size // self.share if dim == self.dim else n for dim, n in enumerate(shape)]
-        if self.copies is not None:
-            whole[self.copies] *= self.share
+        if self.second is not None:
+            whole[self.second] *= self.share
         return tuple(whole)
 
     def __post_init__(self) -> None:
@@ -95,7 +107,7 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
 
         >>> from shardfn.core.parts import even, reshaped
         >>> reshaped(even(1, 8), (5, 8), (5, 2, 4))[0]
-        Part(kind='split', dim=1, runs=((1, 2),), share=1, copies=None, why='')
+        Part(kind='split', dim=1, runs=((1, 2),), share=1, second=None, why='')
 
     Raises:
         Lost: the view cuts between the parts, or joins several runs with dims around them.
@@ -115,6 +127,32 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
     # Fewest pieces first; where the dims before it stay as they are, it is not one of them, though one may have size 1.
     stays = tuple(shape[: part.dim]) == tuple(new[: part.dim])
     return sorted(ways, key=lambda way: (way.runs[0][0], stays and way.dim < part.dim))
+
+
+def in_two_dims(part: Part, shape: Shape, new: Shape, whole: Shape, size: int) -> Part | None:
+    """After a view, a part of two dims, or of one that the view cuts in two or makes of two; its whole has a shape.
+
+    The ranks lie as [outer, W, inner] in one dim, and as [outer, W / n, n, inner] in two: queries of 8 heads over 4
+    ranks, as [2 groups, 4], are 2 of the 4 of one group on each.
+
+        >>> from shardfn.core.parts import even, in_two_dims
+        >>> in_two_dims(even(1, 2), (5, 2), (5, 1, 2), whole=(5, 2, 4), size=4)
+        Part(kind='split', dim=1, runs=((1, 1),), share=2, second=2, why='')
+    """
+    runs = part.runs
+    if len(runs) != 1 or 0 in shape or len(new) != len(whole) or (part.share > 1 and part.second is None):
+        return None
+    after = runs[0][1] * prod(shape[part.dim + 1 :])  # elements of this rank behind those that it has of W / n
+    behind = after if part.second is None else prod(shape[part.second :])  # and of n
+    ways = []
+    for way in reshaped(replace(part, second=None), shape, new):
+        if after == behind:
+            ways.append(replace(way, share=1))
+        for dim in range(way.dim + 1, len(new)):
+            share, rest = divmod(whole[dim], new[dim])
+            if prod(new[dim:]) == behind and not rest and not size % share and part.share in (1, share):
+                ways.append(replace(way, share=share, second=dim))
+    return next((way for way in ways if way.whole_shape(new, size) == tuple(whole)), None)
 
 
 def sliced(part: Part, start: int, length: int) -> Part:
@@ -143,4 +181,4 @@ def after_collective(kind: str, part: Part | None, shape: Shape, dims: Sequence[
         return SAME
     if kind in ("psum_scatter", "shard_slice"):
         return even(dims[0], shape[dims[0]])
-    return Part("lost", why=f"{kind} was done by hand")
+    return Part("lost", why=f"{kind} was done by hand", cure="rules")

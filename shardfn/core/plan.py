@@ -5,7 +5,8 @@ moves data looks its decisions up here and never thinks.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -192,7 +193,8 @@ class Plan:
         """Bytes of weights and gradients that each rank receives in one step of forward and backward.
 
         An all-gather or reduce-scatter of shards of n bytes over W ranks counts (W - 1) n, an all-reduce of n bytes
-        2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch.
+        2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch. Tokens
+        that go to experts on other ranks count as if none of them stayed, see `sf.policies.Experts`.
         """
         return self.activation_bytes + sum(
             self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets
@@ -409,7 +411,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
             layouts[param.name] = replace(made, unit=owners[param.name], kept=stays)
     problems += _uncomputable(info, layouts, axes, role, policy)
-    local_sizes = _local_sizes(info, axes, policy, sizes, problems)
+    local_sizes = _local_sizes(info, axes, policy, sizes, _split_factors(rules, role), problems)
     problems += _settings(policy, axes, role, info)
     raise_problems("plan", problems)
     units = _units(layouts, unit_names, role, policy, info)
@@ -445,14 +447,28 @@ def _kept_axes(
     if isinstance(policy.units, Mapping):
         counts += [settings.get("regather", True) for settings in policy.units.values()]
     if any(axes[axis] > 1 for kept in found.values() for axis in kept) and any(type(n) is int for n in counts):
-        problems.append("Policy(regather=n): weights of experts differ between neighbouring ranks; use True or False")
+        problems.append(
+            "Policy(regather=n): weights of experts differ between neighbouring ranks, which keep parts for each "
+            "other; use True or False"
+        )
     return found
 
 
+def _split_factors(rules: Mapping[str, tuple[Spec, str]], role: Roles) -> set[tuple[str, tuple[str, ...]]]:
+    """Name and compute axes of the factors that have to divide."""
+    factors = (factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional)
+    return {(factor.name, tuple(axis for axis in factor.axes if axis in role.compute)) for factor in factors}
+
+
 def _local_sizes(
-    info: ModelInfo, axes: Mapping[str, int], policy: Policy, sizes: Sizes, problems: list[str]
+    info: ModelInfo,
+    axes: Mapping[str, int],
+    policy: Policy,
+    sizes: Sizes,
+    split: Collection[tuple[str, tuple[str, ...]]],
+    problems: list[str],
 ) -> dict[str, dict[str, int]]:
-    """Module -> attribute -> the size that one rank has."""
+    """Module -> attribute -> the size that one rank has; what the rules `split` has been checked with them."""
     found: dict[str, dict[str, int]] = {}
     for pattern, given in policy.local_sizes.items():
         named = [module.name for module in info.modules if matches(pattern, module.name)]
@@ -462,25 +478,106 @@ def _local_sizes(
             problems.append(f"Policy.local_sizes: {pattern!r} matches no module{hint} {_examples(names)}")
         for attribute, text in given.items():
             try:
-                cut = f"{text}/".index("/")
-                spans = [(0, cut), (cut + 1, len(text))][: 1 + text.count("/")]
-                terms = [_local_product(parse(text, span), axes, sizes) for span in spans]
-                if len(terms) == 2 and terms[0] % terms[1]:
-                    raise ShardError(f"{' / '.join(map(str, terms))} is no whole number")
+                size = _local_size(text, axes, policy, sizes, split)
             except ShardError as error:
                 problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
                 continue
+            if size is None:
+                continue
             for name in named:
-                size = terms[0] // terms[1] if len(terms) == 2 else terms[0]
                 found.setdefault(name, {}).setdefault(attribute, size)  # the first match wins
     return found
 
 
-def _local_product(spec: Spec, axes: Mapping[str, int], sizes: Sizes) -> int:
+def _local_size(
+    text: str,
+    axes: Mapping[str, int],
+    policy: Policy,
+    sizes: Sizes,
+    split: Collection[tuple[str, tuple[str, ...]]],
+) -> int | None:
+    """A product or a ratio of two; None when it does not divide, which the rules that split it alike say too."""
+    terms = _terms(text)
+    for factor in (factor for spec in terms for factor in spec.factors):
+        size, ways = _padded_size(factor, policy, sizes), prod(axes.get(axis, 1) for axis in factor.axes)
+        if size is not None and size % ways and (factor.name, factor.axes) in split:
+            return None
+    local = [_local_product(spec, axes, policy, sizes) for spec in terms]
+    if len(local) == 1:
+        return local[0]
+    if pair := _paired(terms):
+        _check_pair(*pair, axes, policy, sizes)
+    if local[0] % local[1]:
+        raise ShardError(f"{' / '.join(map(str, local))} is no whole number")
+    return local[0] // local[1]
+
+
+def _terms(text: str) -> list[Spec]:
+    """Both sides of a ratio, or one product."""
+    cut = f"{text}/".index("/")
+    return [parse(text, span) for span in [(0, cut), (cut + 1, len(text))][: 1 + text.count("/")]]
+
+
+def _paired(terms: Sequence[Spec]) -> tuple[Factor, Factor] | None:
+    """The factors of a ratio such as `heads@tp / kv@tp?`: so many of the first belong to each of the second."""
+    factors = [spec.factors for spec in terms]
+    return (factors[0][0], factors[1][0]) if [len(term) for term in factors] == [1, 1] else None
+
+
+def _check_pair(over: Factor, under: Factor, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> None:
+    """Padding comes last, so that only equal ratios leave each group on the rank of what it belongs to.
+
+    Raises:
+        ShardError: on some rank groups would meet what belongs to others.
+    """
+    many, few = (sizes.known[factor.name] for factor in (over, under))
+    stored = [_padded_size(factor, policy, sizes) or 0 for factor in (over, under)]
+    ways = prod(axes[axis] for axis in under.axes)
+    if stored[1] % ways == 0:
+        fits = stored[0] * few == many * stored[1] or stored == [many, few]
+    else:  # ranks share one, which is stored without padding
+        fits = few == 1 or (stored[0] == many and ways % few == 0)
+    if not fits:
+        said = [
+            f"{factor.name}={size}" + (f" padded to {padded}" if padded != size else "")
+            for factor, size, padded in zip((over, under), (many, few), stored, strict=True)
+        ]
+        raise ShardError(
+            f"{said[0]} and {said[1]} over {ways} ranks: on some rank {over.name} would meet {under.name} of others. "
+            f"Write Policy(pad={_padding(under, ways, policy, sizes)})."
+        )
+
+
+def _padding(factor: Factor, ways: int, policy: Policy, sizes: Sizes) -> dict[str, int]:
+    """What to pad so that a factor divides; a ratio in `Policy.local_sizes` pads what belongs together alike."""
+    for text in (text for given in policy.local_sizes.values() for text in given.values()):
+        try:
+            pair = _paired(_terms(text))
+        except ShardError:
+            continue  # reported with its entry
+        if pair is None or factor.name not in (pair[0].name, pair[1].name):
+            continue
+        over, under = pair
+        many, few = sizes.known.get(over.name, 0), sizes.known.get(under.name, 0)
+        if few == 1 and under.optional:
+            return {over.name: ways}  # all ranks share it
+        if few and many % few == 0:
+            return {over.name: many // few * ways, under.name: ways}
+    return {factor.name: ways}
+
+
+def _padded_size(factor: Factor, policy: Policy, sizes: Sizes) -> int | None:
+    """The size of a named or numbered factor as it is stored; None when no rule has the name."""
+    size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
+    multiple = policy.pad.get(factor.name, 1)
+    return None if size is None else -(-size // multiple) * multiple
+
+
+def _local_product(spec: Spec, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> int:
     """The product of factors, each divided by the axes that split it; those with `?` have one element at least."""
     total = 1
     for factor in spec.factors:
-        size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
+        size = _padded_size(factor, policy, sizes)
         if size is None:
             raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
         if unknown := unknown_axes(spec, axes):
@@ -772,15 +869,21 @@ class _LayoutBuilder:
         if factor.optional:
             return replace(factor, axes=(), optional=False)
         over = " x ".join(f"{axis}={self.axes[axis]}" for axis in compute)
-        pads = {} if factor.literal is not None or factor.name == "_" else {factor.name: ways}
-        remedy = f"Write '{factor}?' to replicate it when it does not divide"
-        remedy += f", or Policy(pad={pads})." if pads else "."
+        remedies = [] if self._counted(factor) else [f"'{factor}?' to replicate it when it does not divide"]
+        if factor.literal is None and factor.name != "_":
+            remedies.append(f"Policy(pad={_padding(factor, ways, self.policy, self.sizes)})")
+        remedy = f"Write {', or '.join(remedies)}."
         self.problems.append(
             f"{self.param.name!r} has shape {self.param.shape}; rule '{self.spec.source}' splits dim {at} "
             f"({factor.name}={size}) over {over}, {size} % {ways} = "
             f"{size % ways}.\n{self.spec.caret(factor.span)}\n    {remedy}"
         )
         return replace(factor, axes=())
+
+    def _counted(self, factor: Factor) -> bool:
+        """Whether `Policy.local_sizes` has a module compute with the part of a factor."""
+        texts = (text for given in self.policy.local_sizes.values() for text in given.values())
+        return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*(?!\s*\?)", text) for text in texts)
 
     def _leaf(self, name: str, rule: Spec, fused: int, which: int) -> Leaf:
         """The stored leaf of block `which` of dim `fused`."""
@@ -1032,7 +1135,8 @@ def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
             if axis not in axes:
                 problems.append(f"Policy.axes[{name!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes) or '.'}")
     if policy.batch != BATCH_AXES:
-        for pattern in policy.batch:
+        usual = BATCH_AXES if set(BATCH_AXES) <= set(policy.batch) else ()  # of which a mesh has some
+        for pattern in (pattern for pattern in policy.batch if pattern not in usual):
             if not any(fnmatchcase(axis, pattern) for axis in axes):
                 hint = did_you_mean(pattern, axes) or "."
                 problems.append(f"Policy.batch: the mesh {dict(axes)} has no axis '{pattern}'{hint}")

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -174,6 +175,11 @@ class Policy:
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
         both = given | self.given
         return Policy(**{name: value for name, value in merged.items() if name in both})
+
+
+def batch_with(axes: Sequence[str]) -> tuple[str, ...]:
+    """`Policy.batch` for data axes of any name, beside the usual ones."""
+    return (*(axis for axis in axes if not any(fnmatchcase(axis, usual) for usual in BATCH_AXES)), *BATCH_AXES)
 
 
 def unit_settings(given: object, unit: object) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
 
     Returns:
         the decorator, which returns the function itself. The function is called as `fn(module, local, layouts, *args,
-        **kwargs)`: `local` maps the module's attributes to its weights, whole over data axes and split over compute
-        axes, and `layouts` to their `Layout`. Collectives in it are those of `sf.collectives`, over `layouts.mesh`.
+        **kwargs)`: `local` maps the attributes of the module's own parameters, not of its children's, to what this rank
+        computes with, whole over data axes and split over compute axes, and `layouts` to their `Layout`. Collectives in
+        it are those of `sf.collectives`, over `layouts.mesh`.
 
     Raises:
         TypeError: not a module class.

@@ -214,11 +214,15 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class FilesPlan:
-    """All files that are to be written, and the text of their index when there are several."""
+    """All files that are to be written, and the text of their index when there are several.
+
+    One that is `alone` leaves the other files of its directory as they are.
+    """
 
     files: tuple[FilePlan, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    index: str | None
+    index: str | None = None
+    alone: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -237,9 +241,7 @@ def plan_files(
         from huggingface_hub import split_torch_state_dict_into_shards
     except ImportError as error:
         raise needs_hub("huggingface_hub") from error
-    for name, (_, dtype) in tensors.items():
-        if dtype not in _NAMES:
-            raise ShardError(f"save_safetensors: '{name}' is of dtype {dtype}, which the format does not have")
+    _require_dtypes(tensors)
     blank = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
     split = split_torch_state_dict_into_shards(blank, max_shard_size=max_shard_size)
     files = tuple(
@@ -250,6 +252,21 @@ def plan_files(
     about = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
     index = json.dumps(about, indent=2, sort_keys=True) + "\n" if split.is_sharded else None
     return FilesPlan(files, shapes, index)
+
+
+def plan_file(
+    name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
+) -> FilesPlan:
+    """All tensors in one file."""
+    _require_dtypes(tensors)
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    return FilesPlan((_plan_file(name, tensors, metadata),), shapes, alone=True)
+
+
+def _require_dtypes(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    for name, (_, dtype) in tensors.items():
+        if dtype not in _NAMES:
+            raise ShardError(f"save_safetensors: '{name}' is of dtype {dtype}, which the format does not have")
 
 
 def _plan_file(
@@ -280,7 +297,7 @@ class TensorWriter:
     def open(self) -> None:
         """Make the files, without tensors; what a save that was killed has left is taken away."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for old in self._directory.glob(self._temporary("model*").name):
+        for old in () if self._plan.alone else self._directory.glob(self._temporary("model*").name):
             old.unlink()
         for file in self._plan.files:
             descriptor = os.open(self._temporary(file.name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -312,6 +329,9 @@ class TensorWriter:
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
         names = {file.name for file in self._plan.files}
+        if self._plan.alone:
+            self._temporary(*names).replace(self._directory.joinpath(*names))
+            return
         (self._directory / INDEX).unlink(missing_ok=True)
         if self._plan.index is not None:
             (self._directory / SINGLE).unlink(missing_ok=True)

@@ -9,265 +9,27 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
     lookup   ids [..]       -> masked rows of W [vocab@tp, c] -> psum          -> [.., c]
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import has_no_memory, outside_transforms, simulated, values_of
-from shardfn.core import collectives
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
-from shardfn.core.engine.variance import BY_ACTS, Variance
-from shardfn.core.errors import ShardError
+from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
-from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import OUT_DIM, ModuleInfo
-from shardfn.core.parts import Part, Runs, even
+from shardfn.core.parts import Part
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
-
-
-class Step(NamedTuple):
-    """What is done with leaf `at` of the inputs or outputs of the module at `path`, see [Note: steps] in sequence.py.
-
-    how    | before                  | after                   | backward
-    -------|-------------------------|-------------------------|---------------
-    slice  | whole                   | this rank's piece       | all-gather
-    own    | whole, used in shares   | this rank's piece       | zeros around it
-    gather | this rank's piece       | whole, used in shares   | reduce-scatter
-    join   | this rank's piece       | whole                   | slice
-    """
-
-    path: str
-    at: int
-    axis: str
-    dim: int
-    how: Literal["slice", "own", "gather", "join"]
-
-
-@dataclass(frozen=True)
-class Adjustments:
-    """What a run without data added to the derivation, see [Note: varying and invariant].
-
-    `vary`: parameters and module outputs that need a `pvary`, with the axis; `gather`: column-parallel modules whose
-    output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum still to be added
-    up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of the output that
-    have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an axis, and their
-    dim; `joined`: those that are gathered as they leave.
-    `inputs`, `outputs`: steps of modules for activations split by `Policy.acts`; `scattered`: which modules scatter
-    their sum, and over which dim. For the next run without data, `in_shares`: modules that use gathered inputs in
-    shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
-    whole, `entries`: others that need their inputs whole.
-    `splits`: if any dropout module is called on a split activation, all calls of such modules, by path and number, with
-    the axis of each dim ("" for none); None when no dim explains the size.
-    """
-
-    vary: frozenset[tuple[str, str]] = frozenset()
-    gather: frozenset[str] = frozenset()
-    sums: frozenset[tuple[str, int, str]] = frozenset()
-    ready: frozenset[tuple[str, str]] = frozenset()
-    shared: frozenset[tuple[int, str]] = frozenset()
-    kept: frozenset[tuple[int, str, int]] = frozenset()
-    joined: frozenset[tuple[int, str, int]] = frozenset()
-    inputs: frozenset[Step] = frozenset()
-    outputs: frozenset[Step] = frozenset()
-    scattered: frozenset[tuple[str, str, int]] = frozenset()
-    in_shares: frozenset[str] = frozenset()
-    may_scatter: frozenset[tuple[str, str, int]] = frozenset()
-    whole: frozenset[str] = frozenset()
-    entries: frozenset[str] = frozenset()
-    splits: frozenset[tuple[str, int, tuple[str, ...] | None]] = frozenset()
-
-    def axes_of(self, source: str) -> list[str]:
-        """The axes over which a source needs a `pvary`."""
-        return sorted(axis for name, axis in self.vary if name == source)
-
-    def scatters(self, path: str, axis: str) -> int | None:
-        """The dim over which the sum that a module makes is scattered."""
-        return next((dim for at, over, dim in self.scattered if (at, over) == (path, axis)), None)
-
-
-Scatters = Callable[[str, str, Tensor], int | None]  # (module, axis, summand) -> dim
-Gathers = Sequence[tuple[Step, Tensor, Tensor]]  # the step, what was gathered, the whole
-
-
-class ComputeAxes:
-    """The collectives over compute axes of one call; tells `Variance`, when there is one, what they did."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | MeshSpec,
-        sizes: Mapping[str, int],
-        coords: Mapping[str, int],
-        variance: Variance | None = None,
-    ) -> None:
-        self.mesh, self.sizes, self.coords = mesh, sizes, coords
-        self._variance = variance
-        self.scatters: Scatters | None = None  # decides in a run without data which sums are scattered
-        self.gathers_again: Callable[[Gathers], AbstractContextManager[Any]] = nullcontext
-        self.bytes_moved = 0  # counted in a run without data: received by each rank in a forward and a backward
-        # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
-        # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
-        self._varied: dict[str, WeakIdKeyDictionary] = {}
-
-    def forget(self) -> None:
-        """Another call begins: what was varied belongs to the graph of the one before."""
-        self._varied.clear()
-
-    def vary(self, x: Tensor, axis: str) -> Tensor:
-        """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
-        cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
-        if x not in cache:
-            with torch.set_grad_enabled(x.requires_grad or torch.is_grad_enabled()):  # also used outside a no_grad
-                cache[x] = collectives.pvary(x, self.mesh, axis)
-            self._count(x, axis, 2 if x.requires_grad else 0)
-        return cache[x]
-
-    def entered(self, x: Tensor, axis: str, path: str, ready: bool) -> Tensor:
-        """The input of a column-parallel linear at `path`, varying; `ready` when it was before."""
-        if self._variance is None:
-            return x if ready else self.vary(x, axis)
-        part = self._variance.tag(x).parts.get(axis)
-        if part is None:
-            return self.vary(x, axis)
-        if part.kind == "same":
-            self._variance.findings.ready.add((path, axis))
-        else:
-            self._variance.refuse(
-                f"an input that is already split over '{axis}' meets a weight that splits its output over it"
-                + (f" ({part.why})" if part.why else "")
-            )
-        return x
-
-    def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
-        """Of an input that may be whole, this rank's part of dim `wanted.dim`, such as [.., in@axis] of [.., in]."""
-        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
-        size = sum(outer * inner for outer, inner in wanted.runs)
-        if x.shape[wanted.dim] == size * self.sizes[axis]:
-            if self._variance is not None and part is not None and part.kind == "same":
-                self._variance.findings.ready.add((path, axis))
-            elif self._variance is not None and part is not None:  # a sum, maybe, that the next run has added up
-                self._variance.refuse(_not_its_part(x, axis, part, wanted))
-            return self._taken(x, axis, wanted, ready or part is not None)
-        if self._variance is not None and x.shape[wanted.dim] == size:
-            if part is None or part != wanted:
-                self._variance.refuse(_not_its_part(x, axis, part, wanted))
-        return x
-
-    def _taken(self, x: Tensor, axis: str, wanted: Part, ready: bool) -> Tensor:
-        """This rank's pieces of a dim of a tensor that all ranks have whole."""
-        pieces, start, size, dim = [], 0, self.sizes[axis], wanted.dim
-        with self.hidden():
-            for outer, inner in wanted.runs:
-                piece = x.narrow(dim, start, outer * inner * size).unflatten(dim, (outer, size * inner))
-                start += outer * inner * size
-                if ready:
-                    piece = piece.narrow(dim + 1, self.coords[axis] * inner, inner)
-                else:
-                    piece = collectives.shard_slice(piece, self.mesh, axis, dim + 1)
-                pieces.append(piece.flatten(dim, dim + 1))
-            taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-        self._count(x, axis, 0 if ready or not x.requires_grad else 1)
-        self.note_part(taken, axis, wanted)
-        return taken
-
-    def total(self, x: Tensor, axis: str, path: str, dim: int | None) -> Tensor:
-        """The sum over `axis` that the module at `path` makes: whole, or of which each rank has its part of `dim`."""
-        if self.scatters is not None:
-            dim = self.scatters(path, axis, x)
-        if dim is None:
-            self._count(x, axis, 2)
-            return collectives.psum(x, self.mesh, axis)
-        self._count(x, axis, 2)
-        return self._by_acts(collectives.psum_scatter(x, self.mesh, axis, dim), path)
-
-    def step(self, x: Tensor, step: Step) -> Tensor:
-        """Slice or gather a value."""
-        if step.how == "own":
-            size = x.shape[step.dim] // self.sizes[step.axis]
-            with self.hidden():
-                own = x.narrow(step.dim, self.coords[step.axis] * size, size)
-            self.note_part(own, step.axis, even(step.dim, size))
-            return self._by_acts(own, step.path)
-        if step.how == "slice":
-            self._count(x, step.axis, 1 if x.requires_grad else 0)
-            return self._by_acts(collectives.shard_slice(x, self.mesh, step.axis, step.dim), step.path)
-        if step.how == "join":
-            return self.join(x, step.axis, step.dim)
-        self._count(x, step.axis, self.sizes[step.axis] * (2 if x.requires_grad else 1))
-        return collectives.all_gather(x, self.mesh, step.axis, step.dim)
-
-    def _by_acts(self, x: Tensor, path: str) -> Tensor:
-        """Tell the run without data that an entry of `Policy.acts` splits x."""
-        if self._variance is not None:
-            self._variance.mark(x, replace(self._variance.tag(x), split_by=frozenset([f"{BY_ACTS}{path}"])))
-        return x
-
-    def join(self, x: Tensor, axis: str, dim: int, runs: Runs = ()) -> Tensor:
-        """The parts of all ranks of `axis` side by side, the same on all its ranks; `runs` when they are not even."""
-        dim = dim % x.dim()
-        self._count(x, axis, self.sizes[axis])
-        if len(runs) < 2 and all(outer == 1 for outer, _ in runs):
-            return collectives.all_gather_invariant(x, self.mesh, axis, dim)
-        with self.hidden():
-            whole, start = [], 0
-            for outer, inner in runs:
-                piece = x.narrow(dim, start, outer * inner).unflatten(dim, (outer, inner))
-                start += outer * inner
-                piece = collectives.all_gather_invariant(piece, self.mesh, axis, dim + 1)
-                whole.append(piece.flatten(dim, dim + 1))
-            joined = torch.cat(whole, dim)
-        self.note_part(joined, axis, None)
-        return joined
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Operations within are not the model's own."""
-        with self._variance.hidden() if self._variance is not None else nullcontext():
-            yield
-
-    def note_part(self, x: Tensor, axis: str, part: Part | None) -> None:
-        """Tell the run without data what x is over an axis."""
-        if self._variance is not None:
-            tag = self._variance.tag(x)
-            parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
-            self._variance.mark(x, replace(tag, parts=parts))
-
-    def require(self, x: Tensor, axis: str, wanted: Part) -> None:
-        """Have the run without data refuse an x that is something else over an axis."""
-        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else wanted
-        if self._variance is not None and part != wanted:
-            self._variance.refuse(_not_its_part(x, axis, part, wanted))
-
-    def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
-        """Tell the run without data what the last dim of x is over axes: sizes of 1 leave that open."""
-        if self._variance is not None:
-            for axis, part in parts.items():
-                self.note_part(x, axis, part.at(x.dim() - 1))
-
-    def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
-        """Tell the run without data where a module's output comes from."""
-        if self._variance is not None and isinstance(out, Tensor):
-            tag = self._variance.tag(out)
-            added = frozenset([split_by]) if split_by is not None else frozenset()
-            self._variance.mark(out, replace(tag, source=source, split_by=tag.split_by | added))
-        return out
-
-    def _count(self, x: Tensor, axis: str, parts: int) -> None:
-        """Add `parts (W - 1) / W` times the bytes of x: 2 for an all-reduce, W for an all-gather of shards."""
-        if self._variance is not None:
-            size = self.sizes[axis]
-            self.bytes_moved += parts * (size - 1) * x.numel() * x.element_size() // size
 
 
 def parallel_forwards(
@@ -318,27 +80,47 @@ def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
             if len(known) == len(runs):
                 found[axis] = Part("split", dim, known)
             elif known:
-                found[axis] = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'")
+                found[axis] = Part(
+                    "lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules"
+                )
     return found
 
 
-def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
-    """Why an input of the right size is not what a row-parallel weight needs."""
-    if part is None:
-        return (
-            f"its input of {x.shape[wanted.dim]} features is the same on all ranks of '{axis}', and its weight is split"
+_Value = TypeVar("_Value")
+
+
+class _Asked(dict[str, _Value]):
+    """By attribute, what a module owns itself; another key is an error that says so."""
+
+    missing: Callable[[str], Exception] = KeyError
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise self.missing(key)
+
+
+class _Weights(_Asked[Tensor]):
+    """The weights of a module, as it computes with them."""
+
+
+def _not_its_own(plan: Plan, module: ModuleInfo, key: str) -> ShardError:
+    """What a parallel forward should do that asks for a weight which its module has not."""
+    path = f"{module.name}.{key}" if module.name else key
+    child = path.rpartition(".")[0]
+    own = ", ".join(repr(attribute) for attribute, _ in module.params) or "none"
+    remedy = did_you_mean(key, [attribute for attribute, _ in module.params])
+    if path in plan.canonical:
+        inner = key.rpartition(".")[0]
+        remedy = (
+            f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
+            f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
         )
-    if part.kind == "lost":
-        return f"it cannot be told which part over '{axis}' its input is: {part.why}"
-    if part.kind == "sum":
-        return f"its input is a sum over '{axis}' that is still pending"
-    return (
-        f"its input has dim {part.dim} split over '{axis}' in pieces {part.runs}, and its weight needs dim "
-        f"{wanted.dim} in {wanted.runs}"
+    return ShardError(
+        f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given the "
+        f"weights that it owns itself: {own}{remedy}"
     )
 
 
-class Layouts(dict[str, Layout]):
+class Layouts(_Asked[Layout]):
     """How the weights of a module lie, by attribute, the `mesh` for collectives, and the `axes` that split any.
 
     Operations within `hidden()` have no counterpart in the module's own forward. `require(x, axis, part)` has a run
@@ -352,7 +134,7 @@ class Layouts(dict[str, Layout]):
         super().__init__(layouts)
         self._entered, self._path, self._ready = axes.entered, path, adjust.ready
         self.mesh, self.axes, self.hidden, self.note_part = axes.mesh, tuple(split), axes.hidden, axes.note_part
-        self.require = axes.require
+        self.require, self.received = axes.require, axes.received
 
     def entered(self, x: Tensor, axis: str, at: int) -> Tensor:
         """An argument, varying over an axis."""
@@ -413,8 +195,12 @@ def _custom(
     compute = [axis for axis in plan.roles.compute if axis in split]
     layouts = Layouts(own_layouts, axes, compute, module.name, adjust)
 
+    missing = partial(_not_its_own, plan, module)
+    layouts.missing = missing
+
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        local = {attribute: weight(layout.name) for attribute, layout in layouts.items()}
+        local = _Weights({attribute: weight(layout.name) for attribute, layout in layouts.items()})
+        local.missing = missing
         return fn(own, local, layouts, *args, **kwargs)
 
     return forward
@@ -490,12 +276,26 @@ def kept_by_acts(plan: Plan) -> set[str]:
                 f"{', '.join(columns) or 'nothing'}"
             )
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
-            raise ShardError(
-                f"apply: Policy.acts at {module!r}: logits over a padded dim cannot stay split; drop the entry or the "
-                "padding"
-            )
+            raise ShardError(_padded_logits(plan, module, layout, columns[0]))
         found.add(module)
     return found
+
+
+def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
+    """Why logits cannot stay split, and what to write."""
+    size, stored, ranks = layout.leaves[0].extent[0], layout.leaves[0].shape[0], plan.axes[axis]
+    entry = first_match(plan.policy.acts, [module]) or module
+    name = next((factor.name for factor in layout.rule.dims[0].factors if factor.name in plan.policy.pad), "_")
+    remedy = f"acts={{{entry!r}: '... {name}'}}, which gathers them, or "
+    if size % ranks == 0:
+        remedy = f"pad={{{name!r}: {ranks}}}, since {size} % {ranks} = 0 and nothing is padded then, or {remedy[:-5]}"
+    else:
+        remedy += f"give the model a vocabulary that {axis}={ranks} divides, {size} % {ranks} = {size % ranks}"
+    return (
+        f"apply: Policy(acts={{{entry!r}: {plan.policy.acts[entry]!r}}}) leaves the output of {module!r} split, whose "
+        f"{name}={size} is stored padded to {stored} by Policy(pad={{{name!r}: {plan.policy.pad.get(name)}}}). Split "
+        f"logits have no padding. Write {remedy}."
+    )
 
 
 def gathered_by_acts(plan: Plan, path: str) -> bool:

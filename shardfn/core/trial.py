@@ -5,8 +5,10 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 (see [Note: varying and invariant]), and counts the bytes of activations that travel.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,29 +19,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import out_of_inference_mode, outside_modes, outside_transforms, pytree
 from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
+from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.binding import Bound, Forward, Wiring
-from shardfn.core.engine.variance import Findings, Framed, Literals, Tag, Variance, Whole, check_outputs, to_meta
+from shardfn.core.engine.blanks import to_meta
+from shardfn.core.engine.leaving import check_kept, check_outputs
+from shardfn.core.engine.records import Framed, Literals, Whole
+from shardfn.core.engine.tags import Findings, Tag
+from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
-from shardfn.core.shadow import submodule
-from shardfn.core.tensor_parallel import (
-    Adjustments,
-    ComputeAxes,
-    kept_by_acts,
-    others_forwards,
-    shaped_forwards,
-    weight_parts,
-)
+from shardfn.core.shadow import class_of, submodule
+from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
 from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
 
 InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
 
-_ROUNDS = 8
+_ROUNDS = 24
+_TRIES = 16  # how many further runs may look for what to write when one fails
 # What the last run found belongs to the adjustments as it is.
 _ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
 
@@ -66,9 +68,10 @@ def plan(
         model: a module, or a mapping of names to tensors.
         mesh: a `DeviceMesh` with axis names, or a `MeshSpec`.
         policy: rules, units, precision.
-        example: one data rank's inputs, a tuple for several: the forward then runs once on meta tensors of local shape,
-            and `comm_bytes` counts activations too. Without it a head count taken from the configuration, or a layer
-            that no rule splits, is only found by the first `apply`.
+        example: one data rank's inputs: one value, a tuple of several, a dict by the forward's own names
+            (`{"input_ids": ids}`), or `((ids,), {"labels": ids})`. The forward then runs once on meta tensors of local
+            shape, and `comm_bytes` counts activations too. Without it a head count taken from the configuration, or a
+            layer that no rule splits, is only found by the first `apply`.
 
     Returns:
         plain data; `print` shows it as a table.
@@ -85,10 +88,25 @@ def plan(
         return made
     if not isinstance(model, nn.Module):
         raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
-    args = example if isinstance(example, tuple) else (example,)
     trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__")
-    trial.adjustments(args, {})
+    trial.adjustments(*_arguments(model, example))
     return replace(made, activation_bytes=trial.bytes_moved)
+
+
+def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments; a dict is taken for the latter when the forward has parameters of its names."""
+    match example:
+        case tuple((tuple(args), Mapping() as named)):
+            pass
+        case Mapping() as named:
+            args = ()
+        case _:
+            return example if isinstance(example, tuple) else (example,), {}
+    try:
+        inspect.signature(class_of(model).forward).bind(model, *args, **named)
+    except TypeError:
+        return example if isinstance(example, tuple) else (example,), {}
+    return args, dict(named)
 
 
 class Trial:
@@ -105,6 +123,7 @@ class Trial:
         self._buffers = dict(buffers)
         self._calls: list[InnerCall] = []
         self._differentiates = True
+        self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._failed_whole: str | None = None  # why the forward cannot be run without data on one rank
 
     def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
@@ -121,37 +140,91 @@ class Trial:
         return self._adjustments(calls)
 
     def _adjustments(self, calls: Sequence[InnerCall]) -> Adjustments:
+        self._calls = list(calls)
+        try:
+            return self._settle()
+        except Unserved as failure:
+            change = self._change(failure.failure)
+            text = said(change, self.plan) if change is not None else advice(failure.failure)
+            raise ShardError(f"{failure}\n{text}") from failure.__cause__
+
+    def _change(self, failure: Failure) -> Policy | None:
+        """The change of the policy with which the forward runs to its end, found by trying."""
+        kept, tries = Policy(), 0
+        while tries < _TRIES:
+            for change in changes(self.plan, self.model, failure):
+                tries += 1
+                with suppress(ShardError):
+                    policy = replace(self.plan.policy, ignore=()) | kept | change
+                    other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
+                    trial = Trial(self.model, other, self.mesh, self._buffers, self.method)
+                    trial._calls, trial._differentiates = self._calls, self._differentiates
+                    trial._whole, trial._failed_whole = self._whole, self._failed_whole
+                    try:
+                        trial._settle()
+                    except Unserved as next_one:
+                        if next_one.failure.where == failure.where:
+                            continue
+                        kept, failure = kept | change, next_one.failure  # it came further
+                        break
+                    return kept | change
+            else:
+                return None
+        return None
+
+    def _settle(self) -> Adjustments:
         with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
-            self._calls = list(calls)
-            self._whole = self._run_whole()
-            adjust = self._found(Adjustments())
+            self._whole = self._whole or self._run_whole()
+            try:
+                adjust = self._found(Adjustments())
+            except ShardError:
+                if not self._several_tried:
+                    raise
+                self._several = False
+                adjust = self._found(Adjustments())
             if self._more is not None:
                 # What varied still does, and the ends of that run are not those of this one.
                 ends, seen = dict.fromkeys(_ENDS, frozenset[Any]()), (self._drops, self.bytes_moved)
-                try:
-                    adjust = self._found(replace(adjust, **ends, **self._more))
-                except ShardError:
+                less = self._found_less(replace(adjust, **ends, **self._more))
+                if less is None:
                     self._drops, self.bytes_moved = seen
+                adjust = less or adjust
             return replace(adjust, splits=self._splits())
+
+    def _found_less(self, tried: Adjustments) -> Adjustments | None:
+        """What a run that tries less communication finds, unless that leaves more whole."""
+        with suppress(ShardError):
+            found = self._found(tried)
+            if (found.entries, found.whole, found.several) == (tried.entries, tried.whole, tried.several):
+                return found
+        return None
 
     def _found(self, known: Adjustments) -> Adjustments:
         try:
             return self._settled(known)
-        except ShardError as failure:
+        except ShardError as first:
             # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
             # broadcast to them.
             groups = self._groups()
-            with suppress(ShardError):
-                if groups:
-                    return self._settled(replace(known, vary=known.vary | groups))
-            raise ShardError(str(failure)) from failure.__cause__
+            if not groups:
+                raise
+            try:
+                return self._settled(replace(known, vary=known.vary | groups))
+            except Unserved as later:
+                raise Unserved(f"{later}\n{_with_groups(groups)}", later.failure) from later.__cause__
+            except ShardError:
+                raise first from first.__cause__  # it says more
 
     def _settled(self, adjust: Adjustments) -> Adjustments:
         found = Findings()
         for _ in range(_ROUNDS):
             found = self._run(adjust)
-            if found.whole - adjust.whole or found.entries - adjust.entries:
-                adjust = replace(adjust, whole=adjust.whole | found.whole, entries=adjust.entries | found.entries)
+            if new := found.several - adjust.several:
+                adjust, self._several_tried = replace(adjust, several=adjust.several | new), True
+            elif new := found.entries - adjust.entries:
+                adjust = replace(adjust, entries=adjust.entries | new)
+            elif new := found.whole - adjust.whole:
+                adjust = replace(adjust, whole=adjust.whole | new)
             elif new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
             elif new := found.sums - adjust.sums:  # before what these sums meet asks for more
@@ -164,11 +237,16 @@ class Trial:
                 return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
             else:
                 break
+        failure = Failure(tuple(dict.fromkeys(found.mixed)))
         for source, axis in sorted(adjust.vary):
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
-                raise ShardError(f"{shared_alone(path, axis)}\n{_mixed_message(found)}")
-        raise ShardError(_mixed_message(found))
+                raise ShardError(f"{self._listed(found)}\n{advice(failure)}\n{shared_alone(path, axis)}")
+        raise Unserved(self._listed(found), failure)
+
+    def _listed(self, found: Findings) -> str:
+        listed = "\n".join(f"  {what}" for what in dict.fromkeys(problem.what for problem in found.mixed))
+        return f"apply: {header(self.plan, found.mixed)}\n{listed}"
 
     def _splits(self) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
         """Over which dims the inputs of dropout modules are split."""
@@ -180,8 +258,11 @@ class Trial:
         """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
         output = None
         calls = cast_inputs(self.plan, to_meta(self._calls, run.values))
+        for leaf in pytree.tree_leaves(calls):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                run.begins_with(leaf)
         bound.begin(to_meta(self._buffers, run.values))
-        with run, Literals(), run.values.lists(), torch.enable_grad():
+        with _random_numbers_again(), run, Literals(), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
@@ -195,16 +276,19 @@ class Trial:
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
 
         def weight(name: str) -> Tensor:
-            with whole.hidden():  # no operation of the forward, which are compared one by one
-                return torch.empty(
-                    layouts[name].shape, dtype=dtypes[name], device="meta", requires_grad=layouts[name].trainable
-                )
+            with whole.hidden(), outside_transforms():  # no operation of the forward, which are compared one by one
+                layout = layouts[name]
+                made = torch.empty(layout.shape, dtype=dtypes[name], device="meta", requires_grad=layout.trainable)
+                whole.begins_with(made)
+                return made
 
         ignored = frozenset(self.plan.info.ignored)
         shaped = shaped_forwards(self.plan)
         wiring = Wiring(self.names, weight, shaped, around, ignored=ignored, of_own=_meta_table, rehearses=True)
+        bound = Bound(self.model, wiring)
         try:
-            self._forward(Bound(self.model, wiring), whole)
+            whole.output = self._forward(bound, whole)
+            whole.assigned, whole.contents = bound.assigned(), bound.contents()
         except Exception as error:
             self._failed_whole = f"{whole.failed_at or type(self.model).__name__!r}: {error}"
             return None  # the run with parts tells what cannot be done
@@ -233,7 +317,7 @@ class Trial:
         for path in dropout_modules(self.model):
             around[path] = chained(around[path], self._drops.around(path))
         weight = _MetaWeights(self.plan, variance, self._differentiates)
-        flow = Flow(self.plan, variance, axes, adjust)
+        flow = Flow(self.plan, variance, axes, adjust, self._several)
         around |= {path: chained(moves, around.get(path)) for path, moves in flow.around().items()}
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
         bound = Bound(self.model, replace(wiring, of_own=_meta_table, rehearses=True))
@@ -245,29 +329,39 @@ class Trial:
         except Exception as error:
             if flow.failed(variance.failed_at):
                 return variance.findings
-            raise ShardError(self._failed(variance.failed_at or type(self.model).__name__, error)) from error
-        check_outputs(variance, output, kept_by_acts(self.plan))
-        check_outputs(variance, bound.assigned())
+            raise self._failed(variance, error) from error
+        check_outputs(variance, output, self._whole and self._whole.output, kept_by_acts(self.plan))
+        check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
+        check_kept(variance, bound.contents(), self._whole and self._whole.contents)
+        axes.agree()
         self.bytes_moved = axes.bytes_moved
         return variance.findings
 
-    def _failed(self, path: str, error: Exception) -> str:
+    def _failed(self, variance: Variance, error: Exception) -> ShardError:
         if self._failed_whole is not None:
-            return (
+            return ShardError(
                 f"apply: a run of the forward without data, on whole weights, failed in {self._failed_whole}\n"
                 "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
                 "follow x.device, and control flow must not depend on values that depend on weights."
+                f"{self._loop_hint()}"
             )
-        over = ", ".join(f"{axis}={self.plan.axes[axis]}" for axis in self.plan.roles.compute)
+        path = variance.failed_at or type(self.model).__name__
+        failure = Failure(
+            tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__
+        )
+        return Unserved(
+            f"apply: a run of the forward without data, with the sizes that one rank has over {over(self.plan)}, "
+            f"failed in {path!r}: {error}{described(self.plan, failure)}{self._loop_hint()}",
+            failure,
+        )
+
+    def _loop_hint(self) -> str:
+        if self.method in ("__call__", "forward"):
+            return ""
         return (
-            f"apply: a run of the forward without data, with the sizes that one rank has over {over}, failed in "
-            f"{path!r}: {error}\n"
-            "Where two layers disagree about a size, split what is between them alike in both rules. Otherwise take "
-            "sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: "
-            "only this rank's part of each split dim is there; or name the attribute that holds one in "
-            "Policy(local_sizes=...), or give the module a parallel forward: Policy(compute=...), @sf.register. "
-            "Tensors that are neither parameters nor buffers must follow x.device, and control flow must not depend on "
-            "values."
+            f" If '{self.method}' is a loop that calls the model until its values say so, name it 'generate' "
+            f"(generate = {self.method}, in its class): apply(..., method='generate') runs such calls one by one, "
+            "without gradients."
         )
 
 
@@ -314,13 +408,15 @@ class _MetaWeights:
             layout, sizes = self._plan.layouts[name], self._plan.axes
             keep = (*self._plan.roles.compute, *layout.kept)
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
-            with self._variance.hidden():
+            with self._variance.hidden(), outside_transforms():
                 parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
                 made = compute_view(layout, parts).detach()
             trains = layout.trainable and self._differentiates
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
-            self._variance.mark(made, Tag(parts, made.requires_grad, None if parts else f"parameter {name}"))
+            source = None if parts else f"parameter {name}"
+            self._variance.mark(made, Tag(parts, made.requires_grad, source, weight=True))
+            self._variance.begins_with(made)
             self._made[name] = made
         return self._made[name]
 
@@ -375,13 +471,26 @@ def _split_dims(drop: _Drop) -> tuple[str, ...] | None:
     return tuple(dims)
 
 
-def _mixed_message(found: Findings) -> str:
-    listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(found.mixed))
+def _with_groups(groups: frozenset[tuple[str, str]]) -> str:
+    """What a run took for granted that failed, of keys of fewer heads than ranks."""
+    source, axis = min(groups)
     return (
-        f"apply: gradients would be partial sums\n{listed}\n"
-        "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared value; or "
-        "give the module that joins them a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
+        f"That is with one part of {source.removeprefix('module ')!r} for each rank of '{axis}', since its rule has "
+        "fewer parts than ranks. Attention may repeat keys, or group queries, in another way where a rank has few of "
+        "them. For a model of transformers attn_implementation='eager' repeats keys in one way, and so does generation "
+        "without padding or a static cache; or take a smaller axis."
     )
+
+
+@contextmanager
+def _random_numbers_again() -> Iterator[None]:
+    """Afterwards torch's generator and Python's go on from where they were."""
+    state, own = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(own)
 
 
 def cast_inputs(plan_: Plan, batch: Any) -> Any:

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, unwrap_local
 from shardfn.core.agreement import agree, require_success
-from shardfn.core.errors import ShardError
+from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.functional import gather, shard_from
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import grid
+from shardfn.core.pattern import matches
 from shardfn.core.pieces import Box, Patchwork, Piece, blocks, local_boxes, merged_local_shape, without_padding
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
@@ -33,7 +34,7 @@ from shardfn.core.stored_names import (
     persistent_names,
     wanted_from,
 )
-from shardfn.core.tensor_files import BLOCK_BYTES, AnyPath, FilesPlan, TensorFiles, TensorWriter, plan_files
+from shardfn.core.tensor_files import BLOCK_BYTES, AnyPath, FilesPlan, TensorFiles, TensorWriter, plan_file, plan_files
 from shardfn.core.tree import Params
 
 _MOST = 12  # problems in one message
@@ -48,6 +49,7 @@ def load_safetensors(
     init: Callable[[Any], Any] | None = None,
     names: Names | None = None,
     strict: bool = True,
+    only: str | Sequence[str] | None = None,
 ) -> Params:
     """Split the weights in safetensors files over a mesh, as `shard` does those of a model; each rank reads its parts.
 
@@ -77,6 +79,8 @@ def load_safetensors(
         names: what the model's tensors are called in the files: a function of the model's name, or a dict.
         strict: whether a tensor that is missing, or that the model does not have, is an error. If not, the model's own
             value counts, or what `init` makes. Of tied tensors one name is enough.
+        only: patterns of the parameters to read, as in `params.select`: the tree has no others, and no buffers. Put it
+            onto one of the whole model by `params | part`.
 
     Returns:
         the tree, with persistent buffers from the files in `params.buffers`.
@@ -88,15 +92,16 @@ def load_safetensors(
 
     Communication: two small exchanges over the mesh.
     """
-    source = _Files(path, model, names, strict, init)
+    source = _Files(path, model, names, strict, init, only)
     return shard_from(source, model, mesh, policy, init or own_init(model), "load_safetensors")
 
 
 class _Files:
     """The tensors of a model that are in files."""
 
-    def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any) -> None:
+    def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any, only: Any) -> None:
         self._path, self._model, self._names, self._strict = path, model, names, strict
+        self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
         self._init = init or own_init(model)
         self._held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
@@ -109,7 +114,7 @@ class _Files:
         stored = {name: x.shape for name, x in self._files.tensors.items()}
         found, unexpected = wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
-        for names, shape, dtype in _tensors_of(self._model, made):
+        for names, shape, dtype in self._asked_for(made):
             self._held[names[0]] = [found[name] for name in names if name in found]
             if not self._held[names[0]]:
                 problems += self._missing(names)
@@ -120,11 +125,27 @@ class _Files:
             more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
             listed = "\n  ".join(problems[:_MOST])
             raise ShardError(f"load_safetensors: '{self._path}' does not fit the model:\n  {listed}{more}")
-        return [f"files with the tensors {self._files.digest}"]
+        return [f"files with the tensors {self._files.digest}", f"only={self._only}"]
+
+    def _asked_for(self, made: Plan) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
+        """(names, shape, dtype) of what is to be read: all, or the parameters that `only` matches."""
+        if not self.partial:
+            return _tensors_of(self._model, made)
+        for pattern in self._only:
+            if not any(matches(pattern, name) for name in made.canonical):
+                near = did_you_mean(pattern, made.canonical)
+                raise ShardError(f"load_safetensors: only={pattern!r} matches no parameter of the model{near}")
+        return [
+            ((x.name, *x.aliases), x.shape, x.dtype)
+            for x in made.layouts.values()
+            if any(matches(pattern, name) for pattern in self._only for name in (x.name, *x.aliases))
+        ]
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         """What is wrong when none of the names of a tensor is in the files."""
         persistent = set(persistent_names(self._model))
+        if self.partial:
+            return [f"'{names[0]}' is not in the files"] if self._strict else []
         if self._strict and persistent.intersection(names) and not may_be_missing(self._model, names[0]):
             return [f"'{names[0]}' is not in the files"]
         named: Mapping[str, Tensor] = self._model if isinstance(self._model, Mapping) else _named(self._model)
@@ -241,6 +262,9 @@ def save_safetensors(
     an older save in that directory go then. For a model of transformers they hold what its `save_pretrained` writes,
     and `from_pretrained` reads them beside a `config.json`: `model.config.save_pretrained(path)` on one rank.
 
+    A path that ends in `.safetensors` is one file, beside which others stay. It may have a part of the tree, such as
+    `params.select("**.{A,B}.weight")`, and `load_safetensors(..., only="**.{A,B}.weight")` reads it.
+
         >>> import tempfile, shardfn as sf
         >>> model = nn.Linear(4, 2)
         >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
@@ -250,10 +274,11 @@ def save_safetensors(
         True
 
     Args:
-        path: the directory.
+        path: the directory, or a file in one.
         model: which the tree is of, for names and for which buffers are persistent; it may be on the meta device.
-        params: a tree with all of its parameters (or averages of them); of buffers the first rank's are written.
-        max_shard_size: of one file, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
+        params: a tree with all of its parameters (or averages of them); of buffers the first rank's are written. For
+            one file also a tree with some of them, and then no buffers.
+        max_shard_size: of one file of a directory, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
         metadata: what else stands in the headers; default `{"format": "pt"}`, which transformers asks for.
         dtype: of floating tensors in the files; default: their own.
         names: what the model's tensors are called in the files, as in `load_safetensors`.
@@ -272,21 +297,27 @@ def save_safetensors(
         raise TypeError(f"save_safetensors: expected a tree made by shard, got {type(params).__name__}")
     made: Plan | Exception = params.plan
     facts, files, pieces = [f"path '{path}'"], None, {}
+    target, metadata = Path(path), {"format": "pt"} if metadata is None else metadata
+    is_file = target.suffix == ".safetensors"
     try:
-        files, pieces = _decide(model, params, dtype, names, max_shard_size, metadata)
+        tensors, pieces = _decide(model, params, dtype, names, is_file)
+        if is_file:
+            files = plan_file(target.name, tensors, metadata)
+        else:
+            files = plan_files(tensors, max_shard_size, metadata, sum(x.numel for x in params.plan.layouts.values()))
         facts.append(f"files {files.digest}")
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
     agree(params.mesh, made, facts, "save_safetensors")
     assert files is not None
-    export = _Export(params, dtype, Path(path), files, pieces)
+    export = _Export(params, dtype, target.parent if is_file else target, files, pieces)
     try:
         export.attempt(export.start)
-        for layout in params.plan.layouts.values():
+        for layout in _held(params):
             full = export.collect(layout)
             export.attempt(export.write, (layout.name, *layout.aliases), full)
             del full  # the next one is not made before this one is gone
-        for buffer_names in _buffer_names(model):
+        for buffer_names in _buffer_names(model) if _is_whole(params) else ():
             export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
         export.attempt(export.finish)
     finally:
@@ -299,21 +330,26 @@ def _decide(
     params: Params,
     dtype: torch.dtype | None,
     names: Names | None,
-    max_shard_size: int | str,
-    metadata: Mapping[str, str] | None,
-) -> tuple[FilesPlan, dict[str, list[Piece]]]:
+    is_file: bool,
+) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, list[Piece]]]:
     """What the files will have, and (name in the model -> where its parts are in the files)."""
     _require_same_model(model, params)
+    lost = next((name for name in params.plan.leaves if name not in params), None)
+    if lost is not None and not is_file:
+        raise ShardError(
+            f"save_safetensors: '{lost}' is not in the tree, and a directory has all parameters of a model; write a "
+            "part of them into a file of its own: 'adapters.safetensors', say"
+        )
     have: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for layout in params.plan.layouts.values():
+    for layout in _held(params):
         lost = next((leaf.name for leaf in layout.leaves if leaf.name not in params), None)
         if lost is not None:
-            raise ShardError(f"save_safetensors: '{lost}' is not in the tree; files have all parameters of a model")
+            raise ShardError(f"save_safetensors: '{lost}' is not in the tree, which has the rest of '{layout.name}'")
         leaf = params[layout.leaves[0].name]
         if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
             raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
         have[kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
-    for all_names in _buffer_names(model):
+    for all_names in _buffer_names(model) if _is_whole(params) else ():
         buffer = params.buffers.get(all_names[0])
         if buffer is not None:
             have[kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
@@ -328,8 +364,16 @@ def _decide(
         tensors[name] = patchwork.shape, dtypes.pop()
         for piece in patchwork.pieces:
             pieces.setdefault(piece.source, []).append(piece.inverse(name))
-    count = sum(layout.numel for layout in params.plan.layouts.values())
-    return plan_files(tensors, max_shard_size, {"format": "pt"} if metadata is None else metadata, count), pieces
+    return tensors, pieces
+
+
+def _held(params: Params) -> list[Layout]:
+    """The parameters of which leaves are in a tree."""
+    return [layout for layout in params.plan.layouts.values() if any(leaf.name in params for leaf in layout.leaves)]
+
+
+def _is_whole(params: Params) -> bool:
+    return all(name in params for name in params.plan.leaves)
 
 
 def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -341,7 +385,14 @@ def _require_same_model(model: nn.Module | Mapping[str, Tensor], params: Params)
     own = _named(model) if isinstance(model, nn.Module) else dict(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
     tree = {name: x.shape for x in params.plan.layouts.values() for name in (x.name, *x.aliases)}
-    tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}
+    for layout in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
+        for name in (layout.name, *layout.aliases):
+            if isinstance(own.get(name), DTensor) and shapes[name] == layout.leaves[0].shape:
+                shapes[name] = layout.shape
+    if _is_whole(params):
+        tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}
+    else:
+        shapes = {name: shape for name, shape in shapes.items() if name in tree}
     for name in dict.fromkeys((*shapes, *tree)):
         if shapes.get(name) != tree.get(name):
             one, other = (f"of shape {x[name]}" if name in x else "not there" for x in (shapes, tree))
@@ -363,7 +414,7 @@ class _Export:
     @cached_property
     def _host(self) -> Tensor:
         """Memory for the largest parameter, which all take in turn: an allocator may keep what each would take."""
-        sizes = [x.numel * self._dtype_of(x).itemsize for x in self._params.plan.layouts.values()]
+        sizes = [x.numel * self._dtype_of(x).itemsize for x in _held(self._params)]
         return torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
     @cached_property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import Compiler, pytree
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of
@@ -17,7 +18,7 @@ from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
-from shardfn.core.tensor_parallel import Adjustments, ComputeAxes, parallel_forwards
+from shardfn.core.tensor_parallel import parallel_forwards
 
 Around = Callable[[Forward], Forward]
 
@@ -182,7 +183,7 @@ def _added_up(axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None)
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = pytree.tree_flatten(inner(*args, **kwargs))
-            leaves[at] = axes.total(leaves[at], axis, path, dim)
+            leaves[at] = axes.leaf_total(leaves, at, axis, path, dim)
             return pytree.tree_unflatten(leaves, structure)
 
         return forward

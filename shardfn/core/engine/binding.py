@@ -28,6 +28,7 @@ from shardfn._torch import (
     compiles_itself_no_more,
     drop_flat_weights,
     has_forward_hooks,
+    keep_containers_apart,
     keep_hooks_apart,
     parameters_of,
     refresh_flat_weights,
@@ -79,6 +80,8 @@ class Wiring:
         for name, size in self.sizes.get(path, {}).items():
             holder, _, attribute = name.rpartition(".")
             table = copy.__dict__
+            if holder not in ("", *table) or not hasattr(table[holder] if holder else copy, attribute):
+                raise ShardError(f"apply: Policy.local_sizes names {name!r} of {path!r}, which has no such attribute")
             if holder:
                 own = table[holder] = copying.copy(table[holder])
                 setattr(own, attribute, size)
@@ -114,6 +117,7 @@ class Bound:
     def __init__(self, model: nn.Module, wiring: Wiring) -> None:
         self._wiring = wiring
         self._copies: dict[int, nn.Module] = {}
+        self._containers: dict[int, Any] = {}
         self._pairs: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # weak: the template may go before its copies
         self._lists: list[list[Any] | dict[Any, Any]] = []  # containers of modules in the template
         self.compiles = False  # whether any forward is a graph
@@ -203,6 +207,7 @@ class Bound:
         self._wiring.set_sizes(path, copy)
         if self._wiring.rehearses:
             keep_hooks_apart(copy)
+            keep_containers_apart(copy, self._containers)
         self._pairs.append((weakref.ref(module), copy))
         compiler = None if inside_graph else self._wiring.compiler(asked or compiler_of(module), path)
         self.compiles |= compiler is not None
@@ -277,7 +282,7 @@ class Bound:
             return
         for (template, copy), (attributes, children) in zip(self._pairs, self._made, strict=True):
             for made, now in ((attributes, copy.__dict__), (children, children_of(copy))):
-                for name in (made.keys() | now.keys()) - _OWN:
+                for name in sorted((made.keys() | now.keys()) - _OWN):
                     if name not in now:
                         yield template, name, _DELETED
                     elif made.get(name) != id(now[name]):
@@ -294,6 +299,10 @@ class Bound:
         """What the forward assigned to attributes of its modules, and all buffers: it may have filled them."""
         values = [value for _, _, value in self._assigned()]
         return values + [buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._buffers]
+
+    def contents(self) -> list[Any]:
+        """The lists, dicts and sets of the copies, when these have their own."""
+        return list(self._containers.values())
 
     def write_back(self, buffers: dict[str, Tensor]) -> None:
         """Give the template the attributes, and `buffers` the buffers, that the forward assigned.

@@ -102,8 +102,9 @@ class Order:
             return None
         return ShardError(
             f"apply: {store.get(key).decode()}. Every rank must call the same units in the same order: control flow "
-            "that depends on the rank, on data or on random numbers must go the same way on all of them. The process "
-            "groups of this mesh are closed now."
+            "that depends on the rank, on data or on random numbers must go the same way on all of them; a method that "
+            "calls its model until its values say so has to be named 'generate'. The process groups of this mesh are "
+            "closed now."
         )
 
     def _break_off(self) -> None:

@@ -437,7 +437,7 @@ class Session:
             gathered: the piece, what was gathered of it, and what gathers it again.
         """
         made = {}
-        if torch.is_grad_enabled() and not in_transform():
+        if torch.is_grad_enabled() and not in_transform() and not simulated():  # whose ranks have storages of their own
             made = {storage_key(whole): Activation(own, whole, again) for own, whole, again in gathered}
         self._activations |= made
         try:

@@ -11,178 +11,37 @@ through every operation and says where it is missing.
 [Note: run beside the whole one]
 Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So the forward also runs
 with whole weights, under `Whole`, and each result must be the part of the whole one that is claimed. Operations are
-matched module call by module call, in their order; one that only the whole run has, or only this one, is passed over.
+matched module call by module call, in their order. What is made of weights and inputs has to be made alike: what only
+one of the runs does with it is lost, or refused where nothing is split, unless it repeats values in their places.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
+from shardfn._torch import base_name, base_of, is_mutable, pytree
 from shardfn.core.collectives import Moved, watching
-from shardfn.core.engine.values import Values
+from shardfn.core.engine.records import (
+    ARRANGING,
+    COPIES,
+    EMPTY,
+    MOVES,
+    REPEATING,
+    Framed,
+    Record,
+    Whole,
+    called,
+    dim_of_cut,
+    record_of,
+)
+from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
 from shardfn.core.operations import Operation, made_here, parts_after
 from shardfn.core.parts import SAME, Part, after_collective
-
-BY_ACTS = "acts "  # begins what `Tag.split_by` has of an entry of `Policy.acts`
-
-
-@dataclass(frozen=True)
-class Tag:
-    """What is known about one tensor.
-
-    `parts`: what it is over each axis it varies over. `wants`: whether it depends on what is differentiated, which its
-    `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one
-    parameter or module output that it is made of (by operations whose other inputs need no gradient). `split_by`: the
-    column-parallel modules whose split it carries, or the modules that `Policy.acts` splits.
-    """
-
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    wants: bool = False
-    source: str | None = None
-    split_by: frozenset[str] = frozenset()
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes it varies over."""
-        return frozenset(self.parts)
-
-    @property
-    def by_acts(self) -> set[str]:
-        """The modules at which `Policy.acts` splits it."""
-        return {source.removeprefix(BY_ACTS) for source in self.split_by if source.startswith(BY_ACTS)}
-
-    def whole_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the whole value, of which a rank has `shape`."""
-        for axis, part in self.parts.items():
-            shape = part.whole_shape(shape, sizes[axis])
-        return shape
-
-
-@dataclass
-class Findings:
-    """What a run without data found: which collectives are missing, and what none can mend."""
-
-    vary: set[tuple[str, str]] = field(default_factory=set)  # (source, axis)
-    mixed: list[str] = field(default_factory=list)  # problems that no single source explains
-    gather: set[str] = field(default_factory=set)  # column-parallel modules whose output leaves `apply`
-    sums: set[tuple[str, int, str]] = field(default_factory=set)  # (module, leaf of its output, axis) still to add up
-    ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before
-    shared: set[tuple[int, str]] = field(default_factory=set)  # (leaf of the output, axis): the same, used in shares
-    kept: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): stays split
-    joined: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): is gathered
-    # of activations that `Policy.acts` splits, see `Adjustments`
-    inputs: set[Any] = field(default_factory=set)
-    outputs: set[Any] = field(default_factory=set)
-    scattered: set[tuple[str, str, int]] = field(default_factory=set)
-    in_shares: set[str] = field(default_factory=set)
-    may_scatter: set[tuple[str, str, int]] = field(default_factory=set)
-    whole: set[str] = field(default_factory=set)
-    entries: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """One operation of a run."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]  # of its results
-    numbers: tuple[Any, ...]  # among its arguments, but for sizes
-
-    @property
-    def computes(self) -> bool:
-        """Whether it makes other values than it is given."""
-        return self.name not in _MOVES
-
-    def may_be_part_of(self, whole: "_Record") -> bool:
-        """Whether the same operation on whole values may have that result: each dim is as long, or a multiple."""
-        if self.name != whole.name or len(self.shapes) != len(whole.shapes):
-            return False
-        pairs = zip(self.shapes, whole.shapes, strict=True)
-        return all(
-            len(mine) == len(other) and all(m == n or (m and n % m == 0) for m, n in zip(mine, other, strict=True))
-            for mine, other in pairs
-        )
-
-    def falls_apart_unlike(self, whole: "_Record") -> bool:
-        """Whether the same operation on whole values has another number of results."""
-        return self.name == whole.name and len(self.shapes) != len(whole.shapes)
-
-
-class Literals(TorchFunctionMode):
-    """Has what is made of numbers begin on the CPU, so that a run without data sees of which."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        where = args[0].device if func is Tensor.new_tensor else given.get("device")
-        if func not in (torch.tensor, Tensor.new_tensor) or where is None or torch.device(where).type != "meta":
-            return func(*args, **given)
-        wants = given.pop("requires_grad", False)
-        return func(*args, **given | {"device": "cpu"}).to("meta").requires_grad_(wants)
-
-
-class Framed(TorchDispatchMode):
-    """A run whose operations are counted module call by module call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._path: list[tuple[str, int]] = [("", 0)]
-        self._calls: dict[str, int] = {}
-        self._hidden = 0
-        self.values = Values()
-        self._failed_at: str | None = None
-
-    @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
-        """Within the forward of a module; remembers the deepest one that raised."""
-        self._calls[path] = self._calls.get(path, 0) + 1
-        self._path.append((path, self._calls[path]))
-        try:
-            yield
-        except Exception:
-            self._failed_at = self._failed_at or path
-            raise
-        finally:
-            self._path.pop()
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Within it operations are not those of the model's own forward."""
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
-
-    @property
-    def failed_at(self) -> str:
-        """The path of the module in which the run failed; empty for the model itself."""
-        return self._failed_at or ""
-
-
-class Whole(Framed):
-    """Notes the operations of a run with whole weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: dict[tuple[str, int], list[_Record]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self.values.run(func, args, kwargs or {})
-        if not self._hidden and base_name(func) not in _COPIES:
-            self.records.setdefault(self._path[-1], []).append(_record(func, args, kwargs or {}, out))
-        return out
-
-    def skipped(self, frame: tuple[str, int], start: int, end: int | None = None) -> bool:
-        """Whether any of some records of a call makes other values."""
-        return any(record.computes for record in self.records.get(frame, [])[start:end])
 
 
 class Variance(Framed):
@@ -208,19 +67,35 @@ class Variance(Framed):
         self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
         self._tags = WeakIdKeyDictionary()
         self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
+        self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
         self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
+        self._passed: dict[tuple[str, int], list[str]] = {}  # what of them was not done here, and nothing was lost for
+        self._after_loss = set[tuple[str, int]]()  # calls with values that were lost before
+        self._copied_dims: list[int] = []  # the dims that were repeated before the last operation found, not here
         self._pieces: dict[tuple[str, int], set[str]] = {}  # of what `Policy.acts` splits, what a call computes with
+        self._writes = 0  # of values that are split otherwise than what they replace
+        self._written = WeakIdKeyDictionary()  # the first tensor of a storage -> the number of the last one to it
+        self._seen = WeakIdKeyDictionary()  # how many there were when its tag was made
+        self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
         self.findings = Findings()
-        self._skipped = False  # whether the last operation found was preceded, on one rank, by ones not done here
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
+        self.stuck: Stuck | None = None
+        self.losses: list[Problem] = []  # where parts were lost, in order
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
-        return self._tags[tensor] if tensor in self._tags else Tag()
+        known: Tag = self._tags[tensor] if tensor in self._tags else Tag()
+        written = self._written.get(_storage_of(tensor)) if self._written else None
+        if written is not None and written > (self._seen.get(tensor) or 0):
+            why = "another view of its memory was written with values that are split otherwise"
+            return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
+        return known
 
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
         self._tags[tensor] = tag
+        if self._written:
+            self._seen[tensor] = self._writes
 
     def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
         """A collective made `out` of x."""
@@ -233,7 +108,8 @@ class Variance(Framed):
         if varies and moved.kind in ("pvary", "shard_slice"):
             self.refuse(
                 f"{moved.kind} over '{moved.axis}' of a value that varies over it: its gradient would be added up "
-                f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)"
+                f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)",
+                "twice",
             )
         part = after_collective(moved.kind, before, out.shape, moved.dims)
         if part is not None:
@@ -241,28 +117,88 @@ class Variance(Framed):
         wants = known.wants or x.requires_grad
         still_split = any(part.split for part in parts.values())
         self.mark(out, Tag(parts, wants, None, known.split_by if still_split else frozenset()))
+        if x in self._made:
+            self.begins_with(out)
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Within the forward of a module, whose operations on pieces have to be all that there are on one rank."""
+        """Within the forward of a module, whose operations have to be all that there are on one rank."""
+        if self._is_models_own and self._matching(called(path)) is None:
+            self._differs(f"{path!r} is called, and not on one rank")
         with super().inside(path):
             yield
-            frame = self._path[-1]
-            sources = self._pieces.pop(frame, None)
-            if sources and self._whole is not None and self._whole.skipped(frame, self._next.get(frame, 0)):
-                self.needs_whole(sources, path)
+            self.end()
 
-    def refuse(self, why: str) -> None:
-        """Note a problem at the module that is running."""
-        self.findings.mixed.append(f"in {self._path[-1][0] or '(the model)'!r}: {why}")
+    def end(self) -> None:
+        """The forward of a module, or of the model, ends: on one rank nothing more is done in it."""
+        frame = self._path[-1]
+        sources = self._pieces.pop(frame, None)
+        passed = self._passed.pop(frame, [])
+        if self._whole is not None and self._is_models_own:
+            passed += [record.name for record in self._whole.after(frame, self._next.get(frame, 0)) if record.counts]
+        if passed and sources:
+            self.needs_whole(sources, frame[0])
+        elif passed and frame not in self._after_loss:
+            self._differs(f"{passed[0]} is not done, which one rank does")
+
+    def _differs(self, what: str) -> None:
+        """Refuse a forward that does something else than on one rank."""
+        sources = self._pieces.get(self._path[-1])
+        if sources:
+            self.needs_whole(sources, self._path[-1][0])
+        else:
+            self.refuse(f"{what}: its control flow depends on this rank's sizes", "sizes")
+
+    @property
+    def _is_models_own(self) -> bool:
+        """Whether the module that is running does what it does on one rank, as far as that is known."""
+        return self._whole is not None and not self._hidden and self._path[-1][0] not in self._ours
+
+    def refuse(self, why: str, kind: Kind = "rules", x: Tensor | None = None) -> None:
+        """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
+        path = here = self._path[-1][0]
+        known = self.tag(x) if x is not None else Tag()
+        lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
+        if lost is not None:
+            kind, here = lost.cure, path if lost.where is None else lost.where
+        where = f" (in {here or '(the model)'!r})" if here != path else ""
+        what = f"in {path or '(the model)'!r}: {why}{where}"
+        self.findings.mixed.append(Problem(what, kind, known.split_by, here))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = self.values.run(func, args, kwargs)
+        self.stuck = None
+        try:
+            out = self.values.run(func, args, kwargs)
+        except Exception:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.stuck = Stuck(base_name(func), tuple((tuple(x.shape), self.tag(x)) for x in tensors))
+            raise
         if not watching():
             return out  # within a collective, which says itself what it made
+        self._note_draws(func, args, out)
         self._follow(func, args, kwargs, out)
         return out
+
+    def _note_draws(self, func: Any, args: Any, out: Any) -> None:
+        """Refuse decisions by random values: each way would need a run of its own."""
+        name = base_name(func)
+        results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._drawn.update(dict.fromkeys(results, name in ("rand", "rand_like")))
+            return
+        drawn = [self._drawn[x] for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and x in self._drawn]
+        if not drawn:
+            return
+        if name == "_local_scalar_dense":
+            self.refuse(
+                "the forward decides by a random value, which goes one way here and may go another one later: draw it "
+                "outside of the model and pass it as an argument, or do without (layerdrop=0)",
+                "random",
+            )
+        certain = all(drawn) and name in ("lt", "le", "gt", "ge") and isinstance(args[1], int | float)
+        if not (certain and not 0 < args[1] < 1):
+            self._drawn.update(dict.fromkeys(results, all(drawn) and name in REPEATING))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -270,19 +206,28 @@ class Variance(Framed):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = base_name(func)
         parts = self._parts(name, func, args, kwargs, out, whole)
-        self._require_alike(func, inputs, parts, whole)
+        counts = self.counts(func, args, kwargs, out)
+        only_here = whole is None and counts and record_of(func, args, kwargs, out).name not in REPEATING
+        self._require_alike(func, inputs, parts, only_here)
         self._require_groups(func, inputs, parts, whole)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
+        for own in parts:
+            fresh = {axis: part for axis, part in own.items() if part.kind == "lost" and part.where is None}
+            own.update({axis: replace(part, where=self._path[-1][0]) for axis, part in fresh.items()})
+            self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1][0]) for p in fresh.values()]
+        weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
         for result, own in zip(results, parts, strict=True):
-            tag = replace(known, parts=own)
-            if inputs or own:
-                self._tags[result] = tag
+            tag = replace(known, parts=own, weight=weight)
             if is_mutable(func):
+                self._note_written(result, own)
                 self._tag_base(result, tag)
+            if inputs or own:
+                self.mark(result, tag)
         for x in inputs:  # viewed, or written into
             self._zeros.pop(x, None)
         self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
+        self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
@@ -292,7 +237,7 @@ class Variance(Framed):
                 self.needs_whole(tag.by_acts, self._path[-1][0])
 
     def _parts(
-        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, whole: _Record | None
+        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, whole: Record | None
     ) -> list[dict[str, Part]]:
         """By axis, the parts of each result."""
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -305,7 +250,9 @@ class Variance(Framed):
                 return self.tag(x).parts.get(axis)
 
             zero = self._zeros.__contains__
-            return Operation(name, args, kwargs, tuple(results), part, self.sizes[axis], pointwise, shapes, zero)
+            size = self.sizes[axis]
+            found = (name, args, kwargs, tuple(results), part, size, pointwise, shapes, zero, self._padded)
+            return Operation(*found, lambda x: self.tag(x).weight)
 
         operations = {axis: seen_from(axis) for axis in self.sizes}
         varied = [axis for axis, op in operations.items() if any(op.part(x) is not None for x in op.inputs)]
@@ -317,30 +264,48 @@ class Variance(Framed):
                 if part is not None:
                     own[axis] = part
         if whole is not None:
-            numbers = self._cuts(name, args, kwargs) or _numbers(func, args, kwargs, out) == whole.numbers
-            self._compare(name, results, whole, found, numbers)
+            mine = record_of(func, args, kwargs, out)
+            numbers = mine.numbers == whole.numbers and self._starts_alike(mine, whole, args, kwargs)
+            self._compare(mine, whole, results, found, numbers, self._repeats_in_order(name, args, kwargs))
         return found
 
-    def _cuts(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether an operation picks from a split dim, whose rules know better than its numbers."""
-        if name not in _CUTS:
-            return False
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        parts = self.tag(args[0]).parts.values()
-        return any(part.split and part.dim == dim % max(args[0].dim(), 1) for part in parts)
+    def _starts_alike(self, mine: Record, whole: Record, args: Any, kwargs: Any) -> bool:
+        """Whether a cut begins where it does in the whole value."""
+        if mine.start is None or whole.start is None:
+            return mine.start == whole.start
+        x, dim = args[0], dim_of_cut(args, kwargs)
+        at = tuple(mine.start if d == dim else n for d, n in enumerate(x.shape))
+        return self._fits((self.tag(x).whole_shape(at, self.sizes)[dim],), (whole.start,))
+
+    def _repeats_in_order(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether keys that one rank repeats here, and ranks share, are one after the other there: k0 k0 k1 k1."""
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shared = [part.dim for x in inputs for part in self.tag(x).parts.values() if part.split and part.share > 1]
+        return name not in ARRANGING and all(copied > dim for copied in self._copied_dims for dim in shared)
 
     def _compare(
-        self, name: str, results: list[Tensor], whole: _Record, found: list[dict[str, Part]], numbers: bool
+        self,
+        mine: Record,
+        whole: Record,
+        results: list[Tensor],
+        found: list[dict[str, Part]],
+        numbers: bool,
+        in_order: bool,
     ) -> None:
-        """Lose what is not the part of the whole result that it is said to be; `numbers`: those given are alike."""
+        """Lose what is not the part of the whole result that it is said to be.
+
+        `numbers`: those given are alike. `in_order`: what was repeated before is in the order of the heads that use it.
+        """
+        name = mine.name
         if len(whole.shapes) != len(found):
             why = f"{name} has {len(found)} results here and {len(whole.shapes)} on one rank"
             for own in found:
-                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
             return
         if name == "_local_scalar_dense" and not numbers:
             self.refuse(
-                "the forward asks for a value that is another one on one rank, since it is made of this rank's sizes"
+                "the forward asks for a value that is another one on one rank, since it is made of this rank's sizes",
+                "sizes",
             )
         problem = ""
         for result, own, expected in zip(results, found, whole.shapes, strict=True):
@@ -349,10 +314,12 @@ class Variance(Framed):
             shape = Tag(own).whole_shape(tuple(result.shape), self.sizes)
             if shape != expected:
                 # Keys of grouped queries are not repeated on a rank that has one of these queries.
-                once = {axis: replace(part, share=1) for axis, part in own.items()}
-                if Tag(once).whole_shape(tuple(result.shape), self.sizes) == expected:
+                once = {axis: replace(part, share=1, second=None) for axis, part in own.items()}
+                repeated = Tag(once).whole_shape(tuple(result.shape), self.sizes)
+                for_all = all(part.share in (1, self.sizes[axis]) for axis, part in own.items())  # also padded queries
+                if in_order and (repeated == expected or (for_all and self._fits(repeated, expected))):
                     own.update(once)
-                    shape = expected
+                    shape = repeated
             if self._fits(shape, expected) and numbers:
                 continue
             problem = (
@@ -362,7 +329,7 @@ class Variance(Framed):
             if self._fits(shape, expected):
                 problem = f"{name} is given numbers made of this rank's sizes"
         for own in found if problem else ():  # one wrong result tells of the others
-            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem)))
+            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem, cure="sizes")))
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""
@@ -371,69 +338,119 @@ class Variance(Framed):
             for mine, other in zip(shape, expected, strict=True)
         )
 
-    def _record_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> _Record | None:
+    def _record_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> Record | None:
         """The same operation in the run with whole values."""
-        if self._whole is None or not self._compared(func):
+        if not self._compared(func):
             return None
+        return self._matching(record_of(func, args, kwargs, out))
+
+    def _matching(self, mine: Record) -> Record | None:
+        """The next record that something done here may be a part of; None when it is done here only."""
+        assert self._whole is not None
         frame = self._path[-1]
-        mine, records, start = (
-            _record(func, args, kwargs, out),
-            self._whole.records.get(frame, []),
-            self._next.get(frame, 0),
-        )
-        self._skipped = False
-        for at in range(start, min(start + _AHEAD, len(records))):
-            if mine.may_be_part_of(records[at]) or (at == start and mine.falls_apart_unlike(records[at])):
-                self._next[frame] = at + 1  # what was passed over is not done here, such as a repetition of one
-                self._skipped = self._whole.skipped(frame, start, at)
-                return records[at]
-        return None  # it is done here only
+        start = self._next.get(frame, 0)
+        records = self._whole.after(frame, start, start + _AHEAD)
+        self._copied_dims = []
+        for at, record in enumerate(records):
+            if mine.may_be_part_of(record, self._padded) or (at == 0 and mine.falls_apart_unlike(record)):
+                passed = [other for other in records[:at] if other.counts]
+                if passed and mine.name in REPEATING:
+                    return None
+                self._next[frame] = start + at + 1
+                if passed:
+                    self._passed.setdefault(frame, []).extend(other.name for other in passed)
+                self._copied_dims = [other.repeats for other in records[:at] if other.repeats is not None]
+                return record
+        return None
 
     def _compared(self, func: Any) -> bool:
         """Whether an operation is the model's own, so that the run with whole values has done it too."""
-        ours = self._hidden or self._path[-1][0] in self._ours
-        return self._whole is not None and not ours and base_name(func) not in _COPIES
+        return self._is_models_own and base_name(func) not in COPIES
 
-    def _require_alike(
-        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: _Record | None
-    ) -> None:
-        """Lose what is computed from pieces in another way than from whole values, as by `if x.shape[1] > 4`."""
-        pieces = [tag for tag in map(self.tag, inputs) if any(part.split for part in tag.parts.values())]
+    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], only_here: bool) -> None:
+        """Lose what is computed in another way than on one rank, as by `if x.shape[1] > 4`."""
+        kinds = ("split", "sum")
+        pieces = [tag for tag in map(self.tag, inputs) if any(part.kind in kinds for part in tag.parts.values())]
         sources = {source for tag in pieces for source in tag.by_acts}
-        if not sources or not self._compared(func):
+        for own in parts if sources else ():  # what follows gathers one dim
+            split = {axis for axis, part in own.items() if part.second is not None}
+            own.update(dict.fromkeys(split, Part("lost", why=f"{base_name(func)} makes two split dims of one")))
+        if not self._compared(func):
             return
-        self._pieces.setdefault(self._path[-1], set()).update(sources)
-        if (whole is not None and self._skipped) or (whole is None and base_name(func) not in _MOVES):
-            for own in parts:
-                why = f"{base_name(func)} is not what follows here on one rank"
-                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why)))
+        frame, name = self._path[-1], base_name(func)
+        if sources:
+            self._pieces.setdefault(frame, set()).update(sources)
+        passed = self._passed.get(frame, [])
+        if any(_is_lost(part) for x in inputs for part in self.tag(x).parts.values()):
+            self._after_loss.add(frame)
+            return
+        if not (only_here or passed):
+            return
+        why = f"{name} is done here, and not on one rank" if only_here else f"{passed[0]} is done on one rank, not here"
+        if pieces:
+            self._passed.pop(frame, None)
+            lost = Part("lost", why=f"{why}: control flow depends on this rank's sizes", cure="sizes")
+            for own in parts:  # what is lost already says more
+                own.update({axis: lost for axis in own or list(self.sizes)[:1] if not _is_lost(own.get(axis))})
+        elif only_here:
+            self._differs(why)
 
     def _require_groups(
-        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: _Record | None
+        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: Record | None
     ) -> None:
         """Lose padded heads that are repeated another number of times than on one rank: they meet those of others."""
         frame = self._path[-1]
-        if whole is not None or not self._padded or self._whole is None or not self._compared(func):
+        if not self._padded or self._whole is None or not self._compared(func):
+            return
+        if whole is not None:
+            known = [part for x in inputs for part in self.tag(x).parts.values() if part.split]
+            for own in parts if self._copied_dims and known and all(part.share == 1 for part in known) else ():
+                why = "heads are not repeated as on one rank: pad queries and keys alike"
+                own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
             return
         following = self._whole.records.get(frame, [])[self._next.get(frame, 0) :][:1]
         split = any(part.split for x in inputs for part in self.tag(x).parts.values())
         if split and following and following[0].name == base_name(func) == "expand":
             for own in parts:
                 why = "heads are repeated more or less often than on one rank: pad queries and keys alike"
-                own.update(dict.fromkeys(own, Part("lost", why=why)))
+                own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
+
+    def require_varied(self, x: Tensor, axis: str, path: str) -> None:
+        """Have an input of a module varied where it is made, since those of other calls are."""
+        known = self.tag(x)
+        if not (known.wants or x.requires_grad):
+            return
+        if known.source is not None:
+            self.findings.vary.add((known.source, axis))
+            return
+        what = (
+            f"in {path!r}: it is called with a value that ranks of '{axis}' use in shares and with one that they share"
+        )
+        self.findings.mixed.append(Problem(what, "gradient", at=path))
+
+    def _note_written(self, written: Tensor, parts: dict[str, Part]) -> None:
+        """Other views of the same memory know nothing of what is in it now."""
+        if self.tag(written).parts != parts:
+            self._writes += 1
+            self._written[_storage_of(written)] = self._writes
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
         base = base_of(written)
         if base is None or not tag.parts:
             return
-        known = self.tag(base)
+        known, fresh = self._tags.get(base) or Tag(), base in self._fresh
         parts = dict(known.parts)
         for axis, part in tag.parts.items():
             fits = base.dim() == written.dim() and base.shape[part.dim] == written.shape[part.dim] if part.split else 0
-            if not (fits and parts.get(axis) == part):
+            if part == SAME and parts.get(axis) in (None, SAME):
+                parts[axis] = SAME
+            elif fits and fresh and axis not in parts:
+                parts[axis] = part
+            elif not (fits and parts.get(axis) == part):
                 parts[axis] = Part("lost", why="split values are written into a piece of a tensor that is not split")
-        self._tags[base] = Tag(parts, known.wants or tag.wants, None, known.split_by | tag.split_by)
+        self._fresh.pop(base, None)
+        self.mark(base, Tag(parts, known.wants or tag.wants, None, known.split_by | tag.split_by))
 
     def _joined(self, inputs: list[Tensor], parts: list[dict[str, Part]], operation: str) -> Tag:
         """What results have of their inputs besides parts."""
@@ -446,7 +463,8 @@ class Variance(Framed):
                     self.findings.vary.add((tag.source, axis))
                 else:
                     self.refuse(
-                        f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
+                        f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it",
+                        "gradient",
                     )
         sources = {tag.source for tag in grads}
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
@@ -454,137 +472,14 @@ class Variance(Framed):
         return Tag({}, wants, sources.pop() if len(sources) == 1 else None, split_by)
 
 
-# Whether a reshape copies depends on strides, and so on sizes.
-_COPIES = {"clone", "contiguous"}
-_AHEAD = 12  # how many operations of the whole run may have no counterpart here
-_VIEWS = {"view", "_unsafe_view", "_reshape_alias"}
-_MOVES = set(
-    "expand unsqueeze squeeze transpose permute t slice select narrow split split_with_sizes unsafe_split unbind "
-    "repeat alias detach lift_fresh cat stack empty empty_like zeros ones full arange scalar_tensor copy_ "
-    "_to_copy".split()
-)
-_MOVES |= _COPIES | _VIEWS
-_CUTS = {"slice", "select", "narrow"}
-# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
-_SIZES = set(
-    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
-    "normalized_shape num_classes".split()
-)
-_FEW = 2**12
+_AHEAD = 64  # how many operations of the whole run may have no counterpart here
 
 
-def _record(func: Any, args: Any, kwargs: Any, out: Any) -> _Record:
-    """What is remembered of an operation."""
-    results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    name = base_name(func)
-    shapes = tuple(tuple(leaf.shape) for leaf in results)
-    return _Record("view" if name in _VIEWS else name, shapes, _numbers(func, args, kwargs, out))
+def _is_lost(part: Part | None) -> bool:
+    return part is not None and part.kind == "lost"
 
 
-def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
-    """The numbers among the arguments; what a tensor is made of; whether a value that is asked for is 0."""
-    name = base_name(func)
-    if name == "_local_scalar_dense":
-        return (bool(out),)
-    if name == "lift_fresh":
-        return tuple(out.flatten().tolist()) if holds_data(out) and not out.is_meta and out.numel() <= _FEW else ()
-    sizes = _SIZES | {"end"} if name in _CUTS else _SIZES
-    named = dict(zip(argument_names(func), args, strict=False)) | kwargs
-    given = [value for key, value in named.items() if key not in sizes]
-    return tuple(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, int | float))
-
-
-def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
-    """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
-    for at, leaf in enumerate(pytree.tree_leaves(output)):
-        for inner, tensor in enumerate(_tensors(leaf, depth=4)):
-            tag = variance.tag(tensor)
-            for axis, part in tag.parts.items():
-                direct = isinstance(leaf, Tensor) and not inner
-                _check_output(variance, tag, axis, part, at if direct else None, tuple(tensor.shape), kept)
-
-
-def _check_output(
-    variance: Variance, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
-) -> None:
-    found = variance.findings
-    asked = bool(tag.split_by) and tag.split_by <= set(kept)
-    if asked and part.split and at is not None:
-        found.kept.add((at, axis, part.dim))
-    elif asked:
-        found.mixed.append(
-            f"{', '.join(sorted(tag.split_by))}: Policy.acts leaves its output split over '{axis}', and what is made "
-            f"of it within the model is not the same as of the whole output ({part.why or part.kind}). Compute a loss "
-            "outside of the model, by sf.cross_entropy, or drop the entry"
-        )
-    elif tag.by_acts and part.split and at is not None:
-        found.joined.add((at, axis, part.dim))
-    elif tag.by_acts:
-        found.whole |= tag.by_acts
-    elif part.kind == "same" and at is not None:
-        found.shared.add((at, axis))
-    elif tag.split_by:
-        found.gather |= tag.split_by
-    else:
-        why = f": {part.why}" if part.why else ""
-        found.mixed.append(f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}")
-
-
-def _tensors(tree: Any, depth: int) -> Iterator[Tensor]:
-    """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable) and not stays(leaf):
-            yield from _tensors(dict(vars(leaf)), depth - 1)
-
-
-def stays(value: object) -> bool:
-    """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
-    return any(
-        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
-    )
-
-
-def to_meta(tree: Any, values: Values | None = None) -> Any:
-    """A tree with every tensor on the meta device, without data; gradients are asked for as before.
-
-    Integers and booleans are noted in `values`. Caches, which a forward fills, are copied; two that are one stay one.
-    """
-    caches: dict[int, Any] = {}
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return _blank(leaf, values)
-        return _copied(leaf, lambda x: _blank(x, values), caches) if stays(leaf) else leaf
-
-    return pytree.tree_map(move, tree)
-
-
-def _blank(x: Tensor, values: Values | None) -> Tensor:
-    # Not `empty_like`, whose result would belong to the transform that `x` belongs to.
-    blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if values is not None and not x.is_meta and holds_data(x):
-        values.note(blank, x)
-    return blank.requires_grad_(x.requires_grad)
-
-
-def snapshot(cache: Any) -> Any:
-    """A cache as it is now, for a later run without data: its integers, which are lengths, keep their values."""
-    return _copied(cache, lambda x: _blank(x, None) if x.is_floating_point() else x.clone(), {})
-
-
-def _copied(value: Any, of_tensor: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
-    with _Copying(of_tensor):
-        return deepcopy(value, known)
-
-
-class _Copying(TorchFunctionMode):
-    """Within it `deepcopy` makes something else of every tensor."""
-
-    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._of_tensor = of_tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+def _storage_of(x: Tensor) -> Tensor:
+    """The tensor whose memory it views."""
+    base = base_of(x)
+    return x if base is None else base

@@ -19,7 +19,7 @@ class Optimizer(NamedTuple):
         >>> params
         {'w': tensor([0.5000, 0.5000])}
 
-    Args:
+    Attributes:
         init: `init(params) -> state`; allocates, communicates nothing.
         update: `update(grads, state, params) -> (updates, state)`, pure and differentiable. Updates are added to
             parameters, see `apply_updates`; they are in float32 or wider, and only for parameters that train.

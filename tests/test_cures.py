@@ -1,0 +1,275 @@
+"""Errors of a run without data: their headers, and that what they say to write works."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, InDouble
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes
+
+TP = sf.MeshSpec(fsdp=1, tp=2)
+RULES = sf.Policy(rules={"up.weight": "(heads@tp d) c@fsdp", "down.weight": "c@fsdp (heads@tp d)"}, sizes={"heads": 4})
+
+
+class _Between(nn.Module):
+    """Something between a column-parallel and a row-parallel linear."""
+
+    def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.heads, self.inner, self.fn = 4, 24, fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.fn(self, self.up(x)))
+
+
+def _message(model: nn.Module, policy: sf.Policy, example: Any, mesh: sf.MeshSpec = TP) -> str:
+    with pytest.raises(sf.ShardError) as caught:
+        sf.plan(model, mesh, policy, example=example)
+    return str(caught.value)
+
+
+def _written(message: str) -> sf.Policy:
+    """The change of the policy that an error says to write."""
+    found = re.search(r"Write policy \| (sf\.Policy\(.*\)), with which this run goes to its end", message)
+    assert found is not None, message
+    return eval(found[1], {"sf": sf})
+
+
+def _by_heads(own: Any, h: Tensor) -> Tensor:
+    return h.view(*h.shape[:-1], own.heads, -1).softmax(-1).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "why", "change"),
+    [
+        (lambda own, h: h - h.mean(-1, keepdim=True), "mean over dim 1, of which", {"acts": {"up": "... _"}}),
+        (lambda own, h: h.softmax(-1), "_softmax along dim 1, of which", {"acts": {"up": "... _"}}),
+        (lambda own, h: h * h.sum(-1, True) ** 2, "pow of a sum that is still", {"acts": {"up": "... _"}}),
+        (_by_heads, "a size is taken from elsewhere", {"local_sizes": {"": {"heads": "heads@tp"}}}),
+        (
+            lambda own, h: h.view(-1, own.inner).tanh(),
+            r"failed in '_Between': (.|\n)*this rank's part of \(3, 24\), split by 'up'",
+            {"local_sizes": {"": {"inner": "heads@tp d"}}},
+        ),
+    ],
+)
+def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change: dict[str, Any]) -> None:
+    model, x = _Between(fn), torch.randn(3, 8)
+    message = _message(model, RULES, x)
+    assert re.search(why, message) and "partial sums" not in message and "pvary" not in message
+    written = _written(message)
+    assert {name: getattr(written, name) for name in written.given} == change
+    policy = RULES | written
+    sf.plan(model, TP, policy, example=x)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        out = sf.apply(model, sf.shard(model, mesh, policy), x)
+        assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
+
+
+def test_what_nothing_helps_against_has_advice_by_its_kind() -> None:
+    message = _message(_Between(lambda own, h: torch.linalg.matrix_exp(h @ h.mT) @ h), RULES, torch.randn(2, 8))
+    assert "part by part over tp=2" in message and "pvary" not in message
+
+
+class _Tiny(nn.Module):
+    """A language model that computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.lm_head(self.emb(ids))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("acts", [{}, {"lm_head": "b s vocab@tp"}])
+def test_a_loss_within_the_model_names_what_gathers_the_logits(acts: dict[str, str]) -> None:
+    class Cuts(_Tiny):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            logits = super().forward(ids)
+            return F.cross_entropy(logits.view(-1, 16), ids.flatten()) if labels is not None else logits
+
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    policy = sf.Policy(rules={"{emb,lm_head}.weight": "vocab@tp c"}, acts=acts)
+    for kind in (_Tiny, Cuts) if acts else (Cuts,):
+        message = _message(kind(), policy, {"ids": ids, "labels": ids})
+        assert _written(message).acts == {"lm_head": "... vocab"}
+        assert ("or compute the loss outside of the model, by sf.cross_entropy(logits" in message) == bool(acts)
+        sf.plan(kind(), TP, policy | _written(message), example=((ids,), {"labels": ids}))
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.A, self.B = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.B(self.A(x))
+
+
+def _with_adapters(*names: str, **fields: int) -> Any:
+    model = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields).make(torch.float32)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in names and isinstance(child, nn.Linear):
+                setattr(module, name, _Adapted(child))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("names", "tp", "rules"),
+    [
+        (("q_proj",), 2, {"self_attn.q_proj.B": "(heads@tp d) _"}),
+        (("v_proj",), 2, {"self_attn.v_proj.B": "(kv@tp? d) _"}),
+        (("o_proj",), 2, {"self_attn.o_proj.A": "_ (heads@tp d)"}),
+        (("up_proj", "down_proj"), 2, {"mlp.up_proj.B": "ff@tp _", "mlp.down_proj.A": "_ ff@tp"}),
+        (("q_proj", "o_proj"), 8, {"self_attn.q_proj.B": "(heads@tp d) _", "self_attn.o_proj.A": "_ (heads@tp d)"}),
+    ],
+)
+def test_an_adapter_without_a_rule_is_told_its_rule(names: tuple[str, ...], tp: int, rules: dict[str, str]) -> None:
+    model, mesh, ids = _with_adapters(*names), sf.MeshSpec(fsdp=1, tp=tp), torch.zeros(2, 5, dtype=torch.long)
+    policy = sf.policies.from_transformers(model)
+    message = _message(model, policy, {"input_ids": ids}, mesh)
+    assert _written(message).rules == {f"model.layers.*.{name}.weight": rule for name, rule in rules.items()}
+    assert re.search(r"this rank's part of \(2, 5, \d+\), split by|this rank's part of \(10, \d+\), split by", message)
+    assert f"{names[0]}" in message
+    sf.plan(model, mesh, policy | _written(message), example={"input_ids": ids})
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_adapters_by_the_rules_of_the_error_are_as_on_one_rank(mesh: DeviceMesh) -> None:
+    model: Any = _with_adapters("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj")
+    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(1))
+    policy = sf.policies.from_transformers(model)
+    with pytest.raises(sf.ShardError) as caught:
+        sf.apply(model, sf.shard(model, mesh, policy), input_ids=ids)
+    params = sf.shard(model, mesh, policy | _written(str(caught.value)))
+    loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, input_ids=ids, labels=ids).loss)(params)
+    expected = model(input_ids=ids, labels=ids).loss
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()}, tol=1e-5)
+    assert_parity(sf.gather(grads), {name: weight.grad for name, weight in model.named_parameters()}, tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "why"),
+    [
+        (130, r"vocab=130 is stored padded to 192 .*acts=\{'lm_head': '\.\.\. vocab'\}.*130 % 4 = 2"),
+        (132, r"vocab=132 is stored padded to 192 .*Write pad=\{'vocab': 4\}, since 132 % 4 = 0"),
+    ],
+)
+def test_logits_over_a_padded_vocabulary_say_what_to_write(vocab: int, why: str) -> None:
+    model = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | {"vocab_size": vocab}).make()
+    policy = sf.policies.from_transformers(model) | sf.Policy(acts={"lm_head": "b s vocab@tp"})
+    ids, mesh = torch.zeros(2, 5, dtype=torch.long), sf.MeshSpec(fsdp=1, tp=4)
+    assert re.search(why, _message(model, policy, ids, mesh))
+    change = sf.Policy(acts={"lm_head": "... vocab"}) if vocab == 130 else sf.Policy(pad={"vocab": 4})
+    sf.plan(model, mesh, policy | change, example=ids)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("q.weight", r"owns itself: 'scale'. '0.q.weight' is owned by '0.q': call that child, own.q\(x\)"),
+        ("scales", "owns itself: 'scale'; did you mean 'scale'"),
+    ],
+)
+@pytest.mark.parametrize("table", [0, 1])
+def test_a_parallel_forward_that_asks_for_what_its_module_has_not(key: str, why: str, table: int) -> None:
+    def forward(own: Any, local: Any, layouts: Any, x: Tensor) -> Tensor:
+        assert "scale" in local and local.get("bias") is None
+        return x * (local, layouts)[table][key]
+
+    model, policy = nn.Sequential(_Scaled()), sf.Policy(compute={"0": forward})
+    assert re.search(f"the parallel forward of '0' asks for '{key}'.*{why}", _message(model, policy, torch.ones(2, 8)))
+
+
+_PADDED = [
+    ("Llama", 3, 1, {"heads": 4}),
+    ("Llama", 6, 1, {"heads": 4}),
+    ("Llama", 6, 3, {"heads": 8, "kv": 4}),
+    ("Qwen3", 6, 2, {"heads": 12, "kv": 4}),
+    ("GPT-2", 6, 0, {"heads": 4}),
+    ("GPT-NeoX", 6, 0, {"heads": 4}),
+    ("OPT", 6, 0, {"heads": 4}),
+    ("BLOOM", 6, 0, {"heads": 4}),
+    ("T5", 3, 0, {"heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "heads", "kv", "pad"), _PADDED)
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_heads_that_do_not_divide_are_padded_as_the_error_says(
+    mesh: DeviceMesh, name: str, heads: int, kv: int, pad: dict[str, int]
+) -> None:
+    family = FAMILIES[name]
+    fields = {"num_attention_heads": heads, "n_head": heads, "num_heads": heads, "num_key_value_heads": kv}
+    fields |= dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 8 * heads)
+    family = replace(family, fields=family.fields | {k: v for k, v in fields.items() if k in family.fields})
+    model: Any = family.make()
+    batch: Any = family.batch()
+    inputs, ids = batch
+    policy = sf.policies.from_transformers(model)
+    with pytest.raises(sf.ShardError) as caught:
+        sf.shard(model, mesh, policy)
+    assert set(re.findall(r"Policy\(pad=.*\)", str(caught.value))) == {f"Policy(pad={pad})"}
+    assert ("'heads@tp?'" in str(caught.value)) == (not policy.local_sizes), "local sizes are those of a part"
+    params = sf.shard(model, mesh, policy | sf.Policy(pad=pad))
+    with InDouble():
+        loss, grads = sf.value_and_grad(lambda p: family.loss(sf.apply(model, p, **inputs), ids))(params)
+        expected = family.loss(model(**inputs), ids)
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()}, tol=1e-9)
+    full = sf.gather(grads)
+    named = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    assert_parity({n: full[n] for n in named}, named, tol=1e-9)
+
+
+@pytest.mark.parametrize("pad", [{"heads": 4}, {"kv": 4}, {"heads": 8}])
+def test_padding_that_parts_queries_from_their_keys_is_an_error(pad: dict[str, int]) -> None:
+    fields = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+    model = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields).make()
+    policy = sf.policies.from_transformers(model) | sf.Policy(pad=pad)
+    with pytest.raises(sf.ShardError, match=r"Write Policy\(pad=\{'heads': 12, 'kv': 4\}\)"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=4), policy)
+    without = sf.Policy(**{name: getattr(policy, name) for name in policy.given if name != "local_sizes"})
+    with pytest.raises(sf.ShardError):
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=4), without, example=ids)
+
+
+def test_local_sizes_of_an_attribute_that_is_not_there() -> None:
+    policy = sf.Policy(rules={"0.weight": "f@tp c", "1.weight": "c f@tp"}, local_sizes={"0": {"out_featuers": "f@tp"}})
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    with pytest.raises(sf.ShardError, match="names 'out_featuers' of '0', which has no such attribute"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.ones(2, 4))
+
+
+def test_padded_keys_that_are_not_repeated_are_an_error() -> None:
+    """By shapes alone every rank has a query and a key: padding, where the query is of another rank's key."""
+    fields = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}
+    model = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields).make()
+    policy = sf.policies.from_transformers(model) | sf.Policy(pad={"heads": 4, "kv": 4})
+    without = sf.Policy(**{name: getattr(policy, name) for name in policy.given if name != "local_sizes"})
+    with pytest.raises(sf.ShardError, match="not repeated as on one rank"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=4), without, example=torch.zeros(2, 8, dtype=torch.long))

@@ -1,0 +1,333 @@
+"""Forwards that a run without data has to compare with one on whole values: each was a wrong number once."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes
+
+RULES = {"up.weight": "f@tp c", "down.weight": "c f@tp", "fused.weight": "(3 f@tp) c"}
+RAW = {"into": "f@tp c", "out": "c f@tp"}
+
+
+class Parts(nn.Module):
+    """What the forwards below put together; 16 hidden features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.up, self.down, self.fused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 48)
+        self.seen: list[Any] = []
+        self.width = 0
+
+
+def _added_when_alike(m: Any, x: Tensor) -> Tensor:
+    h, wide = m.up(x), x.repeat(1, 2)
+    return m.down(h + wide if h.shape == wide.shape else h)
+
+
+def _only_small(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(torch.tanh(h) if h.shape[-1] < 16 else h)
+
+
+def _only_large(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(torch.tanh(h) if h.shape[-1] >= 16 else h)
+
+
+def _shared_only_large(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    return m.down(h) + (y.sin() if h.shape[-1] >= 16 else y)
+
+
+def _module_only_large(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) + (m.enter(x) if h.shape[-1] >= 16 else x)
+
+
+def _after_many(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    for _ in range(20 if h.shape[-1] >= 16 else 0):
+        x = x.sin()
+    return m.down(h / h.shape[-1]) + x
+
+
+def _as_tensor(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h / torch.as_tensor(float(h.shape[-1]), device=h.device, dtype=h.dtype))
+
+
+def _words(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(F.gelu(h, approximate="tanh" if h.shape[-1] > 8 else "none"))
+
+
+def _cut_from_a_number(m: Any, x: Tensor) -> Tensor:
+    y = m.fused(x)
+    q, _, v = y.chunk(3, -1)
+    return m.down(q * y[..., 16 : 16 + q.shape[-1]] + v)
+
+
+def _cast_here(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down((h.half() if h.shape[-1] < 16 else h).float())
+
+
+def _structure(m: Any, x: Tensor) -> Any:
+    h = m.up(x)
+    return (m.down(h), None) if h.shape[-1] < 16 else (m.down(h),)
+
+
+def _number_returned(m: Any, x: Tensor) -> Any:
+    h = m.up(x)
+    return m.down(h), h.shape[-1]
+
+
+def _number_kept(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.width = h.shape[-1]
+    return m.down(h)
+
+
+def _number_in_a_list(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.seen.append(h.shape[-1])
+    return m.down(h)
+
+
+def _another_view(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    memory = x.new_zeros(x.shape[0], 1)
+    view = memory.view(-1)
+    memory.copy_(h.detach().abs().amax(-1, keepdim=True))
+    return m.down(h) * view.unsqueeze(-1)
+
+
+def _by_chance(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) if torch.rand([]) < 0.5 else m.down(h.sin())
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    _added_when_alike: "add is not done, which one rank does",
+    _only_small: "tanh is done here, and not on one rank",
+    _only_large: "tanh is not done, which one rank does",
+    _shared_only_large: "sin is not done, which one rank does",
+    _module_only_large: "the call of 'enter' is not done, which one rank does",
+    _after_many: "div is given numbers made of this rank's sizes|sin is done on one rank, not here",
+    _as_tensor: "div joins|sizes",
+    _words: "gelu is given numbers made of this rank's sizes",
+    _cut_from_a_number: "slice is given numbers made of this rank's sizes",
+    _cast_here: "cast|_to_copy is done here, and not on one rank",
+    _structure: "it returns another structure than on one rank",
+    _number_returned: "8 leaves the forward, which is 16 on one rank",
+    _number_kept: "8 leaves the forward, which is 16 on one rank",
+    _number_in_a_list: "8 leaves the forward, which is 16 on one rank",
+    _another_view: "another view of its memory was written",
+    _by_chance: "decides by a random value",
+}
+
+
+def _planned(forward: Callable[..., Any], rules: dict[str, str] = RULES, base: type[nn.Module] = Parts) -> sf.Plan:
+    kind = type("Way", (base,), {"forward": forward})
+    used = {name: rule for name, rule in rules.items() if name != "fused.weight" or forward is _cut_from_a_number}
+    return sf.plan(kind(), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=used), example=torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("forward", REFUSED, ids=lambda fn: fn.__name__.strip("_"))
+def test_another_way_with_the_sizes_of_a_rank_is_refused(forward: Callable[..., Any]) -> None:
+    with pytest.raises(sf.ShardError, match=REFUSED[forward]):
+        _planned(forward)
+
+
+class Raw(nn.Module):
+    """Weights that its forward reads itself; the product of both is a pending sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+
+OF_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda y: F.pad(y, (0, 1), value=1.0),
+    "long": lambda y: y.long().to(y.dtype),
+    "floor": lambda y: torch.div(y, 3, rounding_mode="floor"),
+    "fill": lambda y: y.new_zeros(3).fill_(y.sum()),
+    "max_pool": lambda y: F.max_pool2d(y.view(1, 1, *y.shape), 2),
+    "glu": lambda y: F.glu(y, -1),
+}
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_what_is_not_linear_needs_a_sum_that_is_whole(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return OF_SUMS[name](F.linear(torch.tanh(F.linear(x, m.into)), m.out))
+
+    with pytest.raises(sf.ShardError, match=r"of a sum that is still pending|around a sum|differs between ranks"):
+        _planned(forward, RAW, Raw)
+
+
+def _tiled(k: Tensor, times: int) -> Tensor:
+    return k.repeat(1, times, 1, 1)
+
+
+def _joined(k: Tensor, times: int) -> Tensor:
+    return torch.cat([k] * times, 1)
+
+
+def _expanded(k: Tensor, times: int) -> Tensor:
+    b, kv, s, d = k.shape
+    return k if times == 1 else k[:, None].expand(b, times, kv, s, d).reshape(b, times * kv, s, d)
+
+
+def _in_place(k: Tensor, times: int) -> Tensor:
+    b, kv, s, d = k.shape
+    return k if times == 1 else k[:, :, None].expand(b, kv, times, s, d).reshape(b, times * kv, s, d)
+
+
+class Grouped(nn.Module):
+    """Two queries to a key head, which `repeat` gives to them."""
+
+    def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(16, 8)
+        self.repeat = repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), self.k(x)))
+        k = self.repeat(k, q.shape[1] // k.shape[1])
+        out = (q @ k.transpose(-1, -2)).softmax(-1) @ k
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+GROUPED = {"q.weight": "(heads@tp d) c", "k.weight": "(kv@tp? d) c", "o.weight": "c (heads@tp d)"}
+SIZES = {"heads": 4, "kv": 2}
+
+
+@pytest.mark.parametrize("repeat", [_tiled, _joined, _expanded])
+def test_keys_in_another_order_than_their_queries_are_refused(repeat: Callable[..., Tensor]) -> None:
+    policy = sf.Policy(rules=GROUPED, sizes=SIZES)
+    with pytest.raises(sf.ShardError):
+        sf.plan(Grouped(repeat), sf.MeshSpec(fsdp=1, tp=4), policy, example=torch.randn(2, 3, 8))
+
+
+def _assert_same(mesh: DeviceMesh, model: nn.Module, policy: sf.Policy, x: Tensor, steps: int = 1) -> None:
+    """Loss and gradients of `steps` calls equal those of one rank."""
+    model.double()
+    params, local = sf.shard(model, mesh, policy), sf.data.local_batch(x, mesh)
+    for _ in range(steps):
+        loss, grads = sf.value_and_grad(lambda p: sf.apply(model, p, local).square().mean())(params)
+        model.zero_grad()
+        expected = model(x).square().mean()
+        expected.backward()
+        assert_parity({"loss": loss}, {"loss": expected.detach()})
+        wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        assert_parity(sf.gather(grads), wanted)
+
+
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_keys_in_the_order_of_their_queries(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    _assert_same(mesh, Grouped(_in_place), sf.Policy(rules=GROUPED, sizes=SIZES), x)
+
+
+def _towers(m: Any, x: Tensor) -> Tensor:
+    """`up` is called with a value that varies, since its mean meets split values, and with one that does not."""
+    seen, other = m.enter(x), m.other(x)
+    return m.down(torch.tanh(m.up(seen)) * seen.mean(-1, keepdim=True) + m.up(other))
+
+
+def _towers_in_turn(m: Any, x: Tensor) -> Tensor:
+    seen, other = m.enter(x), m.other(x)
+    return m.down(torch.sin(m.up(other)) + torch.tanh(m.up(seen)) * seen.mean(-1, keepdim=True))
+
+
+def _into_rows(m: Any, x: Tensor) -> Tensor:
+    """The same of a row-parallel linear, which takes its part of whole inputs."""
+    seen, other = m.enter(x), m.other(x)
+    h = torch.tanh(m.up(seen)) * seen.mean(-1, keepdim=True)
+    return m.down(h) + m.down(seen.repeat(1, 2)) + m.down(other.repeat(1, 2))
+
+
+def _assigned(m: Any, x: Tensor) -> Tensor:
+    """What a module keeps says nothing of the outputs."""
+    m.seen = (m.enter.weight * 2).detach()
+    return m.down(m.up(x) * m.enter.weight.mean())
+
+
+def _listed(m: Any, x: Tensor) -> Tensor:
+    """A list that grows with each call, and that runs without data must not lengthen."""
+    h = m.up(m.enter(x))
+    m.seen.append(1.0)
+    return m.down(h) / len(m.seen)
+
+
+@pytest.mark.parametrize("forward", [_towers, _towers_in_turn, _into_rows, _assigned], ids=lambda fn: fn.__name__)
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_equal_to_one_rank(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = type("Way", (Parts,), {"forward": forward})()
+    _assert_same(mesh, model, _of(RULES), torch.randn(4, 8, dtype=torch.float64), steps=2)
+
+
+def _of(rules: dict[str, str]) -> sf.Policy:
+    return sf.Policy(rules={name: rule for name, rule in rules.items() if name != "fused.weight"})
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_runs_without_data_leave_lists_and_random_numbers_as_they_were(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = type("Way", (Parts,), {"forward": _listed})()
+    params = sf.shard(model, mesh, _of(RULES))
+    before = torch.get_rng_state()
+    sf.apply(model, params, torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+    assert model.seen == [1.0]
+    assert torch.equal(before, torch.get_rng_state())
+
+    def drawn(m: Any, x: Tensor) -> Tensor:
+        return m.down(m.up(x) * torch.rand([]))
+
+    model = type("Way", (Parts,), {"forward": drawn})()
+    params, x = sf.shard(model, mesh, _of(RULES)), torch.ones(4, 8)
+    torch.manual_seed(3)
+    mine = sf.apply(model, params, x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(mine, model(x))
+
+
+class TwoUses(nn.Module):
+    """A module whose output is a pending sum in one call, and whole in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = type("Way", (Raw,), {"forward": self._raw})()
+
+    @staticmethod
+    def _raw(m: Any, x: Tensor, uses: bool) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, m.into)), m.out) if uses else x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.raw(x, True) + self.raw(x, False)
+
+
+def test_a_sum_in_one_call_only_is_refused() -> None:
+    policy = sf.Policy(rules={f"raw.{name}": rule for name, rule in RAW.items()})
+    with pytest.raises(sf.ShardError, match="is a sum over 'tp' that is still pending in one call"):
+        sf.plan(TwoUses(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_chance_of_none_or_all_decides_nothing(chance: float) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.down(m.up(x)) if torch.rand([]) < chance else m.down(m.up(x).sin())
+
+    assert _planned(partial(forward)).activation_bytes
