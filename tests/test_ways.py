@@ -127,7 +127,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     _words: "gelu is given numbers made of this rank's sizes",
     _cut_from_a_number: "slice is given numbers made of this rank's sizes",
     _cast_here: "cast|_to_copy is done here, and not on one rank",
-    _structure: "it returns another structure than on one rank",
+    _structure: "another structure than on one rank",
     _number_returned: "8 leaves the forward, which is 16 on one rank",
     _number_kept: "8 leaves the forward, which is 16 on one rank",
     _number_in_a_list: "8 leaves the forward, which is 16 on one rank",
