@@ -1,5 +1,6 @@
 """Forwards that a run without data has to compare with one on whole values: each was a wrong number once."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -116,6 +117,18 @@ def _by_chance(m: Any, x: Tensor) -> Tensor:
     return m.down(h) if torch.rand([]) < 0.5 else m.down(h.sin())
 
 
+def _by_a_chance_that_was_moved(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) if torch.rand([]) - 0.5 < 0 else m.down(h.sin())
+
+
+def _shared_value_kept(m: Any, x: Tensor) -> Tensor:
+    """A loss made of what is kept would have a part of its gradient."""
+    y = m.enter(x)
+    m.seen = y * 2
+    return m.down(m.up(x) * y.mean(-1, keepdim=True))
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     _added_when_alike: "add is not done, which one rank does",
     _only_small: "tanh is done here, and not on one rank",
@@ -133,6 +146,8 @@ REFUSED: dict[Callable[..., Any], str] = {
     _number_in_a_list: "8 leaves the forward, which is 16 on one rank",
     _another_view: "another view of its memory was written",
     _by_chance: "decides by a random value",
+    _by_a_chance_that_was_moved: "decides by a random value",
+    _shared_value_kept: "use in shares is kept in an attribute",
 }
 
 
@@ -294,13 +309,15 @@ def test_runs_without_data_leave_lists_and_random_numbers_as_they_were(mesh: Dev
     assert torch.equal(before, torch.get_rng_state())
 
     def drawn(m: Any, x: Tensor) -> Tensor:
-        return m.down(m.up(x) * torch.rand([]))
+        return m.down(m.up(x) * torch.rand([]) * random.random())
 
     model = type("Way", (Parts,), {"forward": drawn})()
     params, x = sf.shard(model, mesh, _of(RULES)), torch.ones(4, 8)
     torch.manual_seed(3)
+    random.seed(3)
     mine = sf.apply(model, params, x)
     torch.manual_seed(3)
+    random.seed(3)
     torch.testing.assert_close(mine, model(x))
 
 

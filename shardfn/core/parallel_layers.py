@@ -88,9 +88,10 @@ class _Layer:
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
         try:
-            return self.weight(self.layout(attribute).name)
+            layout = self.layout(attribute)
         except KeyError:
             return None
+        return self.weight(layout.name)
 
     def parts(self, attribute: str) -> dict[str, Part]:
         """By axis, which part of a parameter a rank has."""

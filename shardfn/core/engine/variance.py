@@ -280,8 +280,10 @@ class Variance(Framed):
     def _repeats_in_order(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether keys that one rank repeats here, and ranks share, are one after the other there: k0 k0 k1 k1."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        shared = [part.dim for x in inputs for part in self.tag(x).parts.values() if part.split and part.share > 1]
-        return name not in ARRANGING and all(copied > dim for copied in self._copied_dims for dim in shared)
+        split = [(axis, part, x) for x in inputs for axis, part in self.tag(x).parts.items() if part.split]
+        heads = [(part, part.whole_shape(x.shape, self.sizes[axis])[part.dim]) for axis, part, x in split]
+        shared = [part.dim for part, count in heads if part.share > 1 and count > 1]  # one has no order
+        return not shared or (name not in ARRANGING and all(at > dim for at in self._copied_dims for dim in shared))
 
     def _compare(
         self,
