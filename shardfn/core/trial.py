@@ -22,7 +22,7 @@ from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
-from shardfn.core.engine.binding import Bound, Forward, Wiring
+from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.leaving import check_kept, check_outputs
 from shardfn.core.engine.records import Framed, Literals, Whole
@@ -31,10 +31,11 @@ from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
+from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
-from shardfn.core.shadow import class_of, submodule
+from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
 from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
 
@@ -141,12 +142,26 @@ class Trial:
 
     def _adjustments(self, calls: Sequence[InnerCall]) -> Adjustments:
         self._calls = list(calls)
+        self._require_attributes()
         try:
             return self._settle()
         except Unserved as failure:
             change = self._change(failure.failure)
             text = said(change, self.plan) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
+
+    def _require_attributes(self) -> None:
+        """Every attribute that `Policy.local_sizes` names is there.
+
+        Raises:
+            ShardError: no module that a pattern matches has one.
+        """
+        modules = dict(self.model.named_modules())
+        for pattern, given in self.plan.policy.local_sizes.items():
+            named = [module for path, module in modules.items() if matches(pattern, path)]
+            for name in given if named else ():
+                if not any(has_attribute(unwrapped(module), name) for module in named):
+                    raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
 
     def _change(self, failure: Failure) -> Policy | None:
         """The change of the policy with which the forward runs to its end, found by trying."""

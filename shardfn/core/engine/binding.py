@@ -46,6 +46,12 @@ _OWN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights"}  # attribu
 _DELETED = object()
 
 
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute, "heads", or an object that has it, "config.heads"."""
+    holder, _, attribute = name.rpartition(".")
+    return hasattr(module.__dict__.get(holder), attribute) if holder else hasattr(module, attribute)
+
+
 @dataclass(frozen=True)
 class Wiring:
     """What to put into the copies.
@@ -80,8 +86,8 @@ class Wiring:
         for name, size in self.sizes.get(path, {}).items():
             holder, _, attribute = name.rpartition(".")
             table = copy.__dict__
-            if holder not in ("", *table) or not hasattr(table[holder] if holder else copy, attribute):
-                raise ShardError(f"apply: Policy.local_sizes names {name!r} of {path!r}, which has no such attribute")
+            if not has_attribute(copy, name):
+                continue  # a pattern may be about others of the modules that it matches
             if holder:
                 own = table[holder] = copying.copy(table[holder])
                 setattr(own, attribute, size)
