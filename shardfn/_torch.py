@@ -813,6 +813,11 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group whose `group_name` that is."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
 
 

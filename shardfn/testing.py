@@ -1098,7 +1098,7 @@ def _kind(namespace: str, name: str) -> str | None:
     """The kind of collective that an operator is, if it is one."""
     if namespace == "_dtensor" and name == "shard_dim_alltoall":
         return "all_to_all"
-    if namespace not in ("c10d", "_c10d_functional"):
+    if namespace not in ("c10d", "_c10d_functional", "shardfn"):
         return None
     plain = name.replace("_", "").replace("recv", "receive")  # both "allgather_" and "all_gather_into_tensor" occur
     named = next((kind for kind in _KINDS if plain.startswith(kind.replace("_", ""))), None)
@@ -1109,7 +1109,7 @@ def _input_bytes(namespace: str, name: str, kind: str, values: Sequence[Any]) ->
     if "barrier" in name:
         return 0  # its tensor only names the device
     paired = kind in ("all_gather", "reduce_scatter", "all_to_all") or name in ("gather_", "scatter_")
-    outputs_first = namespace == "c10d" and paired
+    outputs_first = namespace in ("c10d", "shardfn") and paired
     sizes = [_nbytes(value) for value in (values[1:2] if outputs_first else values)]
     return next((size for size in sizes if size), 0)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.func import grad, hessian, jvp, vjp, vmap
 
 from shardfn.core import collectives as sfc
+from shardfn.core import direct
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import MeshSpec
 from shardfn.testing import count_collectives, run
@@ -48,9 +49,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 # Movers
 
 
-def movers_on_a_rank() -> None:
+def movers_on_a_rank(largest: int) -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
+    direct._LARGEST = largest
     for dtype in (*FLOATS, *INTS, *OTHERS):
         for n in (0, 1, 3):
             each = [torch.arange(n * size).add(7 * r).to(dtype) for r in range(size)]  # one [W*n] per rank
@@ -65,14 +67,46 @@ def movers_on_a_rank() -> None:
             assert_same(mine, total)
 
 
+@pytest.mark.parametrize("largest", [0, 2**21])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_movers_move_and_add_every_dtype(ranks: int) -> None:
-    run(movers_on_a_rank, ranks=ranks)
+def test_movers_move_and_add_every_dtype(ranks: int, largest: int) -> None:
+    run(movers_on_a_rank, largest, ranks=ranks)
 
 
-def wide_sums_on_a_rank() -> None:
+def small_ones_on_a_rank() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
+    largest = direct._LARGEST // 3 // 4  # numbers that a rank can send to the three others
+    for numel, way in ((largest, "shardfn"), (largest + 1, "c10d")):
+        x = torch.full((numel,), 1.0 + rank)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with count_collectives() as counted:
+                sfc.sum_flat_(x, group)
+                sfc.gather_flat(x[: numel // 4 * 4], group)
+        assert counted.as_dict() == {"all_reduce": 1, "all_gather": 1}
+        assert counted.bytes_of == {"all_reduce": 4 * numel, "all_gather": numel // 4 * 4 * 4}
+        assert x.unique().tolist() == [10.0]
+        sums = {event.key for event in profile.key_averages() if "reduce_" in event.key}
+        assert {key.partition("::")[0] for key in sums if "::" in key} == {way}, sums
+    # A sum that depends on the order has the same bits everywhere.
+    x = torch.tensor([1e8, 1.0, -1e8, 1.0])[rank].repeat(3)
+    sfc.sum_flat_(x, group)
+    assert x.tolist() == [1.0] * 3  # ((1e8 + 1) - 1e8) + 1, where 1e8 + 1 is 1e8
+
+
+def test_small_collectives_are_messages_and_count_as_what_they_are() -> None:
+    run(small_ones_on_a_rank, ranks=4)
+
+
+@pytest.mark.parametrize("largest", [0, 2**21])
+def test_sums_are_wide_views_are_reached_and_errors_come_first(largest: int) -> None:
+    run(wide_sums_on_a_rank, largest, ranks=4)
+
+
+def wide_sums_on_a_rank(largest: int) -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    direct._LARGEST = largest
     # In bfloat16 256 + 1 is 256: only a float32 sum reaches 259, which then rounds to 260.
     x = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     assert sfc.scatter_sum_flat(x, group).item() == 260
@@ -99,10 +133,6 @@ def wide_sums_on_a_rank() -> None:
     assert shapes == [(32,), (8,), (2,), (8,)]
     with pytest.raises(ShardError, match="7 % 4 = 3"):
         sfc.exchange_flat(meta[:7], group)
-
-
-def test_sums_are_wide_views_are_reached_and_errors_come_first() -> None:
-    run(wide_sums_on_a_rank, ranks=4)
 
 
 # Pairs. A reference takes and gives the whole: `[W, *local]` for a varying value, `[*local]` for an invariant one.

@@ -33,6 +33,7 @@ LAYERS = {
     "shardfn.core.places": 1,
     "shardfn.core.pieces": 1,
     "shardfn.core.pool": 1,
+    "shardfn.core.direct": 1,
     "shardfn.core.foreign": 1,
     "shardfn.core.recording": 1,
     "shardfn.core.registered": 1,

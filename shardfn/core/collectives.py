@@ -39,6 +39,7 @@ from shardfn._torch import (
     traces_first_order,
     waited,
 )
+from shardfn.core import direct
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
@@ -70,8 +71,13 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if has_no_memory() and not shard.is_meta:
         return waited(gathering(shard, group))
     full = shard.new_empty(shard.numel() * group.size())  # [W*n]
-    if not shard.is_meta:
-        all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+    if shard.is_meta:
+        return full
+    into, own = full.view(torch.uint8), shard.view(torch.uint8)
+    if direct.serves(own, group, own.nbytes):
+        direct.gather(into.view(group.size(), -1), own.view(-1), group)
+    else:
+        all_gather_single(into, own, group=group)
     return full
 
 
@@ -98,8 +104,13 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if has_no_memory() and not x.is_meta:
         return waited(exchanging(x, group))
     received = torch.empty_like(x)
-    if not x.is_meta:
-        all_to_all_single(received.view(torch.uint8), x.view(torch.uint8), group=group)
+    if x.is_meta:
+        return received
+    into, parts = received.view(torch.uint8), x.view(torch.uint8)
+    if direct.serves(parts, group, parts.nbytes // size):
+        direct.exchange(into.view(size, -1), parts.view(size, -1), group)
+    else:
+        all_to_all_single(into, parts, group=group)
     return received
 
 
@@ -133,6 +144,8 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         reduce_scatter_single(part, full, group=group)
         return part
     fresh = NoBuffers(full.device) if simulated() else FreshBuffers(full.device)
+    if direct.serves(full, group, full.nbytes // size):
+        return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
     steps = scatter_sum_steps(full.view(size, -1), group, fresh, fresh)
     return finished(steps)[0].to(full.dtype)
 
@@ -179,12 +192,16 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
         return [total]
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
     yield [all_to_all_single(received.view(torch.uint8), parts.view(-1).view(torch.uint8), group=group, async_op=True)]
-    rows = received.view_as(parts)
-    total = results.tensor(parts.shape[1], accumulation_dtype(parts.dtype))
+    return [_sum_of_rows(received.view_as(parts), results)]
+
+
+def _sum_of_rows(rows: Tensor, results: Buffers) -> Tensor:
+    """`[W, n] -> [n]`, added up in order in `accumulation_dtype`."""
+    total = results.tensor(rows.shape[1], accumulation_dtype(rows.dtype))
     total.copy_(rows[0])
     for row in rows[1:]:
         total.add_(row if row.dtype not in _WIDER else row.to(total.dtype))
-    return [total]
+    return total
 
 
 def _recorded_scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
@@ -220,7 +237,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Any numbers.
 
-    One all-reduce, on gloo in float32 for 16-bit floats.
+    One all-reduce, on gloo in float32 for 16-bit floats; see [Note: small collectives] in direct.py.
 
         >>> import shardfn as sf
         >>> import torch
@@ -240,6 +257,12 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
+    if direct.serves(target, group, target.nbytes):
+        wide = target.to(_WIDER.get(x.dtype, x.dtype)).contiguous()
+        direct.sum_(wide, group)
+        if wide is not target:
+            target.copy_(wide)
+        return x
     half_on_gloo = x.dtype in _HALVES and not _adds_natively(x, group)
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if has_no_memory():
