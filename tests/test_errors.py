@@ -22,3 +22,18 @@ def test_all_problems_are_one_error() -> None:
     with pytest.raises(ShardError, match=r"^plan: 2 problems\n1\. first\n2\. second$"):
         raise_problems("plan", ["first", "second"])
     assert issubclass(ShardError, ValueError)
+
+
+def test_problems_of_like_layers_are_one() -> None:
+    of_layers = [f"'layers.{i}.up' has 5 rows.\n    rows\n    ^^^^" for i in range(6)]
+    with pytest.raises(ShardError) as error:
+        raise_problems("plan", [*of_layers, "'norm' is alone", "'layers.2.up' has 6 rows."])
+    assert str(error.value) == (
+        "plan: 8 problems, of 3 kinds\n"
+        "1. 'layers.0.up' has 5 rows.\n    rows\n    ^^^^\n"
+        "    The same for 5 more, 'layers.1.up' to 'layers.5.up'.\n"
+        "2. 'norm' is alone\n"
+        "3. 'layers.2.up' has 6 rows."
+    )
+    with pytest.raises(ShardError, match=r"^plan: 'layers\.0\.up' .*\n .*\n .*\n    The same for 'layers\.1\.up'\.$"):
+        raise_problems("plan", of_layers[:2])

@@ -1,7 +1,7 @@
 """The error that every caller sees, and the way several problems become one message. Layer 0."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
 
@@ -34,10 +34,41 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def raise_problems(verb: str, problems: Sequence[str]) -> None:
-    """Raise one `ShardError` that lists all of `problems`; nothing when there are none."""
+    """Raise one `ShardError` that lists all of `problems`, those of like layers once; nothing when there are none."""
     if not problems:
         return
-    if len(problems) == 1:
-        raise ShardError(f"{verb}: {problems[0]}")
-    listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
-    raise ShardError(f"{verb}: {len(problems)} problems\n{listed}")
+    kinds = list(of_like_layers(problems))
+    if len(kinds) == 1:
+        raise ShardError(f"{verb}: {kinds[0]}")
+    listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(kinds, 1))
+    of_kinds = f", of {len(kinds)} kinds" if len(kinds) < len(problems) else ""
+    raise ShardError(f"{verb}: {len(problems)} problems{of_kinds}\n{listed}")
+
+
+_PATH = re.compile(r"'([^']*\.\d+(?:\.[^']*)?)'")  # quoted, with the number of a layer
+_FEW = 2
+
+
+def of_like_layers(problems: Sequence[str]) -> Iterator[str]:
+    """Each kind of problem once: those that differ in the numbers of one path are the first, and what the others name."""
+    kinds: dict[str, list[tuple[str, str]]] = {}  # with a mark for the path -> problems and paths
+    for problem in problems:
+        found = _PATH.search(problem)
+        path = found[1] if found else ""
+        kinds.setdefault(_without_layer(problem, path), []).append((problem, path))
+    for (problem, path), *others in kinds.values():
+        yield f"{problem}\n    The same for {_named([p for _, p in others])}." if others and path else problem
+
+
+def _without_layer(problem: str, path: str) -> str:
+    """A problem without the numbers of a path, wherever paths begin as it does."""
+    for number in reversed(list(re.finditer(r"(?<=\.)\d+\b", path))):
+        problem = re.sub(rf"'{re.escape(path[: number.end()])}(?=[.'])", f"'{path[: number.start()]}*", problem)
+    return problem
+
+
+def _named(others: Sequence[str]) -> str:
+    """Paths of like layers: all of few, else how many and up to which one."""
+    if len(others) <= _FEW:
+        return " and ".join(f"'{path}'" for path in others)
+    return f"{len(others)} more, '{others[0]}' to '{others[-1]}'"

@@ -28,7 +28,7 @@ from shardfn.core.engine.leaving import check_kept, check_outputs
 from shardfn.core.engine.records import Framed, Literals, Whole
 from shardfn.core.engine.tags import Findings, Tag
 from shardfn.core.engine.variance import Variance
-from shardfn.core.errors import ShardError
+from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.pattern import matches
@@ -260,7 +260,8 @@ class Trial:
         raise Unserved(self._listed(found), failure)
 
     def _listed(self, found: Findings) -> str:
-        listed = "\n".join(f"  {what}" for what in dict.fromkeys(problem.what for problem in found.mixed))
+        kinds = of_like_layers(list(dict.fromkeys(problem.what for problem in found.mixed)))
+        listed = "\n".join(f"  {kind}" for kind in kinds)
         return f"apply: {header(self.plan, found.mixed)}\n{listed}"
 
     def _splits(self) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
