@@ -50,7 +50,7 @@ _FEW = 2
 
 
 def of_like_layers(problems: Sequence[str]) -> Iterator[str]:
-    """Each kind of problem once: those that differ in the numbers of one path are the first, and what the others name."""
+    """Each kind of problem once: the first of those that differ in the numbers of a path, and which others."""
     kinds: dict[str, list[tuple[str, str]]] = {}  # with a mark for the path -> problems and paths
     for problem in problems:
         found = _PATH.search(problem)
