@@ -349,6 +349,11 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
 
 
+def storage_number(x: Tensor) -> int:
+    """The number of a storage, with or without memory; another one may have it when this one is gone."""
+    return x.untyped_storage()._cdata
+
+
 def wraps(x: Tensor) -> bool:
     """Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill."""
     return is_traceable_wrapper_subclass(x)
@@ -815,7 +820,7 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` that is."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them

@@ -37,3 +37,8 @@ def test_problems_of_like_layers_are_one() -> None:
     )
     with pytest.raises(ShardError, match=r"^plan: 'layers\.0\.up' .*\n .*\n .*\n    The same for 'layers\.1\.up'\.$"):
         raise_problems("plan", of_layers[:2])
+    nested = [f"'layers.{i}.experts.{j}.up' in 'layers.{i}'" for i in range(2) for j in range(3)]
+    with pytest.raises(
+        ShardError, match=r"^plan: .*\n    The same for 5 more, '.*0\.experts\.1\.up' to '.*experts\.2\.up'"
+    ):
+        raise_problems("plan", nested)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.testing import assert_parity, on_meshes
@@ -26,7 +27,10 @@ class Parts(nn.Module):
         self.enter, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
         self.up, self.down, self.fused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 48)
         self.seen: list[Any] = []
-        self.width = 0
+        self.width: Any = 0
+        self.gains = nn.ParameterList(torch.full([1], number) for number in (2.0, 3.0))
+        self.register_buffer("ones", torch.ones(8))
+        self.register_buffer("zeros", torch.zeros(8))
 
 
 def _added_when_alike(m: Any, x: Tensor) -> Tensor:
@@ -129,7 +133,210 @@ def _shared_value_kept(m: Any, x: Tensor) -> Tensor:
     return m.down(m.up(x) * y.mean(-1, keepdim=True))
 
 
+def _large(h: Tensor) -> bool:
+    """Whether all of the hidden features are here."""
+    return h.shape[-1] >= 16
+
+
+def _picked(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + torch.sin(y if _large(h) else z)
+
+
+def _picked_among_parts(m: Any, x: Tensor) -> Tensor:
+    h, g = m.up(x), m.up(m.enter(x))
+    return m.down(h * g + torch.sin(h if _large(h) else g))
+
+
+def _picked_view(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x).view(2, 2, 8), m.other(x).view(2, 2, 8), m.up(x)
+    return m.down(h) + torch.sin((y if _large(h) else z).reshape(4, 8))
+
+
+def _picked_detached(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + y * z + (y.detach() if _large(h) else z.detach())
+
+
+def _swapped(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + (y - z if _large(h) else z - y)
+
+
+def _half_picked(m: Any, x: Tensor) -> Tensor:
+    (a, b), h = m.enter(x).chunk(2, -1), m.up(x)
+    return m.down(h) + torch.sin(a if _large(h) else b).repeat(1, 2)
+
+
+def _written_from_another(m: Any, x: Tensor) -> Tensor:
+    y, z, h, out = m.enter(x), m.other(x), m.up(x), x.new_zeros(4, 8)
+    out.copy_(y if _large(h) else z)
+    return m.down(h) + out
+
+
+def _written_to_another(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x) * 1, m.other(x) * 1, m.up(x)
+    (y if _large(h) else z).add_(1)
+    return m.down(h) + y * z
+
+
+def _written_and_then_picked(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x) * 1, m.other(x) * 1, m.up(x)
+    y.view(-1).add_(1)
+    return m.down(h) + torch.sin(y if _large(h) else z)
+
+
+def _module_of_another(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    return m.down(h) + m.other(y if _large(h) else x) + y
+
+
+def _module_of_another_part(m: Any, x: Tensor) -> Tensor:
+    h, g = m.up(x), m.up(m.enter(x))
+    return m.down(h * g) + m.down(h if _large(h) else g)
+
+
+def _modules_in_turn(m: Any, x: Tensor) -> Tensor:
+    outs, h = [m.enter(x), m.other(x)], m.up(x)
+    for y in outs if _large(h) else outs[::-1]:
+        x = x * 2 + y
+    return m.down(h) + x
+
+
+def _recomputed(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + checkpoint(torch.sin, y if _large(h) else z, use_reentrant=False)
+
+
+def _other_weight(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) * (m.enter.bias if _large(h) else m.other.bias)
+
+
+def _other_buffer(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) * (m.ones if _large(h) else m.zeros)
+
+
+def _other_input(m: Any, x: Tensor, z: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) * (x if _large(h) else z)
+
+
+def _another_returned(m: Any, x: Tensor) -> Any:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + y + z, [y if _large(h) else z]
+
+
+def _another_kept(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    m.width = (y if _large(h) else z).detach()
+    return m.down(h) + y + z
+
+
+def _another_in_a_list(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    m.seen.append((y if _large(h) else z).detach())
+    return m.down(h) + y + z
+
+
+def _constant_of_another_maker(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    scale = torch.ones(8, device=x.device) if _large(h) else torch.arange(8, device=x.device)
+    return m.down(h) + x * scale
+
+
+def _constant_changed_here(m: Any, x: Tensor) -> Tensor:
+    h, mask = m.up(x), torch.ones(8, 8, device=x.device)
+    return m.down(h) + x @ (mask if _large(h) else mask.tril())
+
+
+def _constant_filled_here(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), torch.zeros(8, device=x.device)
+    if _large(h):
+        scale[:4].fill_(1)
+    return m.down(h) + m.enter(x) * scale
+
+
+def _another_weight(m: Any, x: Tensor) -> Tensor:
+    """Both are shared values that meet a split one, and so come through a `pvary`."""
+    h = m.up(x)
+    return m.down(h * (m.gains[0] if _large(h) else m.gains[1]) + (h * m.gains[0]) * (h * m.gains[1]))
+
+
+def _constant_returned(m: Any, x: Tensor) -> Any:
+    h, mask = m.up(x), torch.ones(8, 8, device=x.device)
+    return m.down(h), mask if _large(h) else mask.tril()
+
+
+def _constant_in_a_loop(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), torch.zeros(8, device=x.device)
+    for _ in range(2 if _large(h) else 3):
+        scale = scale + 1
+    return m.down(h) + x * scale
+
+
+def _standing(m: Any, x: Tensor) -> Tensor:
+    """The same values as a column and as a row: what is made of either with a square has one shape."""
+    y, h, square = m.enter.bias * 2, m.up(x), m.other.weight * 2
+    return m.down(h) + x @ (square * (y.view(8, 1) if _large(h) else y.view(1, 8)))
+
+
+def _kept_when_small(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    if not _large(h):
+        m.width = y.detach()
+    return m.down(h) + y
+
+
+def _listed_when_large(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    if _large(h):
+        m.seen.append(y.detach())
+    return m.down(h) + y
+
+
+def _buffer_changed_when_small(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    if not _large(h):
+        m.ones.add_(1)
+    return m.down(h)
+
+
+def _another_buffer_changed(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    (m.ones if _large(h) else m.zeros).add_(1)
+    return m.down(h)
+
+
+def _written_by_its_data(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), x.new_zeros(4, 1)
+    scale.data.copy_(h.detach().abs().amax(-1, keepdim=True))
+    return m.down(h) * scale
+
+
+def _read_by_a_detached_view(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), x.new_zeros(4, 1)
+    seen = scale.detach()
+    scale.copy_(h.detach().abs().amax(-1, keepdim=True))
+    return m.down(h) * seen
+
+
+def _many_numbers(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) / torch.tensor([float(h.shape[-1])] * 8192, device=x.device)[:8]
+
+
+def _strided_from_its_width(m: Any, x: Tensor) -> Tensor:
+    h, y = m.up(x), m.enter(x)
+    return m.down(h)[:, :4] + y.as_strided((4, 4), (8, 1), h.shape[-1] // 8)
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    _written_by_its_data: "another view of its memory was written",
+    _read_by_a_detached_view: "another view of its memory was written",
+    _many_numbers: "lift_fresh is given numbers made of this rank's sizes",
+    _strided_from_its_width: "as_strided is given numbers made of this rank's sizes",
     _added_when_alike: "add is not done, which one rank does",
     _only_small: "tanh is done here, and not on one rank",
     _only_large: "tanh is not done, which one rank does",
@@ -148,13 +355,44 @@ REFUSED: dict[Callable[..., Any], str] = {
     _by_chance: "decides by a random value",
     _by_a_chance_that_was_moved: "decides by a random value",
     _shared_value_kept: "use in shares is kept in an attribute",
+    _picked: "sin is given another value than on one rank",
+    _picked_among_parts: "cannot be told which part .* sin is given another value than on one rank",
+    _picked_view: "sin is given another value than on one rank",
+    _picked_detached: "add is given another value than on one rank",
+    _swapped: "sub is given another value than on one rank",
+    _half_picked: "sin is given another value than on one rank",
+    _written_from_another: "copy_ is given another value than on one rank",
+    _written_to_another: "add_ is given another value than on one rank",
+    _written_and_then_picked: "sin is given another value than on one rank",
+    _module_of_another: "'other' is called with another value than on one rank",
+    _module_of_another_part: "'down' is called with another value than on one rank",
+    _modules_in_turn: "add is given another value than on one rank",
+    _recomputed: "sin is given another value than on one rank",
+    _other_weight: "mul is given another value than on one rank",
+    _other_buffer: "mul is given another value than on one rank",
+    _other_input: "mul is given another value than on one rank",
+    _another_returned: r"another value of shape \(4, 8\) leaves the forward than on one rank",
+    _another_kept: r"another value of shape \(4, 8\) is kept in a module than on one rank",
+    _another_in_a_list: r"another value of shape \(4, 8\) is kept in a module than on one rank",
+    _constant_of_another_maker: "mul is given another value than on one rank",
+    _constant_changed_here: "matmul|mm is given another value than on one rank",
+    _constant_filled_here: "mul is given another value than on one rank",
+    _another_weight: "mul is given another value than on one rank",
+    _constant_in_a_loop: "mul is given another value than on one rank",
+    _standing: r"mul is given a value of shape \(1, 8\), and of \(8, 1\) on one rank",
+    _kept_when_small: "modules keep something else than on one rank",
+    _listed_when_large: "modules keep something else than on one rank",
+    _buffer_changed_when_small: r"another value of shape \(8,\) is kept in a module than on one rank",
+    _another_buffer_changed: r"another value of shape \(8,\) is kept in a module than on one rank",
+    _constant_returned: r"another value of shape \(8, 8\) leaves the forward than on one rank",
 }
 
 
 def _planned(forward: Callable[..., Any], rules: dict[str, str] = RULES, base: type[nn.Module] = Parts) -> sf.Plan:
     kind = type("Way", (base,), {"forward": forward})
     used = {name: rule for name, rule in rules.items() if name != "fused.weight" or forward is _cut_from_a_number}
-    return sf.plan(kind(), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=used), example=torch.randn(4, 8))
+    example = tuple(torch.randn(4, 8) for _ in range(2 if forward is _other_input else 1))
+    return sf.plan(kind(), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=used), example=example)
 
 
 @pytest.mark.parametrize("forward", REFUSED, ids=lambda fn: fn.__name__.strip("_"))
@@ -286,7 +524,68 @@ def _listed(m: Any, x: Tensor) -> Tensor:
     return m.down(h) / len(m.seen)
 
 
-@pytest.mark.parametrize("forward", [_towers, _towers_in_turn, _into_rows, _assigned], ids=lambda fn: fn.__name__)
+def _in_turn(m: Any, x: Tensor) -> Tensor:
+    """Names of values change, which does not change the values."""
+    y, z = m.enter(x), m.other(x)
+    y, z = z, y if x.shape[-1] == 8 else x
+    return m.down(torch.sin(m.up(y))) - z if z is not None else y
+
+
+def _gathered_in_a_list(m: Any, x: Tensor) -> Any:
+    values = [x]
+    for module in (m.enter, m.other, m.enter):
+        values.append(module(values[-1]) + values[0])
+    return m.down(m.up(torch.stack(values).sum(0))) + values[1] - values[-1]
+
+
+def _written(m: Any, x: Tensor) -> Tensor:
+    """What is written into views, and summed up in place."""
+    y, out = m.enter(x), torch.zeros_like(x)
+    y = y * 2
+    view = y.view(-1)
+    view += 1
+    out[:, :4], out[:, 4:] = y[:, 4:], m.other(x)[:, :4]
+    for module in (m.enter, m.other):
+        out += module(x)
+        out.mul_(2)
+    return m.down(F.relu_(m.up(out))) + view.view(y.shape)
+
+
+def _of_one_shape(m: Any, x: Tensor) -> Tensor:
+    """Of what it is given only the shape counts."""
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    return m.down(h) + torch.zeros_like(y if _large(h) else z) + y - (z if _large(h) else y).new_ones(8)
+
+
+def _through_views(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    turned = h.unflatten(-1, (-1, 4)).transpose(0, 1).contiguous().transpose(0, 1).flatten(1)
+    return m.down(turned) + y.view(-1, 1, 8).transpose(0, 1).reshape(y.shape) + y
+
+
+def _with_constants(m: Any, x: Tensor) -> Tensor:
+    """As long as this rank's part, or as all of it."""
+    h, mask = m.up(x), torch.ones(8, 8, device=x.device, dtype=x.dtype).tril()
+    ones = torch.ones(h.shape[-1], device=x.device, dtype=x.dtype)
+    m.zeros = m.zeros + 1
+    return m.down(h * ones) + m.enter(x) @ mask * m.zeros + m.ones
+
+
+def _recomputed_alike(m: Any, x: Tensor) -> Tensor:
+    y = checkpoint(m.enter, x, use_reentrant=False)
+    return m.down(m.up(y)) + checkpoint(lambda z: m.other(z).sin(), y, use_reentrant=False)
+
+
+def _tied(m: Any, x: Tensor) -> Tensor:
+    m.seen = F.linear(m.enter(x), m.other.weight.t()).detach()
+    return F.linear(m.down(m.up(x)), m.enter.weight) + m.seen
+
+
+EQUAL = [_towers, _towers_in_turn, _into_rows, _assigned, _in_turn, _gathered_in_a_list, _written, _through_views]
+EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape]
+
+
+@pytest.mark.parametrize("forward", EQUAL, ids=lambda fn: fn.__name__)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_equal_to_one_rank(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
     torch.manual_seed(0)
@@ -348,3 +647,33 @@ def test_a_chance_of_none_or_all_decides_nothing(chance: float) -> None:
         return m.down(m.up(x)) if torch.rand([]) < chance else m.down(m.up(x).sin())
 
     assert _planned(partial(forward)).activation_bytes
+
+
+class Steps(nn.Module):
+    """A child that returns what it is given, one that makes the same value anew, and one that returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = Parts()
+        self.same, self.anew = nn.Identity(), type("Anew", (nn.Module,), {"forward": lambda _, x: x * 1})()
+        self.both = type("Both", (nn.Module,), {"forward": lambda _, x: (x, x * 1)})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.parts.enter(x)
+        a, b = self.same(y), self.anew(y)
+        c, d = self.both(a)
+        return self.parts.down(self.parts.up(b)) - c + d.sin() - self.anew(a - b).cos() + y
+
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "same": lambda own, local, layouts, x: x * 1,
+    "anew": lambda own, local, layouts, x: x,
+    "both": lambda own, local, layouts, x: (x + 0, x),
+}
+
+
+@pytest.mark.parametrize("names", [[], ["same"], ["anew"], ["both"], list(FORWARDS)], ids=len)
+def test_other_forwards_may_return_their_inputs_or_not(names: list[str]) -> None:
+    rules = {f"parts.{name}": rule for name, rule in _of(RULES).rules.items()}
+    policy = sf.Policy(rules=rules, compute={name: FORWARDS[name] for name in names})
+    sf.plan(Steps(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(4, 8))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn._torch import group_named, has_no_memory, receive_from, send_to, simulated
+from shardfn._torch import group_named, has_no_memory, receive_from, send_to
 
 _LARGEST = 2**21  # bytes that a rank sends; gloo is as fast above
 # Of messages; others of a group have small ones. Ranks that mean different collectives wait instead of mixing them up.
@@ -28,7 +28,7 @@ def serves(x: Tensor, group: dist.ProcessGroup, to_each: int) -> bool:
     return (
         x.device.type == "cpu"
         and 0 < (group.size() - 1) * to_each <= _LARGEST
-        and not (torch.compiler.is_compiling() or has_no_memory() or simulated())
+        and not (torch.compiler.is_compiling() or has_no_memory())
         and "cpu:gloo" in dist.get_backend_config(group)
     )
 

@@ -277,7 +277,10 @@ class Trial:
         for leaf in pytree.tree_leaves(calls):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 run.begins_with(leaf)
-        bound.begin(to_meta(self._buffers, run.values))
+        buffers = to_meta(self._buffers, run.values)
+        run.origins.name_all(calls, "input")
+        run.origins.name_all(buffers, "buffer")
+        bound.begin(buffers)
         with _random_numbers_again(), run, Literals(), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
@@ -296,6 +299,7 @@ class Trial:
                 layout = layouts[name]
                 made = torch.empty(layout.shape, dtype=dtypes[name], device="meta", requires_grad=layout.trainable)
                 whole.begins_with(made)
+                whole.origins.name(made, "weight", name)
                 return made
 
         ignored = frozenset(self.plan.info.ignored)
@@ -303,7 +307,8 @@ class Trial:
         wiring = Wiring(self.names, weight, shaped, around, ignored=ignored, of_own=_meta_table, rehearses=True)
         bound = Bound(self.model, wiring)
         try:
-            whole.output = self._forward(bound, whole)
+            with watched(whole.note_collective):
+                whole.output = self._forward(bound, whole)
             whole.assigned, whole.contents = bound.assigned(), bound.contents()
         except Exception as error:
             self._failed_whole = f"{whole.failed_at or type(self.model).__name__!r}: {error}"
@@ -434,6 +439,7 @@ class _MetaWeights:
             self._variance.mark(made, Tag(parts, made.requires_grad, source, weight=True))
             self._variance.begins_with(made)
             self._made[name] = made
+        self._variance.origins.name(self._made[name], "weight", name)
         return self._made[name]
 
 
@@ -447,8 +453,7 @@ def _within(run: Whole, path: str) -> Callable[[Forward], Forward]:
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with run.inside(path):
-                return inner(*args, **kwargs)
+            return run.call(path, inner, args, kwargs)
 
         return forward
 
@@ -460,8 +465,7 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Cal
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with variance.inside(path):
-                out = inner(*args, **kwargs)
+            out = variance.call(path, inner, args, kwargs)
             if not owns:
                 return out
             for at, leaf in enumerate(pytree.tree_leaves(out)):

@@ -19,6 +19,10 @@ def check_kept(variance: Variance, values: Any, whole: Any) -> None:
     `whole`: the same of a run with whole values.
     """
     _compare_numbers(variance, values, whole)
+    _compare_origins(variance, values, whole, "is kept in a module")
+    if whole is not None and pytree.tree_structure(values) != pytree.tree_structure(whole):
+        what = "modules keep something else than on one rank: control flow depends on sizes of this one"
+        variance.findings.mixed.append(Problem(what, "sizes"))
     for tensor in tensors_in(values, depth=4):
         tag = variance.tag(tensor)
         for axis, part in tag.parts.items():
@@ -38,6 +42,7 @@ def check_outputs(variance: Variance, output: Any, whole: Any, kept: Collection[
     `whole`: what leaves a run with whole values.
     """
     _compare_numbers(variance, output, whole)
+    _compare_origins(variance, output, whole, "leaves the forward")
     leaves, others = pytree.tree_leaves(output), pytree.tree_leaves(whole)
     if whole is not None and pytree.tree_structure(output) != pytree.tree_structure(whole):
         what = (
@@ -66,6 +71,17 @@ def _compare_numbers(variance: Variance, values: Any, whole: Any) -> None:
         if isinstance(value, Number | str) and isinstance(other, Number | str) and value != other:
             what = f"{value!r} leaves the forward, which is {other!r} on one rank: it is made of this rank's sizes"
             variance.findings.mixed.append(Problem(what, "sizes"))
+
+
+def _compare_origins(variance: Variance, values: Any, whole: Any, what: str) -> None:
+    """Refuse tensors that outlive the forward, and are others than those of a run with whole values."""
+    pairs = zip(pytree.tree_leaves(values), pytree.tree_leaves(whole), strict=False)
+    for leaf, other in pairs if pytree.tree_structure(values) == pytree.tree_structure(whole) else ():
+        mine = [list(tensors_in(tree, depth=4)) for tree in (leaf, other)]
+        if variance.differ(*mine):
+            shapes = ", ".join(str(tuple(x.shape)) for x in mine[0])
+            why = f"another value of shape {shapes} {what} than on one rank: sizes of this one decide which"
+            variance.findings.mixed.append(Problem(why, "sizes"))
 
 
 def _is_even_part(tag: Tag, axis: str) -> bool:

@@ -1,8 +1,8 @@
 """A run of a forward that counts operations module call by module call, and what is remembered of them. Layer 3."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
-from shardfn.core.engine.values import Values
+from shardfn.core.collectives import Moved
+from shardfn.core.engine.origins import Origin, Origins
+from shardfn.core.engine.values import Values, leaves_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Record:
     start: int | None = None  # where it begins to cut
     counts: bool = False  # whether it makes other values than it is given, of weights or inputs
     repeats: int | None = None  # the dim of which it makes copies
+    given: tuple[Origin, ...] = ()  # of the values that it is given, see [Note: origins]
+    made: tuple[Origin, ...] = ()  # of its results
+    given_shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of the values that it is given
 
     def may_be_part_of(self, whole: "Record", padded: Collection[tuple[int, int]] = ()) -> bool:
         """Whether the same operation on whole values may have that result: each dim is as long, or a multiple.
@@ -64,8 +69,9 @@ class Literals(TorchFunctionMode):
 class Framed(TorchDispatchMode):
     """A run whose operations are counted module call by module call."""
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Origins | None = None) -> None:
         super().__init__()
+        self.origins = Origins(origins)
         self._path: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._hidden = 0
@@ -79,8 +85,8 @@ class Framed(TorchDispatchMode):
 
     def counts(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         """Whether an operation is on what is made of weights or inputs; its results are, too."""
-        found = any(x in self._made for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        for x in pytree.tree_leaves(out) if found else ():
+        found = any(x in self._made for x in tensors_of((args, kwargs)))
+        for x in leaves_of(out) if found else ():
             if isinstance(x, Tensor):
                 self._made[x] = True
                 base = base_of(x) if is_mutable(func) else None
@@ -89,8 +95,8 @@ class Framed(TorchDispatchMode):
         return found
 
     @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
-        """Within the forward of a module; remembers the deepest one that raised."""
+    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Within the forward of a module, which is given tensors; remembers the deepest one that raised."""
         self._calls[path] = self._calls.get(path, 0) + 1
         self._path.append((path, self._calls[path]))
         try:
@@ -100,6 +106,17 @@ class Framed(TorchDispatchMode):
             raise
         finally:
             self._path.pop()
+
+    def call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of a module's forward."""
+        given = tensors_of(pytree.tree_leaves((args, kwargs)))
+        with self.inside(path, given):
+            frame, out = self._path[-1], forward(*args, **kwargs)
+        self._left(frame, given, tensors_of(pytree.tree_leaves(out)))
+        return out
+
+    def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
+        """A call of a module has ended, which was given tensors and returns others."""
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -125,19 +142,44 @@ class Whole(Framed):
         self.output: Any = None
         self.assigned: Any = None  # to attributes of modules
         self.contents: Any = None  # of lists that modules have
+        self.left: dict[tuple[str, int], tuple[Origin, ...]] = {}  # those of the outputs of a call
 
     @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
+    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
         """Within the forward of a module, which is one operation of the module that calls it."""
-        self.records.setdefault(self._path[-1], []).append(called(path))
-        with super().inside(path):
+        record = called(path, self.origins.of(given))
+        self.records.setdefault(self._path[-1], []).append(record)
+        with super().inside(path, given):
             yield
 
+    def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
+        self.left[frame] = self.origins.of(results)
+
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
+        """A collective that the model does itself made `out` of x."""
+        self.origins.put([out], self.origins.of([x]))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self.values.run(func, args, kwargs or {})
-        counts = self.counts(func, args, kwargs or {}, out)
-        if not self._hidden and base_name(func) not in COPIES:
-            self.records.setdefault(self._path[-1], []).append(record_of(func, args, kwargs or {}, out, counts))
+        kwargs = kwargs or {}
+        out = self.values.run(func, args, kwargs)
+        counts = self.counts(func, args, kwargs, out)
+        if self._hidden:
+            return out
+        inputs, results = tensors_of((args, kwargs)), tensors_of(out)
+        given = self.origins.of(inputs)
+        if base_name(func) in COPIES:
+            self.origins.put(results, given[:1])
+            return out
+        records = self.records.setdefault(self._path[-1], [])
+        record = record_of(func, args, kwargs, out, counts, given)
+        if record.name in REPEATING:
+            made = given[:1] if len(given) == len(results) == 1 else (None,) * len(results)
+        elif counts:
+            made = self.origins.numbers(len(results), self._path[-1], len(records))
+        else:
+            made = self.origins.constants(len(results), record.name, given)
+        records.append(replace(record, made=made, given_shapes=tuple(tuple(x.shape) for x in inputs)))
+        self.origins.put(results, made, is_mutable(func))
         return out
 
     def after(self, frame: tuple[str, int], start: int, end: int | None = None) -> list[Record]:
@@ -168,17 +210,19 @@ _SIZES = set(
 _FEW = 2**12
 
 
-def record_of(func: Any, args: Any, kwargs: Any, out: Any, counts: bool = False) -> Record:
+def record_of(
+    func: Any, args: Any, kwargs: Any, out: Any, counts: bool = False, given: tuple[Origin, ...] = ()
+) -> Record:
     """What is remembered of an operation."""
-    results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    results = tensors_of(out)
     name = base_name(func)
     shapes = tuple(tuple(leaf.shape) for leaf in results)
     if name == "slice" and shapes[0] == tuple(args[0].shape):
-        return Record("alias", shapes)
+        return Record("alias", shapes, given=given)
     start = None
     if name in ("slice", "narrow"):
-        size, given = args[0].shape[dim_of_cut(args, kwargs)], args[2] if len(args) > 2 else kwargs.get("start")
-        start = min(max((given or 0) + (size if (given or 0) < 0 else 0), 0), size)
+        size, begin = args[0].shape[dim_of_cut(args, kwargs)], args[2] if len(args) > 2 else kwargs.get("start")
+        start = min(max((begin or 0) + (size if (begin or 0) < 0 else 0), 0), size)
     repeats = None
     if name == "expand" and counts:
         more = len(shapes[0]) - args[0].dim()
@@ -187,16 +231,29 @@ def record_of(func: Any, args: Any, kwargs: Any, out: Any, counts: bool = False)
     if name == "_to_copy" and args[0].dtype != out.dtype:
         name = CAST
     name = "view" if name in _VIEWS else name
-    return Record(name, shapes, _numbers(func, args, kwargs, out), start, counts and name not in REPEATING, repeats)
+    counts = counts and name not in REPEATING
+    return Record(name, shapes, _numbers(func, args, kwargs, out), start, counts, repeats, given)
 
 
-def called(path: str) -> Record:
+def called(path: str, given: tuple[Origin, ...] = ()) -> Record:
     """The call of a module."""
-    return Record(f"the call of {path!r}", counts=True)
+    return Record(f"the call of {path!r}", counts=True, given=given)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors that an operator takes or makes, in their order."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def dim_of_cut(args: Any, kwargs: Any) -> int:
     return (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(args[0].dim(), 1)
+
+
+def _held(x: Tensor) -> tuple[Any, ...]:
+    """The numbers in a tensor, or one for all of many."""
+    if x.numel() <= _FEW:
+        return tuple(x.flatten().tolist())
+    return (hash(x.contiguous().flatten().view(torch.uint8).numpy().tobytes()),)
 
 
 def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
@@ -205,10 +262,10 @@ def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
     if name == "_local_scalar_dense":
         return (bool(out),)
     if name == "lift_fresh":
-        return tuple(out.flatten().tolist()) if holds_data(out) and not out.is_meta and out.numel() <= _FEW else ()
+        return _held(out) if holds_data(out) and not out.is_meta else ()
     sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES
+    if name == "as_strided":  # no dim of its input
+        sizes = set[str]()
     named = dict(zip(argument_names(func), args, strict=False)) | kwargs
     given = [value for key, value in named.items() if key not in sizes]
-    return tuple(
-        leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, int | float | complex | str | torch.dtype)
-    )
+    return tuple(leaf for leaf in leaves_of(given) if isinstance(leaf, int | float | complex | str | torch.dtype))

@@ -12,10 +12,11 @@ through every operation and says where it is missing.
 Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So the forward also runs
 with whole weights, under `Whole`, and each result must be the part of the whole one that is claimed. Operations are
 matched module call by module call, in their order. What is made of weights and inputs has to be made alike: what only
-one of the runs does with it is lost, or refused where nothing is split, unless it repeats values in their places.
+one of the runs does with it is lost, or refused where nothing is split, unless it repeats values in their places; so is
+what is done with another value, see [Note: origins].
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, is_mutable, pytree
+from shardfn._torch import base_name, base_of, is_mutable, storage_number
 from shardfn.core.collectives import Moved, watching
+from shardfn.core.engine.origins import OF_SHAPES, Origin, differ, passed_on
 from shardfn.core.engine.records import (
     ARRANGING,
     COPIES,
@@ -38,6 +40,7 @@ from shardfn.core.engine.records import (
     called,
     dim_of_cut,
     record_of,
+    tensors_of,
 )
 from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
 from shardfn.core.operations import Operation, made_here, parts_after
@@ -62,7 +65,7 @@ class Variance(Framed):
             ours: modules whose forwards are derived from rules, and so are not those of that run.
             padded: (true size, stored size) of factors that are padded here and not in that run.
         """
-        super().__init__()
+        super().__init__(whole.origins if whole is not None else None)
         self.sizes = dict(sizes)
         self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
         self._tags = WeakIdKeyDictionary()
@@ -74,7 +77,7 @@ class Variance(Framed):
         self._copied_dims: list[int] = []  # the dims that were repeated before the last operation found, not here
         self._pieces: dict[tuple[str, int], set[str]] = {}  # of what `Policy.acts` splits, what a call computes with
         self._writes = 0  # of values that are split otherwise than what they replace
-        self._written = WeakIdKeyDictionary()  # the first tensor of a storage -> the number of the last one to it
+        self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
         self._seen = WeakIdKeyDictionary()  # how many there were when its tag was made
         self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
         self.findings = Findings()
@@ -85,8 +88,8 @@ class Variance(Framed):
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
         known: Tag = self._tags[tensor] if tensor in self._tags else Tag()
-        written = self._written.get(_storage_of(tensor)) if self._written else None
-        if written is not None and written > (self._seen.get(tensor) or 0):
+        written = self._written.get(storage_number(tensor)) if self._written else None
+        if written is not None and written[1] > (self._seen.get(tensor) or 0):
             why = "another view of its memory was written with values that are split otherwise"
             return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
         return known
@@ -99,6 +102,7 @@ class Variance(Framed):
 
     def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
         """A collective made `out` of x."""
+        self.origins.put([out], self.origins.of([x]))
         if moved.axis not in self.sizes:
             return
         known = self.tag(x)
@@ -121,13 +125,35 @@ class Variance(Framed):
             self.begins_with(out)
 
     @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
+    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
         """Within the forward of a module, whose operations have to be all that there are on one rank."""
-        if self._is_models_own and self._matching(called(path)) is None:
-            self._differs(f"{path!r} is called, and not on one rank")
-        with super().inside(path):
+        if self._is_models_own:
+            mine = called(path, self.origins.of(given))
+            whole = self._matching(mine)
+            if whole is None:
+                self._differs(f"{path!r} is called, and not on one rank")
+            elif self._given_others(mine, whole):
+                self._differs(f"{path!r} is called with another value than on one rank")
+        with super().inside(path, given):
             yield
             self.end()
+
+    def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
+        """Of a forward that is not the module's own, outputs are what they are in the whole run."""
+        origins = self._whole.left.get(frame, ()) if self._whole is not None and frame[0] in self._ours else ()
+        for x, origin in zip(results, origins, strict=True) if len(results) == len(origins) else ():
+            same = any(x is other for other in given) and self.origins.of([x]) != (origin,)
+            self.origins.put([x], [None if same else origin])
+
+    def differ(self, mine: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
+        """Whether values are known to be others than some of the whole run."""
+        return self._whole is not None and differ(self.origins.of(mine), self._whole.origins.of(whole))
+
+    def _given_others(self, mine: Record, whole: Record) -> bool:
+        """Whether something is given other values than on one rank."""
+        if self._path[-1] in self._after_loss or any(path in self._ours for path, _ in self._path):
+            return False
+        return differ(mine.given, whole.given)
 
     def end(self) -> None:
         """The forward of a module, or of the model, ends: on one rank nothing more is done in it."""
@@ -171,7 +197,7 @@ class Variance(Framed):
         try:
             out = self.values.run(func, args, kwargs)
         except Exception:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = tensors_of((args, kwargs))
             self.stuck = Stuck(base_name(func), tuple((tuple(x.shape), self.tag(x)) for x in tensors))
             raise
         if not watching():
@@ -183,11 +209,11 @@ class Variance(Framed):
     def _note_draws(self, func: Any, args: Any, out: Any) -> None:
         """Refuse decisions by random values: each way would need a run of its own."""
         name = base_name(func)
-        results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
+        results = [x for x in tensors_of(out) if not x.is_meta]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._drawn.update(dict.fromkeys(results, name in ("rand", "rand_like")))
             return
-        drawn = [self._drawn[x] for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and x in self._drawn]
+        drawn = [self._drawn[x] for x in tensors_of(args) if x in self._drawn] if self._drawn else []
         if not drawn:
             return
         if name == "_local_scalar_dense":
@@ -201,14 +227,14 @@ class Variance(Framed):
             self._drawn.update(dict.fromkeys(results, all(drawn) and name in REPEATING))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        whole = self._record_of(func, args, kwargs, out)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = base_name(func)
-        parts = self._parts(name, func, args, kwargs, out, whole)
+        inputs, results = tensors_of((args, kwargs)), tensors_of(out)
         counts = self.counts(func, args, kwargs, out)
-        only_here = whole is None and counts and record_of(func, args, kwargs, out).name not in REPEATING
-        self._require_alike(func, inputs, parts, only_here)
+        mine = record_of(func, args, kwargs, out, counts, self.origins.of(inputs))
+        whole = self._matching(mine) if self._compared(func) else None
+        name = base_name(func)
+        parts = self._parts(mine, func, args, kwargs, out, whole)
+        self._require_alike(func, inputs, parts, self._unlike(name, mine, whole, inputs) if counts else "")
+        self.origins.put(results, self._origins(mine, whole, counts), is_mutable(func))
         self._require_groups(func, inputs, parts, whole)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
@@ -229,6 +255,30 @@ class Variance(Framed):
         self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
+    def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor]) -> str:
+        """What is done in another way than on one rank, if it is."""
+        if whole is None:
+            return f"{name} is done here, and not on one rank" if mine.counts else ""
+        if not whole.counts or name in OF_SHAPES:
+            return ""
+        if self._given_others(mine, whole):
+            return f"{name} is given another value than on one rank"
+        for x, shape in zip(inputs, whole.given_shapes, strict=True) if len(inputs) == len(whole.given_shapes) else ():
+            if not self.tag(x).parts and not self._fits(tuple(x.shape), shape):
+                return f"{name} is given a value of shape {tuple(x.shape)}, and of {shape} on one rank"
+        return ""
+
+    def _origins(self, mine: Record, whole: Record | None, counts: bool) -> Sequence[Origin]:
+        """Where the results of an operation come from."""
+        count = len(mine.shapes)
+        if not self._is_models_own:
+            return (passed_on(mine.given) if self._hidden else None,) * count
+        if mine.name in REPEATING:
+            return (passed_on(mine.given),) * count
+        if not counts:
+            return self.origins.constants(count, mine.name, mine.given)
+        return whole.made if whole is not None and whole.counts and len(whole.made) == count else (None,) * count
+
     def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
         lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
@@ -237,10 +287,10 @@ class Variance(Framed):
                 self.needs_whole(tag.by_acts, self._path[-1][0])
 
     def _parts(
-        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, whole: Record | None
+        self, mine: Record, func: Any, args: Any, kwargs: Any, out: Any, whole: Record | None
     ) -> list[dict[str, Part]]:
         """By axis, the parts of each result."""
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        name, results = base_name(func), tensors_of(out)
         shapes = whole.shapes if whole is not None and len(whole.shapes) == len(results) else None
         pointwise = torch.Tag.pointwise in func.tags
         found: list[dict[str, Part]] = [{} for _ in results]
@@ -264,7 +314,6 @@ class Variance(Framed):
                 if part is not None:
                     own[axis] = part
         if whole is not None:
-            mine = record_of(func, args, kwargs, out)
             numbers = mine.numbers == whole.numbers and self._starts_alike(mine, whole, args, kwargs)
             self._compare(mine, whole, results, found, numbers, self._repeats_in_order(name, args, kwargs))
         return found
@@ -279,7 +328,7 @@ class Variance(Framed):
 
     def _repeats_in_order(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether keys that one rank repeats here, and ranks share, are one after the other there: k0 k0 k1 k1."""
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = tensors_of((args, kwargs))
         split = [(axis, part, x) for x in inputs for axis, part in self.tag(x).parts.items() if part.split]
         heads = [(part, part.whole_shape(x.shape, self.sizes[axis])[part.dim]) for axis, part, x in split]
         shared = [part.dim for part, count in heads if part.share > 1 and count > 1]  # one has no order
@@ -340,12 +389,6 @@ class Variance(Framed):
             for mine, other in zip(shape, expected, strict=True)
         )
 
-    def _record_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> Record | None:
-        """The same operation in the run with whole values."""
-        if not self._compared(func):
-            return None
-        return self._matching(record_of(func, args, kwargs, out))
-
     def _matching(self, mine: Record) -> Record | None:
         """The next record that something done here may be a part of; None when it is done here only."""
         assert self._whole is not None
@@ -369,8 +412,8 @@ class Variance(Framed):
         """Whether an operation is the model's own, so that the run with whole values has done it too."""
         return self._is_models_own and base_name(func) not in COPIES
 
-    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], only_here: bool) -> None:
-        """Lose what is computed in another way than on one rank, as by `if x.shape[1] > 4`."""
+    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], unlike: str) -> None:
+        """Lose what is computed in another way than on one rank, as by `if x.shape[1] > 4`; `unlike` says in which."""
         kinds = ("split", "sum")
         pieces = [tag for tag in map(self.tag, inputs) if any(part.kind in kinds for part in tag.parts.values())]
         sources = {source for tag in pieces for source in tag.by_acts}
@@ -379,22 +422,22 @@ class Variance(Framed):
             own.update(dict.fromkeys(split, Part("lost", why=f"{base_name(func)} makes two split dims of one")))
         if not self._compared(func):
             return
-        frame, name = self._path[-1], base_name(func)
+        frame = self._path[-1]
         if sources:
             self._pieces.setdefault(frame, set()).update(sources)
         passed = self._passed.get(frame, [])
         if any(_is_lost(part) for x in inputs for part in self.tag(x).parts.values()):
             self._after_loss.add(frame)
             return
-        if not (only_here or passed):
+        if not (unlike or passed):
             return
-        why = f"{name} is done here, and not on one rank" if only_here else f"{passed[0]} is done on one rank, not here"
+        why = unlike or f"{passed[0]} is done on one rank, not here"
         if pieces:
             self._passed.pop(frame, None)
             lost = Part("lost", why=f"{why}: control flow depends on this rank's sizes", cure="sizes")
             for own in parts:  # what is lost already says more
                 own.update({axis: lost for axis in own or list(self.sizes)[:1] if not _is_lost(own.get(axis))})
-        elif only_here:
+        elif unlike:
             self._differs(why)
 
     def _require_groups(
@@ -434,7 +477,7 @@ class Variance(Framed):
         """Other views of the same memory know nothing of what is in it now."""
         if self.tag(written).parts != parts:
             self._writes += 1
-            self._written[_storage_of(written)] = self._writes
+            self._written[storage_number(written)] = written.untyped_storage(), self._writes
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
@@ -479,9 +522,3 @@ _AHEAD = 64  # how many operations of the whole run may have no counterpart here
 
 def _is_lost(part: Part | None) -> bool:
     return part is not None and part.kind == "lost"
-
-
-def _storage_of(x: Tensor) -> Tensor:
-    """The tensor whose memory it views."""
-    base = base_of(x)
-    return x if base is None else base

@@ -1,0 +1,82 @@
+"""Where the values of a run without data come from, so that two runs can tell whether they use the same ones. Layer 3.
+
+[Note: origins]
+Two values of the same shape may be taken for each other: `y if h.shape[-1] > 8 else z`. So each value has an *origin*,
+which is the same number in the run with whole values and in those with parts:
+
+    a weight, buffer, input         its name
+    a result that counts            the record of its operation in the whole run, and which result it is
+    a view or copy, a collective    that of the value
+    a constant, an integer          what it was made by, and of which constants
+    the output of a module          what the whole run has there, when another forward stands for the module's own
+
+None is unknown, which is never another one than anything.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfn._torch import base_of, pytree
+
+Origin = int | None
+
+# Of what they are given only shape and dtype count.
+OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
+OF_SHAPES |= {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
+
+
+class Origins:
+    """The origins of the values of one run."""
+
+    def __init__(self, other: "Origins | None" = None) -> None:
+        """`other`: those of a run that they are compared with."""
+        self._of = WeakIdKeyDictionary()
+        self._numbers: dict[Hashable, int] = other._numbers if other is not None else {}
+
+    def of(self, tensors: Sequence[Tensor]) -> tuple[Origin, ...]:
+        """The origins of values."""
+        return tuple(map(self._of.get, tensors))
+
+    def name(self, x: Tensor, *words: Hashable) -> None:
+        """Say what a value is."""
+        self._of[x] = self._number(words)
+
+    def name_all(self, tree: Any, kind: str) -> None:
+        """Say of every tensor of a tree that it is one of a kind, by its place."""
+        for at, leaf in enumerate(pytree.tree_leaves(tree)):
+            if isinstance(leaf, Tensor):
+                self.name(leaf, kind, at)
+
+    def numbers(self, count: int, *words: Hashable) -> tuple[int, ...]:
+        """Those of the results of an operation that words are about."""
+        return tuple(self._number((*words, at)) for at in range(count))
+
+    def constants(self, count: int, name: str, given: Sequence[Origin]) -> tuple[Origin, ...]:
+        """Those of what an operation makes of constants."""
+        if name in OF_SHAPES:
+            given = ()
+        return (None,) * count if None in given else self.numbers(count, name, *given)
+
+    def put(self, results: Sequence[Tensor], origins: Sequence[Origin], written: bool = False) -> None:
+        """Remember the origins of results; `written`: they may be views of what an operation has written."""
+        for x, origin in zip(results, origins, strict=True):
+            for at in (x, base_of(x) if written else None):
+                if at is not None and (origin is not None or at in self._of):
+                    self._of[at] = origin
+
+    def _number(self, words: Hashable) -> int:
+        return self._numbers.setdefault(words, len(self._numbers))
+
+
+def passed_on(given: Sequence[Origin]) -> Origin:
+    """That of what is made of values of one origin."""
+    return given[0] if given and given.count(given[0]) == len(given) else None
+
+
+def differ(mine: Sequence[Origin], others: Sequence[Origin]) -> bool:
+    """Whether values are known to be others."""
+    pairs = zip(mine, others, strict=True) if len(mine) == len(others) else ()
+    return any(None not in pair and pair[0] != pair[1] for pair in pairs)
