@@ -74,7 +74,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if shard.is_meta:
         return full
     into, own = full.view(torch.uint8), shard.view(torch.uint8)
-    if direct.serves(own, group, own.nbytes):
+    if direct.serves(own, group):
         direct.gather(into.view(group.size(), -1), own.view(-1), group)
     else:
         all_gather_single(into, own, group=group)
@@ -107,7 +107,7 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if x.is_meta:
         return received
     into, parts = received.view(torch.uint8), x.view(torch.uint8)
-    if direct.serves(parts, group, parts.nbytes // size):
+    if direct.serves(parts, group, size):
         direct.exchange(into.view(size, -1), parts.view(size, -1), group)
     else:
         all_to_all_single(into, parts, group=group)
@@ -144,7 +144,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         reduce_scatter_single(part, full, group=group)
         return part
     fresh = NoBuffers(full.device) if simulated() else FreshBuffers(full.device)
-    if direct.serves(full, group, full.nbytes // size):
+    if direct.serves(full, group, size):
         return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
     steps = scatter_sum_steps(full.view(size, -1), group, fresh, fresh)
     return finished(steps)[0].to(full.dtype)
@@ -257,7 +257,7 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
-    if direct.serves(target, group, target.nbytes):
+    if direct.serves(target, group):
         wide = target.to(_WIDER.get(x.dtype, x.dtype)).contiguous()
         direct.sum_(wide, group)
         if wide is not target:

@@ -23,14 +23,12 @@ _LARGEST = 2**21  # bytes that a rank sends; gloo is as fast above
 _SUMS, _GATHERS, _EXCHANGES = 2**30, 2**30 + 1, 2**30 + 2
 
 
-def serves(x: Tensor, group: dist.ProcessGroup, to_each: int) -> bool:
-    """Whether to do it here, if a rank sends `to_each` bytes to every other one; the same answer on all ranks."""
-    return (
-        x.device.type == "cpu"
-        and 0 < (group.size() - 1) * to_each <= _LARGEST
-        and not (torch.compiler.is_compiling() or has_no_memory())
-        and "cpu:gloo" in dist.get_backend_config(group)
-    )
+def serves(x: Tensor, group: dist.ProcessGroup, parts: int = 1) -> bool:
+    """Whether to do it here, if a rank sends one of so many parts to every other one; the same answer on all ranks."""
+    if torch.compiler.is_compiling() or has_no_memory() or x.device.type != "cpu":
+        return False  # before its size is asked for, which in a graph may be a symbol
+    sent = (group.size() - 1) * (x.nbytes // parts)
+    return 0 < sent <= _LARGEST and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def sum_(x: Tensor, group: dist.ProcessGroup) -> None:

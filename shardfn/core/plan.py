@@ -499,7 +499,7 @@ def _local_size(
     """A product or a ratio of two; None when it does not divide, which the rules that split it alike say too."""
     terms = _terms(text)
     for factor in (factor for spec in terms for factor in spec.factors):
-        size, ways = _padded_size(factor, policy, sizes), prod(axes.get(axis, 1) for axis in factor.axes)
+        size, ways = _padded_size(factor, axes, policy, sizes), _ways(factor, axes)
         if size is not None and size % ways and (factor.name, factor.axes) in split:
             return None
     local = [_local_product(spec, axes, policy, sizes) for spec in terms]
@@ -531,8 +531,8 @@ def _check_pair(over: Factor, under: Factor, axes: Mapping[str, int], policy: Po
         ShardError: on some rank groups would meet what belongs to others.
     """
     many, few = (sizes.known[factor.name] for factor in (over, under))
-    stored = [_padded_size(factor, policy, sizes) or 0 for factor in (over, under)]
-    ways = prod(axes[axis] for axis in under.axes)
+    stored = [_padded_size(factor, axes, policy, sizes) or 0 for factor in (over, under)]
+    ways = _ways(under, axes)
     if stored[1] % ways == 0:
         fits = stored[0] * few == many * stored[1] or stored == [many, few]
     else:  # ranks share one, which is stored without padding
@@ -566,23 +566,27 @@ def _padding(factor: Factor, ways: int, policy: Policy, sizes: Sizes) -> dict[st
     return {factor.name: ways}
 
 
-def _padded_size(factor: Factor, policy: Policy, sizes: Sizes) -> int | None:
-    """The size of a named or numbered factor as it is stored; None when no rule has the name."""
+def _padded_size(factor: Factor, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> int | None:
+    """The size of a named or numbered factor as it is stored, unpadded on one rank; None when no rule has the name."""
     size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
-    multiple = policy.pad.get(factor.name, 1)
+    multiple = policy.pad.get(factor.name, 1) if _ways(factor, axes) > 1 else 1
     return None if size is None else -(-size // multiple) * multiple
+
+
+def _ways(factor: Factor, axes: Mapping[str, int]) -> int:
+    return prod(axes.get(axis, 1) for axis in factor.axes)
 
 
 def _local_product(spec: Spec, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> int:
     """The product of factors, each divided by the axes that split it; those with `?` have one element at least."""
     total = 1
     for factor in spec.factors:
-        size = _padded_size(factor, policy, sizes)
+        size = _padded_size(factor, axes, policy, sizes)
         if size is None:
             raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
         if unknown := unknown_axes(spec, axes):
             raise ShardError(unknown[0])
-        ways = prod(axes[axis] for axis in factor.axes)
+        ways = _ways(factor, axes)
         if size % ways and not factor.optional:
             why = f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}"
             raise ShardError(f"{why}\n{spec.caret(factor.span)}")

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfn._torch import pytree
@@ -11,6 +12,8 @@ from shardfn.core.engine.blanks import tensors_in
 from shardfn.core.engine.tags import Problem, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import Part
+
+_PLAIN = (Number, str, range, torch.dtype)
 
 
 def check_kept(variance: Variance, values: Any, whole: Any) -> None:
@@ -68,7 +71,8 @@ def _compare_numbers(variance: Variance, values: Any, whole: Any) -> None:
     """Refuse numbers that outlive the forward, and are others than those of a run with whole values."""
     mine, others = pytree.tree_leaves(values), pytree.tree_leaves(whole)
     for value, other in zip(mine, others, strict=True) if len(mine) == len(others) else ():
-        if isinstance(value, Number | str) and isinstance(other, Number | str) and value != other:
+        plain = isinstance(value, _PLAIN) and isinstance(other, _PLAIN)
+        if plain and value != other and repr(value) != repr(other):  # NaN is not itself, and is as it should be
             what = f"{value!r} leaves the forward, which is {other!r} on one rank: it is made of this rank's sizes"
             variance.findings.mixed.append(Problem(what, "sizes"))
 
@@ -77,11 +81,20 @@ def _compare_origins(variance: Variance, values: Any, whole: Any, what: str) -> 
     """Refuse tensors that outlive the forward, and are others than those of a run with whole values."""
     pairs = zip(pytree.tree_leaves(values), pytree.tree_leaves(whole), strict=False)
     for leaf, other in pairs if pytree.tree_structure(values) == pytree.tree_structure(whole) else ():
+        if _kind(leaf) != _kind(other):
+            why = f"{_kind(leaf)} {what}, which is {_kind(other)} on one rank: sizes of this one decide which"
+            variance.findings.mixed.append(Problem(why, "sizes"))
+            continue
         mine = [list(tensors_in(tree, depth=4)) for tree in (leaf, other)]
         if variance.differ(*mine):
             shapes = ", ".join(str(tuple(x.shape)) for x in mine[0])
             why = f"another value of shape {shapes} {what} than on one rank: sizes of this one decide which"
             variance.findings.mixed.append(Problem(why, "sizes"))
+
+
+def _kind(leaf: Any) -> str:
+    """What something is but for its values."""
+    return f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
 
 
 def _is_even_part(tag: Tag, axis: str) -> bool:

@@ -14,7 +14,7 @@ None is unknown, which is never another one than anything.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,6 +26,19 @@ Origin = int | None
 # Of what they are given only shape and dtype count.
 OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
 OF_SHAPES |= {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
+
+
+class Made(Protocol):
+    """What an operation is remembered by."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def numbers(self) -> tuple[Any, ...]: ...
+    @property
+    def given(self) -> tuple[Origin, ...]: ...
 
 
 class Origins:
@@ -54,11 +67,11 @@ class Origins:
         """Those of the results of an operation that words are about."""
         return tuple(self._number((*words, at)) for at in range(count))
 
-    def constants(self, count: int, name: str, given: Sequence[Origin]) -> tuple[Origin, ...]:
-        """Those of what an operation makes of constants."""
-        if name in OF_SHAPES:
-            given = ()
-        return (None,) * count if None in given else self.numbers(count, name, *given)
+    def constants(self, record: "Made") -> tuple[Origin, ...]:
+        """Those of what an operation makes of constants and numbers."""
+        given = () if record.name in OF_SHAPES or record.name == "lift_fresh" else record.given
+        count = len(record.shapes)
+        return (None,) * count if None in given else self.numbers(count, record.name, record.numbers, *given)
 
     def put(self, results: Sequence[Tensor], origins: Sequence[Origin], written: bool = False) -> None:
         """Remember the origins of results; `written`: they may be views of what an operation has written."""

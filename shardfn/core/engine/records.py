@@ -1,8 +1,9 @@
 """A run of a forward that counts operations module call by module call, and what is remembered of them. Layer 3."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Record:
     counts: bool = False  # whether it makes other values than it is given, of weights or inputs
     repeats: int | None = None  # the dim of which it makes copies
     given: tuple[Origin, ...] = ()  # of the values that it is given, see [Note: origins]
+    places: tuple[Hashable, ...] = ()  # which arguments these are
     made: tuple[Origin, ...] = ()  # of its results
     given_shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of the values that it is given
 
@@ -95,7 +97,7 @@ class Framed(TorchDispatchMode):
         return found
 
     @contextmanager
-    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
+    def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
         """Within the forward of a module, which is given tensors; remembers the deepest one that raised."""
         self._calls[path] = self._calls.get(path, 0) + 1
         self._path.append((path, self._calls[path]))
@@ -110,7 +112,8 @@ class Framed(TorchDispatchMode):
     def call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The output of a module's forward."""
         given = tensors_of(pytree.tree_leaves((args, kwargs)))
-        with self.inside(path, given):
+        places = tuple(key for key, x in (*enumerate(args), *kwargs.items()) if isinstance(x, Tensor))
+        with self.inside(path, given, places):
             frame, out = self._path[-1], forward(*args, **kwargs)
         self._left(frame, given, tensors_of(pytree.tree_leaves(out)))
         return out
@@ -145,11 +148,11 @@ class Whole(Framed):
         self.left: dict[tuple[str, int], tuple[Origin, ...]] = {}  # those of the outputs of a call
 
     @contextmanager
-    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
+    def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
         """Within the forward of a module, which is one operation of the module that calls it."""
-        record = called(path, self.origins.of(given))
+        record = called(path, self.origins.of(given), places)
         self.records.setdefault(self._path[-1], []).append(record)
-        with super().inside(path, given):
+        with super().inside(path, given, places):
             yield
 
     def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
@@ -172,12 +175,14 @@ class Whole(Framed):
             return out
         records = self.records.setdefault(self._path[-1], [])
         record = record_of(func, args, kwargs, out, counts, given)
-        if record.name in REPEATING:
+        if record.name == "lift_fresh":
+            made = self.origins.constants(record)
+        elif record.name in REPEATING:
             made = given[:1] if len(given) == len(results) == 1 else (None,) * len(results)
         elif counts:
             made = self.origins.numbers(len(results), self._path[-1], len(records))
         else:
-            made = self.origins.constants(len(results), record.name, given)
+            made = self.origins.constants(record)
         records.append(replace(record, made=made, given_shapes=tuple(tuple(x.shape) for x in inputs)))
         self.origins.put(results, made, is_mutable(func))
         return out
@@ -218,7 +223,7 @@ def record_of(
     name = base_name(func)
     shapes = tuple(tuple(leaf.shape) for leaf in results)
     if name == "slice" and shapes[0] == tuple(args[0].shape):
-        return Record("alias", shapes, given=given)
+        return Record("alias", shapes, given=given, places=_places(func, args, kwargs))
     start = None
     if name in ("slice", "narrow"):
         size, begin = args[0].shape[dim_of_cut(args, kwargs)], args[2] if len(args) > 2 else kwargs.get("start")
@@ -232,12 +237,20 @@ def record_of(
         name = CAST
     name = "view" if name in _VIEWS else name
     counts = counts and name not in REPEATING
-    return Record(name, shapes, _numbers(func, args, kwargs, out), start, counts, repeats, given)
+    places = _places(func, args, kwargs)
+    return Record(name, shapes, _numbers(func, args, kwargs, out), start, counts, repeats, given, places)
 
 
-def called(path: str, given: tuple[Origin, ...] = ()) -> Record:
+def called(path: str, given: tuple[Origin, ...] = (), places: tuple[Hashable, ...] = ()) -> Record:
     """The call of a module."""
-    return Record(f"the call of {path!r}", counts=True, given=given)
+    return Record(f"the call of {path!r}", counts=True, given=given, places=places)
+
+
+def _places(func: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
+    """The arguments of an operation that are tensors, by name and place in a list."""
+    named = dict(zip(argument_names(func), args, strict=False)) | kwargs
+    lists = ((key, value if isinstance(value, list | tuple) else (value,)) for key, value in named.items())
+    return tuple((key, at) for key, values in lists for at, x in enumerate(values) if isinstance(x, Tensor))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -267,5 +280,9 @@ def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
     if name == "as_strided":  # no dim of its input
         sizes = set[str]()
     named = dict(zip(argument_names(func), args, strict=False)) | kwargs
-    given = [value for key, value in named.items() if key not in sizes]
-    return tuple(leaf for leaf in leaves_of(given) if isinstance(leaf, int | float | complex | str | torch.dtype))
+    return tuple(
+        (key, str(leaf) if isinstance(leaf, float) and isnan(leaf) else leaf)  # which is not itself
+        for key, value in named.items()
+        for leaf in (leaves_of(value) if key not in sizes else ())
+        if isinstance(leaf, int | float | complex | str | torch.dtype)
+    )

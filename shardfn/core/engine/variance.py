@@ -16,7 +16,7 @@ one of the runs does with it is lost, or refused where nothing is split, unless 
 what is done with another value, see [Note: origins].
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -125,16 +125,16 @@ class Variance(Framed):
             self.begins_with(out)
 
     @contextmanager
-    def inside(self, path: str, given: Sequence[Tensor] = ()) -> Iterator[None]:
+    def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
         """Within the forward of a module, whose operations have to be all that there are on one rank."""
         if self._is_models_own:
-            mine = called(path, self.origins.of(given))
+            mine = called(path, self.origins.of(given), places)
             whole = self._matching(mine)
             if whole is None:
                 self._differs(f"{path!r} is called, and not on one rank")
             elif self._given_others(mine, whole):
                 self._differs(f"{path!r} is called with another value than on one rank")
-        with super().inside(path, given):
+        with super().inside(path, given, places):
             yield
             self.end()
 
@@ -153,7 +153,7 @@ class Variance(Framed):
         """Whether something is given other values than on one rank."""
         if self._path[-1] in self._after_loss or any(path in self._ours for path, _ in self._path):
             return False
-        return differ(mine.given, whole.given)
+        return mine.places != whole.places or differ(mine.given, whole.given)
 
     def end(self) -> None:
         """The forward of a module, or of the model, ends: on one rank nothing more is done in it."""
@@ -259,8 +259,10 @@ class Variance(Framed):
         """What is done in another way than on one rank, if it is."""
         if whole is None:
             return f"{name} is done here, and not on one rank" if mine.counts else ""
-        if not whole.counts or name in OF_SHAPES:
+        if name in OF_SHAPES or not mine.counts:
             return ""
+        if not whole.counts:
+            return f"{name} is given a value, and a constant on one rank"
         if self._given_others(mine, whole):
             return f"{name} is given another value than on one rank"
         for x, shape in zip(inputs, whole.given_shapes, strict=True) if len(inputs) == len(whole.given_shapes) else ():
@@ -273,10 +275,10 @@ class Variance(Framed):
         count = len(mine.shapes)
         if not self._is_models_own:
             return (passed_on(mine.given) if self._hidden else None,) * count
-        if mine.name in REPEATING:
+        if mine.name in REPEATING - {"lift_fresh"}:
             return (passed_on(mine.given),) * count
         if not counts:
-            return self.origins.constants(count, mine.name, mine.given)
+            return self.origins.constants(mine)
         return whole.made if whole is not None and whole.counts and len(whole.made) == count else (None,) * count
 
     def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
