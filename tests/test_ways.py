@@ -29,6 +29,7 @@ class Parts(nn.Module):
         self.seen: list[Any] = []
         self.width: Any = 0
         self.gains = nn.ParameterList(torch.full([1], number) for number in (2.0, 3.0))
+        self.tables = {True: torch.ones(8), False: torch.zeros(8)}
         self.register_buffer("ones", torch.ones(8))
         self.register_buffer("zeros", torch.zeros(8))
 
@@ -264,6 +265,41 @@ def _another_weight(m: Any, x: Tensor) -> Tensor:
     return m.down(h * (m.gains[0] if _large(h) else m.gains[1]) + (h * m.gains[0]) * (h * m.gains[1]))
 
 
+def _other_numbers(m: Any, x: Tensor) -> Tensor:
+    h, two, three = m.up(x), *(torch.full((8,), number, device=x.device) for number in (2.0, 3.0))
+    return m.down(h) + m.enter(x) * (two if _large(h) else three)
+
+
+def _other_argument(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) + (m.enter(x).clamp(min=0.5) if _large(h) else m.enter(x).clamp(max=0.5))
+
+
+def _no_weight(m: Any, x: Tensor) -> Tensor:
+    h, y = m.up(x), m.enter(x)
+    return m.down(h) + F.layer_norm(y, (8,), m.enter.bias if _large(h) else None)
+
+
+def _value_for_a_constant(m: Any, x: Tensor) -> Tensor:
+    h, y, ones = m.up(x), m.enter(x), torch.ones(4, 8, device=x.device)
+    return m.down(h) + torch.sin(ones if _large(h) else y)
+
+
+def _other_table(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) + m.enter(x) * m.tables[_large(h)].to(x.device)
+
+
+def _nothing_returned(m: Any, x: Tensor) -> Any:
+    h, y = m.up(x), m.enter(x)
+    return m.down(h) + y, y if _large(h) else None
+
+
+def _other_dtype_returned(m: Any, x: Tensor) -> Any:
+    h, mask = m.up(x), torch.ones(8, device=x.device)
+    return m.down(h), mask.to(torch.float64) if _large(h) else mask
+
+
 def _constant_returned(m: Any, x: Tensor) -> Any:
     h, mask = m.up(x), torch.ones(8, 8, device=x.device)
     return m.down(h), mask if _large(h) else mask.tril()
@@ -376,6 +412,13 @@ REFUSED: dict[Callable[..., Any], str] = {
     _another_in_a_list: r"another value of shape \(4, 8\) is kept in a module than on one rank",
     _constant_of_another_maker: "mul is given another value than on one rank",
     _constant_changed_here: "matmul|mm is given another value than on one rank",
+    _other_numbers: "mul is given another value than on one rank",
+    _other_argument: "clamp is given",
+    _no_weight: "native_layer_norm is given another value than on one rank",
+    _value_for_a_constant: "sin is given a value, and a constant on one rank",
+    _other_table: "mul is given another value than on one rank",
+    _nothing_returned: "a NoneType leaves the forward, which is a tensor of torch.float32 on one rank",
+    _other_dtype_returned: "leaves the forward",
     _constant_filled_here: "mul is given another value than on one rank",
     _another_weight: "mul is given another value than on one rank",
     _constant_in_a_loop: "mul is given another value than on one rank",
@@ -551,6 +594,13 @@ def _written(m: Any, x: Tensor) -> Tensor:
     return m.down(F.relu_(m.up(out))) + view.view(y.shape)
 
 
+def _no_numbers(m: Any, x: Tensor) -> Any:
+    """NaN is not itself, and yet the same in both runs."""
+    nan, y = float("nan"), m.enter(x)
+    m.width = nan
+    return m.down(m.up(x)) + torch.full_like(y, nan).nan_to_num(1.0) + y.masked_fill(x > 9, nan)
+
+
 def _of_one_shape(m: Any, x: Tensor) -> Tensor:
     """Of what it is given only the shape counts."""
     y, z, h = m.enter(x), m.other(x), m.up(x)
@@ -582,7 +632,7 @@ def _tied(m: Any, x: Tensor) -> Tensor:
 
 
 EQUAL = [_towers, _towers_in_turn, _into_rows, _assigned, _in_turn, _gathered_in_a_list, _written, _through_views]
-EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape]
+EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape, _no_numbers]
 
 
 @pytest.mark.parametrize("forward", EQUAL, ids=lambda fn: fn.__name__)

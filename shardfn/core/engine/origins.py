@@ -7,7 +7,8 @@ which is the same number in the run with whole values and in those with parts:
     a weight, buffer, input         its name
     a result that counts            the record of its operation in the whole run, and which result it is
     a view or copy, a collective    that of the value
-    a constant, an integer          what it was made by, and of which constants
+    a constant, an integer          what it was made by, of which constants and numbers
+    a tensor from elsewhere         its values
     the output of a module          what the whole run has there, when another forward stands for the module's own
 
 None is unknown, which is never another one than anything.
@@ -16,16 +17,20 @@ None is unknown, which is never another one than anything.
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_of, pytree
+from shardfn._torch import base_of, holds_data, pytree
 
 Origin = int | None
 
 # Of what they are given only shape and dtype count.
 OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
 OF_SHAPES |= {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
+
+
+_MOST = 2**20  # elements of a tensor from elsewhere
 
 
 class Made(Protocol):
@@ -51,7 +56,14 @@ class Origins:
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[Origin, ...]:
         """The origins of values."""
-        return tuple(map(self._of.get, tensors))
+        return tuple(map(self._origin, tensors))
+
+    def _origin(self, x: Tensor) -> Origin:
+        if x in self._of:
+            return self._of[x]
+        if x.is_meta or not holds_data(x) or x.numel() > _MOST:
+            return None
+        return self._number(("held", x.dtype, tuple(x.shape), hash_of(x)))
 
     def name(self, x: Tensor, *words: Hashable) -> None:
         """Say what a value is."""
@@ -77,11 +89,16 @@ class Origins:
         """Remember the origins of results; `written`: they may be views of what an operation has written."""
         for x, origin in zip(results, origins, strict=True):
             for at in (x, base_of(x) if written else None):
-                if at is not None and (origin is not None or at in self._of):
+                if at is not None:
                     self._of[at] = origin
 
     def _number(self, words: Hashable) -> int:
         return self._numbers.setdefault(words, len(self._numbers))
+
+
+def hash_of(x: Tensor) -> int:
+    """The same number for the same values."""
+    return hash(x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def passed_on(given: Sequence[Origin]) -> Origin:

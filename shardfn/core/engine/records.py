@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
 from shardfn.core.collectives import Moved
-from shardfn.core.engine.origins import Origin, Origins
+from shardfn.core.engine.origins import Origin, Origins, hash_of
 from shardfn.core.engine.values import Values, leaves_of
 
 
@@ -266,7 +266,7 @@ def _held(x: Tensor) -> tuple[Any, ...]:
     """The numbers in a tensor, or one for all of many."""
     if x.numel() <= _FEW:
         return tuple(x.flatten().tolist())
-    return (hash(x.contiguous().flatten().view(torch.uint8).numpy().tobytes()),)
+    return (hash_of(x),)
 
 
 def _numbers(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
