@@ -413,11 +413,20 @@ def graphs_on_a_rank() -> None:
     for a, b in zip(compiled(lambda x, w: gradient(x, w), fullgraph=True)(x, w), wants, strict=True):
         assert_close(a, b)
 
+    for pair in (sfc.psum, functools.partial(sfc.all_gather, dim=0), functools.partial(sfc.psum_scatter, dim=0)):
+        dynamic = compiled(functools.partial(of_any_size, pair, mesh), fullgraph=True, dynamic=True)
+        for rows in (2, 4, 6):
+            assert_close(dynamic(x[:1].expand(rows, 6)), of_any_size(pair, mesh, x[:1].expand(rows, 6)))
+
     for f in (per_sample, pushed, curved):
         with pytest.raises(Unsupported, match="cannot take vmap, jvp or a second derivative"):
             torch.compile(f, backend="eager", fullgraph=True)(x, mesh)
     apart: Any = torch.compiler.disable(curved)
     assert_close(torch.compile(lambda x: apart(x, mesh) * 2, backend="eager")(x), 2 * curved(x, mesh))
+
+
+def of_any_size(pair: Callable[..., Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return pair(x.contiguous(), mesh, "tp") * 2
 
 
 def per_sample(xs: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -258,6 +258,18 @@ def test_padding_that_parts_queries_from_their_keys_is_an_error(pad: dict[str, i
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=4), without, example=ids)
 
 
+def test_padded_local_sizes_on_one_rank_are_the_models_own() -> None:
+    policy = sf.Policy(
+        rules={"0.weight": "f@tp c", "1.weight": "c f@tp"},
+        pad={"f": 16},
+        local_sizes={"0": {"out_features": "f@tp"}, "1": {"in_features": "f@tp"}},
+    )
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    for tp, size in ((1, 6), (2, 8)):
+        made = sf.plan(model, sf.MeshSpec(tp=tp), policy, example=torch.randn(2, 4))
+        assert made.local_sizes == {"0": {"out_features": size}, "1": {"in_features": size}}
+
+
 def test_local_sizes_of_an_attribute_that_is_not_there() -> None:
     policy = sf.Policy(rules={"0.weight": "f@tp c", "1.weight": "c f@tp"}, local_sizes={"0": {"out_featuers": "f@tp"}})
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
