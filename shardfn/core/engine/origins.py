@@ -98,7 +98,8 @@ class Origins:
 
 def hash_of(x: Tensor) -> int:
     """The same number for the same values."""
-    return hash(x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    return hash(values.view(torch.uint8).numpy().tobytes())
 
 
 def passed_on(given: Sequence[Origin]) -> Origin:
