@@ -297,6 +297,10 @@ def _entered(own: Any, local: Any, layouts: Any, x: Tensor) -> Tensor:
     return sf.collectives.psum(Raw.forward(own, layouts.entered(x, "tp", 0)), layouts.mesh, "tp")
 
 
+def _varied_twice(own: Any, local: Any, layouts: Any, x: Tensor) -> Tensor:
+    return _varied_by_hand(own, local, layouts, sf.collectives.pvary(x, layouts.mesh, "tp"))
+
+
 _BOTH = {"{first,second}.wide": RULES["up.weight"], "{first,second}.narrow": RULES["down.weight"]}
 
 
@@ -307,14 +311,15 @@ def test_a_value_that_varies_is_not_varied_again(mesh: DeviceMesh) -> None:
     model = TwoWays().double()
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     (local,) = sf.data.local_batch((x,), mesh)
-    params = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": _entered}))
-    grads = sf.grad(lambda p: sf.apply(model, p, local).square().mean())(params)
     model(x).square().mean().backward()
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_parity(sf.gather(grads), wanted, tol=1e-11)
-    by_hand = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": _varied_by_hand}))
+    for second in (_entered, _varied_by_hand):
+        params = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": second}))
+        grads = sf.grad(lambda p: sf.apply(model, p, local).square().mean())(params)
+        assert_parity(sf.gather(grads), wanted, tol=1e-11)
+    twice = sf.shard(model, mesh, sf.Policy(rules=_BOTH, compute={"second": _varied_twice}))
     with pytest.raises(sf.ShardError, match="in 'second': pvary over 'tp' of a value that varies over it"):
-        sf.apply(model, by_hand, local)
+        sf.apply(model, twice, local)
 
 
 class Pending(nn.Module):

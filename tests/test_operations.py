@@ -253,6 +253,12 @@ CASES = {
     "shares picked by shares": Case(_sorted_shares, ((3, 4),), (SAME,), "same"),
     "what nothing is known of, of shares": Case(lambda x: torch.linalg.matrix_exp(x), ((3, 4, 4),), (SAME,), "same"),
     "what nothing is known of": Case(lambda x: torch.linalg.matrix_exp(x[:, :3, :3]), ((3, 4, 6),), (LAST,), "lost"),
+    "copies of a column": Case(lambda x, y: x + y.repeat(1, 1, x.shape[-1]), (*X, (3, 4, 1)), (LAST, None)),
+    "copies of a column of shares": Case(lambda x, y: x * y.repeat(1, 1, x.shape[-1]), (*X, (3, 4, 1)), (LAST, SAME)),
+    "copies of all": Case(lambda x, y: x + y.repeat(3, 4, x.shape[-1]), (*X, (1,)), (LAST, None)),
+    "copies of two columns": Case(
+        lambda x, y: x + y.repeat(1, 1, x.shape[-1] // 2), ((3, 4, 8), (3, 4, 2)), (even(2, 4), None), "lost"
+    ),
     "repeated": Case(lambda x: x.repeat(1, 1, 2), X, (LAST,)),
     "padded beside": Case(lambda x: F.pad(x, (0, 0, 1, 1)), X, (LAST,)),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),

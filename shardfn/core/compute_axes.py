@@ -1,6 +1,6 @@
 """What forwards do between the parts of ranks, by rules or as a run without data found it. Layer 4."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -39,11 +39,11 @@ class Step(NamedTuple):
 class Adjustments:
     """What a run without data added to the derivation, see [Note: varying and invariant].
 
-    `vary`: parameters and module outputs that need a `pvary`, with the axis; `gather`: column-parallel modules whose
-    output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum still to be added
-    up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of the output that
-    have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an axis, and their
-    dim; `joined`: those that are gathered as they leave.
+    `vary`: parameters, and inputs and outputs of modules, that need a `pvary`, with the axis; `gather`: column-parallel
+    modules whose output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum
+    still to be added up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of
+    the output that have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an
+    axis, and their dim; `joined`: those that are gathered as they leave.
     `inputs`, `outputs`: steps of modules for activations split by `Policy.acts`; `scattered`: which modules scatter
     their sum, and over which dim. For the next run without data, `in_shares`: modules that use gathered inputs in
     shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
@@ -271,6 +271,23 @@ class ComputeAxes:
             added = frozenset([split_by]) if split_by is not None else frozenset()
             self._variance.mark(out, replace(tag, source=source, split_by=tag.split_by | added))
         return out
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is a run without data that follows what differs over axes."""
+        return self._variance is not None
+
+    def seen_from(self, x: Any, source: str, but: Collection[str] = ()) -> Any:
+        """In a run without data, a value as the module sees it that it enters: a `pvary` may be put there.
+
+        `but`: sources that it keeps.
+        """
+        if self._variance is None or not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        if self._variance.tag(x).source in but:
+            return x
+        with self.hidden():
+            return self.note_source(x.view_as(x), source)
 
     def received(self, count: int) -> None:
         """Add bytes that a rank receives in a forward and its backward, in a run without data."""

@@ -36,6 +36,8 @@ _ADVICE = {
     "sizes": f"{_SIZES[0].upper()}{_SIZES[1:]}{_PARALLEL}",
     "pads": "Pad what belongs together alike: Policy(pad={'heads': ..., 'kv': ...}) in the ratio that they have.",
     "rules": f"Split both alike in the rules, by the same names and axes; or {_PARALLEL}",
+    "sums": "Add a sum up where it is made: what a module with parameters returns is added up, so give what makes the "
+    f"sum a module of its own, or write sf.collectives.psum(x, mesh, axis) there; or {_PARALLEL}",
     "acts": "Compute the loss outside of the model, by sf.cross_entropy(logits, targets), or drop the entry.",
     "random": "Each way that the forward may go has to be followed by a run of its own.",
     "twice": "Leave that collective out where the value is split already.",
@@ -130,7 +132,9 @@ def changes(plan: Plan, model: nn.Module, failure: Failure) -> Iterator[Policy]:
         yield from _gathered(plan, {name for _, tag in failure.stuck.inputs for name in tag.split_by})
     for path in dict.fromkeys(problem.at for problem in failure.problems if problem.kind == "sizes"):
         yield from _sizes(plan, model, path)
-    asked = [problem.sources for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sizes")]
+    asked = [
+        problem.sources for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")
+    ]
     yield from _gathered(plan, {name for names in asked for name in names})
 
 

@@ -86,7 +86,7 @@ def parts_after(op: Operation) -> Parts:
     except Lost as lost:
         if all(part in (None, SAME) for part in known):
             return [SAME] * len(op.results)  # every rank does the same to the same values
-        return [Part("lost", why=str(lost))] * len(op.results)
+        return [Part("lost", why=str(lost), cure="sums" if SUM in known else "whole")] * len(op.results)
     return found if isinstance(found, list) else [found] * len(op.results)
 
 
@@ -100,7 +100,19 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 # -- what is made of nothing, or of values that all ranks share -------------------------------------------------------
 
-_FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "expand", "empty_strided"}
+_FILLS = {
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "expand",
+    "repeat",
+    "empty_strided",
+}
 
 
 def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
@@ -113,12 +125,18 @@ def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
     return {}
 
 
+def _copies_one(op: Operation, dim: int) -> bool:
+    """Whether `repeat` makes a dim of its result of copies of one element."""
+    before = dim - op.results[0].dim() + op.args[0].dim()
+    return before < 0 or op.args[0].shape[before] == 1
+
+
 def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) -> Part | None:
     """A part of a value that is alike everywhere along the dim that differs."""
     if len(shape) != len(whole) or op.name not in _FILLS:
         return None
     other = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
-    if len(other) != 1 or not shape[other[0]]:
+    if len(other) != 1 or not shape[other[0]] or (op.name == "repeat" and not _copies_one(op, other[0])):
         return None
     size = shape[other[0]]
     for stored in (whole[other[0]], *(stored for true, stored in op.padded if true == whole[other[0]])):
@@ -323,12 +341,18 @@ def _permuted(op: Operation, part: Part) -> Part:
     return replace(part, dim=order.index(part.dim), second=second)
 
 
+def _copies(op: Operation) -> Part | None:
+    """The part of copies of a shared value: as many as this rank has of what they are for."""
+    if op.whole is None or _one(op) != SAME:
+        return None
+    return _filled_part(op, tuple(op.results[0].shape), op.whole[0])
+
+
 @_rule("expand", "broadcast_to")
 def _expanded(op: Operation) -> Part:
     part = _one(op)
-    if not part.split:  # as many copies as this rank has of what they are for
-        copies = _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
-        return copies if copies is not None and part == SAME else part
+    if not part.split:
+        return _copies(op) or part
     found = part.shifted(op.results[0].dim() - op.args[0].dim())
     dim = found.dim
     for before, after in ((part.dim, dim), (part.second, found.second)):
@@ -347,8 +371,13 @@ def _expanded(op: Operation) -> Part:
 
 
 @_rule("repeat", "tile")
+def _repeated(op: Operation) -> "Part | Parts | None":
+    copies = _copies(op) if op.name == "repeat" else None
+    return copies if copies is not None else _tiled(op)
+
+
 @_moving
-def _repeated(op: Operation, part: Part) -> Part:
+def _tiled(op: Operation, part: Part) -> Part:
     dim = part.dim + op.results[0].dim() - op.args[0].dim()
     times = op.args[1][dim]
     if times != 1 and len(part.runs) > 1:

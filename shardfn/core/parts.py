@@ -38,7 +38,7 @@ class Part:
     same     | the same values, of which it uses its own share: gradients are parts of a sum
     sum      | a summand; the sum over ranks is the value
     lost     | something that cannot be told, because of `why`, since an operation in the module `where`; `cure`
-             | says what may be done about it: the value whole, local sizes, other padding, other rules
+             | says what may be done about it: the value whole, local sizes, other padding, other rules, a sum added up
     """
 
     kind: Literal["split", "same", "sum", "lost"]
@@ -47,7 +47,7 @@ class Part:
     share: int = 1  # how many neighbouring ranks have the same part
     second: int | None = None  # a later dim, which these ranks have a part each of, in order
     why: str = ""
-    cure: Literal["whole", "sizes", "pads", "rules"] = field(default="whole", repr=False)
+    cure: Literal["whole", "sizes", "pads", "rules", "sums"] = field(default="whole", repr=False)
     where: str | None = field(default=None, repr=False)
 
     @property

@@ -25,7 +25,7 @@ from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.leaving import check_kept, check_outputs
-from shardfn.core.engine.records import Framed, Literals, Whole
+from shardfn.core.engine.records import Comparable, Framed, Whole
 from shardfn.core.engine.tags import Findings, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
@@ -281,7 +281,7 @@ class Trial:
         run.origins.name_all(calls, "input")
         run.origins.name_all(buffers, "buffer")
         bound.begin(buffers)
-        with _random_numbers_again(), run, Literals(), run.values.lists(), torch.enable_grad():
+        with _random_numbers_again(), run, Comparable(), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
@@ -332,7 +332,8 @@ class Trial:
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
         variance = Variance(sizes, self._whole, others_forwards(self.plan), padded)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
-        around = {path: _noting(variance, axes, path, bool(names)) for path, names in self.names.items()}
+        owners = [path for path, names in self.names.items() if names]
+        around = {path: _noting(variance, axes, path, path in owners, _is_above(path, owners)) for path in self.names}
         self._drops = _Drops(variance)
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
@@ -460,23 +461,25 @@ def _within(run: Whole, path: str) -> Callable[[Forward], Forward]:
     return around
 
 
-def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool) -> Callable[[Forward], Forward]:
-    """Name the module in errors, and as the source of its output when it owns parameters."""
+def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool) -> Callable[[Forward], Forward]:
+    """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do."""
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             out = variance.call(path, inner, args, kwargs)
-            if not owns:
-                return out
-            for at, leaf in enumerate(pytree.tree_leaves(out)):
+            for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
                         variance.findings.sums.add((path, at, axis))
-            return axes.note_source(out, f"module {path}")
+            return axes.note_source(out, f"module {path}") if owns else out
 
         return forward
 
     return around
+
+
+def _is_above(path: str, owners: Sequence[str]) -> bool:
+    return any(owner.startswith(f"{path}." if path else "") for owner in owners)
 
 
 def _split_dims(drop: _Drop) -> tuple[str, ...] | None:

@@ -1,6 +1,6 @@
 """What goes into the module copies of one call: weights, parallel forwards, a guard against direct reads. Layer 4."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,13 +12,13 @@ from shardfn._torch import Compiler, pytree
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
-from shardfn.core.model import describe, kind_of
+from shardfn.core.model import ModuleInfo, describe, kind_of
 from shardfn.core.parallel_layers import layer_forwards
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
-from shardfn.core.tensor_parallel import parallel_forwards
+from shardfn.core.tensor_parallel import others_forwards, parallel_forwards
 
 Around = Callable[[Forward], Forward]
 
@@ -57,6 +57,13 @@ def wire(
     fetch = vary if varying else weight
 
     wrapped = dict(around)
+    entered = {source: adjust.axes_of(source) for source, _ in adjust.vary if source.startswith("input ")}
+    shares = (
+        {f"module {module.name}" for module in plan.info.modules if _in_shares(plan, module)} if axes.follows else ()
+    )
+    for path in _with_parts(plan, names) if axes.follows or entered else ():
+        if axes.follows or any(source.endswith(f" of {path}") for source in entered):
+            wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, shares))
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for source, axis in sorted(adjust.vary):
@@ -111,6 +118,11 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 
+def _in_shares(plan: Plan, module: ModuleInfo) -> bool:
+    """Whether a module asked to have its output split over ranks of which there are more than parts."""
+    return module.kind == "linear" and bool(plan.layouts[plan.canonical[dict(module.params)["weight"]]].shared)
+
+
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
     """How many parts the output of a linear has that asked to be split over `axis` (`kv@tp?`) and does not divide.
 
@@ -143,6 +155,42 @@ def shared_alone(path: str, axis: str) -> str:
         f"the ranks of one group share a head; or, when it belongs to every part, write "
         f"sf.collectives.pvary(x, mesh, '{axis}')."
     )
+
+
+def _with_parts(plan: Plan, names: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The modules whose own forwards are given, or may reach, parts of parameters."""
+    split = {name for name, layout in plan.layouts.items() if plan.compute_axes(layout)}
+    owners = [path for path, owned in names.items() if split & set(owned.values())]
+    above = {
+        ".".join(words[:depth]) for path in owners for words in [path.split(".")] for depth in range(len(words) + 1)
+    }
+    return [path for path in names if path in above - others_forwards(plan)]
+
+
+def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]], shares: Collection[str]) -> Around:
+    """The inputs of a module that may use them in shares.
+
+    `entered`: the axes over which it does, by source; `shares`: sources of which ranks take a part, where they are.
+    """
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            for at, leaf in enumerate(leaves):
+                source = f"input {at} of {path}"
+                for axis in entered.get(source, ()):
+                    leaf = axes.vary(leaf, axis)
+                leaves[at] = axes.seen_from(leaf, source, shares)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            return inner(*args, **kwargs)
+
+        return forward
+
+    return around
+
+
+def _as_it_is(forward: Forward) -> Forward:
+    return forward
 
 
 def _varied(axes: ComputeAxes, axis: str) -> Around:

@@ -128,6 +128,7 @@ def _check_output(
         found.gather |= tag.split_by
     else:
         why = f": {part.why}" if part.why else ""
-        kind = part.cure if part.kind == "lost" else "rules"
+        why += f" (in {part.where!r})" if part.where else ""
+        kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
         what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
         found.mixed.append(Problem(what, kind, at=part.where or ""))

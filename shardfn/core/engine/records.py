@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
 from shardfn.core.collectives import Moved
+from shardfn.core.engine.einsums import einsum
 from shardfn.core.engine.origins import Origin, Origins, hash_of
 from shardfn.core.engine.values import Values, leaves_of
 
@@ -55,11 +56,13 @@ class Record:
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
-class Literals(TorchFunctionMode):
-    """Has what is made of numbers begin on the CPU, so that a run without data sees of which."""
+class Comparable(TorchFunctionMode):
+    """Has what is made of numbers begin on the CPU, so that a run without data sees of which; and `einsum` be alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
+        if func is torch.einsum:
+            return einsum(*args)
         where = args[0].device if func is Tensor.new_tensor else given.get("device")
         numbers = func in _OF_NUMBERS and not (func is not Tensor.new_tensor and args and isinstance(args[0], Tensor))
         if not numbers or where is None or torch.device(where).type != "meta":

@@ -43,7 +43,7 @@ class Tag:
         return shape
 
 
-Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "acts", "twice", "random"]
+Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random"]
 
 
 @dataclass(frozen=True)

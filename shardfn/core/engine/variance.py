@@ -503,6 +503,7 @@ class Variance(Framed):
         """What results have of their inputs besides parts."""
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset().union(*(tag.axes for _, tag in tags), *parts)
+        axes -= {axis for own in parts for axis, part in own.items() if part.kind == "lost"}  # which says more
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.axes):

@@ -1,0 +1,148 @@
+"""Modules that compute with split parameters in their own forwards, within a model whose activations are shared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.testing import assert_parity, count_collectives, on_meshes
+
+MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+SPLIT = {"{q,k,v}": "c@fsdp heads@tp d", "o": "heads@tp d c@fsdp", "up": "c@fsdp ff@tp", "down": "ff@tp c@fsdp"}
+
+
+class Block(nn.Module):
+    """The parameters of attention with 4 heads of 2, and of two layers of 16; [b, s, 8] -> [b, s, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(8, 4, 2) / 3) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(4, 2, 8) / 3)
+        self.up, self.down = nn.Parameter(torch.randn(8, 16) / 3), nn.Parameter(torch.randn(16, 8) / 3)
+
+
+class Reader(nn.Module):
+    """A block that reads the weight of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.linear.weight.T) @ self.linear.weight
+
+
+class Model(nn.Module):
+    """Blocks in a residual stream."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([block(), block()]), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def _attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("bsc,chd->bhsd", x, w) for w in (m.q, m.k, m.v))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd,hdc->bic", scores, v, m.o)
+
+
+def _heads_in_the_middle(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("bsc,chd->bshd", x, w) for w in (m.q, m.k, m.v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1)
+    return torch.einsum("bihd,hdc->bic", torch.einsum("bhij,bjhd->bihd", scores, v), m.o)
+
+
+def _two_layers(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ m.up) @ m.down
+
+
+def _in_parallel(m: Any, x: Tensor) -> Tensor:
+    return _attention(m, x) + _two_layers(m, x)
+
+
+def _masked(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("bsc,chd->bhsd", x, w) for w in (m.q, m.k, m.v))
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+    mask = mask[None, None].repeat(x.shape[0], q.shape[1], 1, 1)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~mask, -1e30).softmax(-1)
+    return torch.einsum("bhsd,hdc->bsc", scores @ v, m.o)
+
+
+def _one_by_one(m: Any, x: Tensor) -> Tensor:
+    x = x + _attention(m, x)
+    return _two_layers(m, x)
+
+
+def _model(forward: Callable[[Any, Tensor], Tensor]) -> tuple[Model, sf.Policy]:
+    """A model of blocks with a forward, and rules that split them."""
+    torch.manual_seed(3)
+    model = Model(type("Way", (Block,), {"forward": forward})).double()
+    return model, sf.Policy(rules={f"blocks.*.{name}": rule for name, rule in SPLIT.items()})
+
+
+def _require_parity(model: nn.Module, policy: sf.Policy, mesh: DeviceMesh) -> None:
+    """Outputs, and gradients of parameters and of inputs, are those of one rank."""
+    x = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    whole = model(x)
+    *wanted, of_x = torch.autograd.grad(whole.square().mean(), [*model.parameters(), x], materialize_grads=True)
+    params = sf.shard(model, mesh, policy)
+    local, out, into = (part.detach() for part in sf.data.local_batch((x, whole, of_x), mesh))
+    local.requires_grad_()
+    grads = sf.grad(lambda p: sf.apply(model, p, local).square().mean())(params)
+    assert_parity(sf.gather(grads), dict(zip(dict(model.named_parameters()), wanted, strict=True)), tol=1e-11)
+    assert_parity(sf.apply(model, params, local), out, tol=1e-11)
+    (mine,) = torch.autograd.grad(sf.apply(model, params, local).square().mean(), local)
+    assert_parity(mine, into * x.shape[0] / local.shape[0], tol=1e-11)
+
+
+@pytest.mark.parametrize("forward", [_attention, _heads_in_the_middle, _two_layers, _in_parallel, _masked])
+@on_meshes(*MESHES)
+def test_blocks_are_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    _require_parity(*_model(forward), mesh)
+
+
+@pytest.mark.parametrize("forward", [_in_parallel, _masked])
+@on_meshes(*MESHES)
+def test_a_block_alone_is_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    """The inputs of `apply` enter it."""
+    torch.manual_seed(3)
+    block = type("Way", (Block,), {"forward": forward})().double()
+    _require_parity(block, sf.Policy(rules=SPLIT), mesh)
+
+
+@on_meshes(*MESHES)
+def test_weights_of_children_may_be_read(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    policy = sf.Policy(rules={"blocks.*.linear.weight": "ff@tp c@fsdp"})
+    _require_parity(Model(Reader).double(), policy, mesh)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_block_costs_an_all_reduce_each_way(mesh: DeviceMesh) -> None:
+    """Also with two readers of its input."""
+    model, policy = _model(_in_parallel)
+    params, x = sf.shard(model, mesh, policy), torch.randn(2, 5, 8, dtype=torch.float64)
+    step = sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())
+    step(params)
+    with count_collectives() as counts:
+        step(params)
+    assert counts.all_reduce == 2 * len(model.blocks)
+
+
+def test_a_sum_in_the_middle_of_a_block_is_an_error() -> None:
+    model, policy = _model(_one_by_one)
+    with pytest.raises(sf.ShardError) as caught:
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8, dtype=torch.float64))
+    assert "add of a sum that is still pending (in 'blocks.0')" in str(caught.value)
+    assert "a module of its own, or write sf.collectives.psum(x, mesh, axis)" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
