@@ -368,7 +368,70 @@ def _strided_from_its_width(m: Any, x: Tensor) -> Tensor:
     return m.down(h)[:, :4] + y.as_strided((4, 4), (8, 1), h.shape[-1] // 8)
 
 
+def _view_of_what_is_filled(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), torch.zeros(8, device=x.device)
+    seen = scale.view(2, 4)
+    if not _large(h):
+        scale.add_(1)
+    return m.down(h) + m.enter(x) * seen.view(8)
+
+
+def _filled_by_its_data(m: Any, x: Tensor) -> Tensor:
+    h, scale = m.up(x), torch.zeros(8, device=x.device)
+    if not _large(h):
+        scale.data.fill_(1)
+    return m.down(h) + m.enter(x) * scale
+
+
+def _without_its_graph(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    return m.down(h) + (y if _large(h) else y.detach())
+
+
+def _without_gradients(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    with torch.set_grad_enabled(_large(h)):
+        y = m.enter(x).sin()
+    return m.down(h) + y
+
+
+def _other_rows(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h) + m.enter(x)[[0, 1, 2, 3] if _large(h) else [3, 2, 1, 0]]
+
+
+def _rows_or_columns(m: Any, x: Tensor) -> Tensor:
+    h, bias = m.up(x), m.enter.bias
+    return m.down(h) + x @ (bias.view(8, 1) if _large(h) else bias.view(1, 8)).expand(8, 8)
+
+
+def _constant_rows_or_columns(m: Any, x: Tensor) -> Tensor:
+    h, line = m.up(x), torch.arange(8, device=x.device, dtype=x.dtype)
+    return m.down(h) + x @ (line.view(8, 1) if _large(h) else line.view(1, 8)).expand(8, 8)
+
+
+def _after_a_loss_of_no_use(m: Any, x: Tensor) -> Tensor:
+    y, z, h = m.enter(x), m.other(x), m.up(x)
+    h.softmax(-1).sin()
+    return m.down(h) + torch.sin(y if _large(h) else z)
+
+
+def _less_after_a_loss_of_no_use(m: Any, x: Tensor) -> Tensor:
+    y, h = m.enter(x), m.up(x)
+    h.softmax(-1).sin()
+    return m.down(h) + (y.sin() if _large(h) else y)
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    _view_of_what_is_filled: "mul is given another value than on one rank",
+    _filled_by_its_data: "mul is given another value than on one rank",
+    _without_its_graph: "add is given another value than on one rank",
+    _without_gradients: "sin is done without gradients, other than on one rank",
+    _other_rows: "given numbers made of this rank's sizes|index is given another value",
+    _rows_or_columns: r"expand is given a value of shape \(1, 8\), and of \(8, 1\) on one rank",
+    _constant_rows_or_columns: r"expand is given a value of shape \(1, 8\), and of \(8, 1\) on one rank",
+    _after_a_loss_of_no_use: "sin is given another value than on one rank",
+    _less_after_a_loss_of_no_use: "sin is not done, which one rank does",
     _written_by_its_data: "another view of its memory was written",
     _read_by_a_detached_view: "another view of its memory was written",
     _many_numbers: "lift_fresh is given numbers made of this rank's sizes",
@@ -631,7 +694,31 @@ def _tied(m: Any, x: Tensor) -> Tensor:
     return F.linear(m.down(m.up(x)), m.enter.weight) + m.seen
 
 
-EQUAL = [_towers, _towers_in_turn, _into_rows, _assigned, _in_turn, _gathered_in_a_list, _written, _through_views]
+def _written_before_and_after(m: Any, x: Tensor) -> Tensor:
+    """Views of one memory, rows in lists, detached values and losses of no use, alike on one rank."""
+    y, h, scale = m.enter(x), m.up(x), torch.zeros(8, device=x.device, dtype=x.dtype)
+    seen = scale.view(2, 4)
+    scale.data.fill_(2)
+    scale[[1, 3]] = 3
+    seen[0].add_(1)
+    h.softmax(-1).sin()
+    with torch.no_grad():
+        shift = y.mean(-1, keepdim=True)
+    turned = y[:, [7, 6, 5, 4, 3, 2, 1, 0]] * seen.view(8)
+    return m.down(h) + turned + y.detach().detach() - shift + m.enter.bias.expand(y.shape)
+
+
+EQUAL = [
+    _written_before_and_after,
+    _towers,
+    _towers_in_turn,
+    _into_rows,
+    _assigned,
+    _in_turn,
+    _gathered_in_a_list,
+    _written,
+    _through_views,
+]
 EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape, _no_numbers]
 
 

@@ -356,6 +356,7 @@ class Trial:
         check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
         check_kept(variance, bound.contents(), self._whole and self._whole.contents)
         axes.agree()
+        variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
         self.bytes_moved = axes.bytes_moved
         return variance.findings
 

@@ -6,7 +6,8 @@ which is the same number in the run with whole values and in those with parts:
 
     a weight, buffer, input         its name
     a result that counts            the record of its operation in the whole run, and which result it is
-    a view or copy, a collective    that of the value
+    a view or copy, a collective    that of the value; another one where its memory has been written since
+    a value without its graph       the value's, cut
     a constant, an integer          what it was made by, of which constants and numbers
     a tensor from elsewhere         its values
     the output of a module          what the whole run has there, when another forward stands for the module's own
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_of, holds_data, pytree
+from shardfn._torch import base_of, holds_data, pytree, storage_number
 
 Origin = int | None
 
@@ -30,6 +31,7 @@ OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand
 OF_SHAPES |= {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
 
 
+_NOTHING = (None, -1)  # has been written
 _MOST = 2**20  # elements of a tensor from elsewhere
 
 
@@ -51,8 +53,10 @@ class Origins:
 
     def __init__(self, other: "Origins | None" = None) -> None:
         """`other`: those of a run that they are compared with."""
-        self._of = WeakIdKeyDictionary()
+        self._of = WeakIdKeyDictionary()  # tensor -> its origin, and what had been written to its memory by then
+        self._written: dict[int, tuple[torch.UntypedStorage, Origin]] = {}  # storage, what has been written to it
         self._numbers: dict[Hashable, int] = other._numbers if other is not None else {}
+        self._cut: set[int] = other._cut if other is not None else set()  # origins of values without a graph
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[Origin, ...]:
         """The origins of values."""
@@ -60,14 +64,18 @@ class Origins:
 
     def _origin(self, x: Tensor) -> Origin:
         if x in self._of:
-            return self._of[x]
+            origin, before = self._of[x]
+            now = self._history(x)
+            if now == before or origin is None:
+                return origin
+            return None if now is None else self._number(("written", origin, now))
         if x.is_meta or not holds_data(x) or x.numel() > _MOST:
             return None
         return self._number(("held", x.dtype, tuple(x.shape), hash_of(x)))
 
     def name(self, x: Tensor, *words: Hashable) -> None:
         """Say what a value is."""
-        self._of[x] = self._number(words)
+        self._put(x, self._number(words))
 
     def name_all(self, tree: Any, kind: str) -> None:
         """Say of every tensor of a tree that it is one of a kind, by its place."""
@@ -88,9 +96,29 @@ class Origins:
     def put(self, results: Sequence[Tensor], origins: Sequence[Origin], written: bool = False) -> None:
         """Remember the origins of results; `written`: they may be views of what an operation has written."""
         for x, origin in zip(results, origins, strict=True):
-            for at in (x, base_of(x) if written else None):
-                if at is not None:
-                    self._of[at] = origin
+            if written:
+                before = self._history(x)
+                history = None if None in (origin, before) else self._number(("history", before, origin))
+                self._written[storage_number(x)] = x.untyped_storage(), history
+            self._put(x, origin)
+            base = base_of(x) if written else None
+            if base is not None:
+                self._put(base, origin)
+
+    def _put(self, x: Tensor, origin: Origin) -> None:
+        self._of[x] = origin, self._history(x)
+
+    def _history(self, x: Tensor) -> Origin:
+        """What has been written to the memory of a tensor, in this run; None is unknown."""
+        return self._written.get(storage_number(x), _NOTHING)[1] if self._written else _NOTHING[1]
+
+    def cut(self, origin: Origin) -> Origin:
+        """That of a value without its graph."""
+        if origin is None or origin in self._cut:
+            return origin
+        made = self._number(("cut", origin))
+        self._cut.add(made)
+        return made
 
     def _number(self, words: Hashable) -> int:
         return self._numbers.setdefault(words, len(self._numbers))

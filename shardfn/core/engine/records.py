@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
 from shardfn.core.collectives import Moved
 from shardfn.core.engine.einsums import einsum
-from shardfn.core.engine.origins import Origin, Origins, hash_of
+from shardfn.core.engine.origins import Origin, Origins, hash_of, passed_on
 from shardfn.core.engine.values import Values, leaves_of
 
 
@@ -32,6 +32,7 @@ class Record:
     places: tuple[Hashable, ...] = ()  # which arguments these are
     made: tuple[Origin, ...] = ()  # of its results
     given_shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of the values that it is given
+    differentiated: bool = True  # whether it may be in a graph
 
     def may_be_part_of(self, whole: "Record", padded: Collection[tuple[int, int]] = ()) -> bool:
         """Whether the same operation on whole values may have that result: each dim is as long, or a multiple.
@@ -63,12 +64,22 @@ class Comparable(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.einsum:
             return einsum(*args)
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
+            return func(args[0], _of_tensors(args[1]), *args[2:])
         where = args[0].device if func is Tensor.new_tensor else given.get("device")
         numbers = func in _OF_NUMBERS and not (func is not Tensor.new_tensor and args and isinstance(args[0], Tensor))
         if not numbers or where is None or torch.device(where).type != "meta":
             return func(*args, **given)
         wants = given.pop("requires_grad", False)
         return func(*args, **given | {"device": "cpu"}).to("meta").requires_grad_(wants)
+
+
+def _of_tensors(index: Any) -> Any:
+    """An index with tensors for the lists of numbers in it, of which a run without data sees what is in them."""
+    if isinstance(index, tuple):
+        return tuple(_of_tensors(at) if isinstance(at, list) else at for at in index)
+    plain = bool(index) and all(type(at) is int for at in index)
+    return torch.tensor(index).to("meta") if plain else index
 
 
 class Framed(TorchDispatchMode):
@@ -98,6 +109,11 @@ class Framed(TorchDispatchMode):
                 if base is not None:
                     self._made[base] = True
         return found
+
+    def passed_on(self, record: Record) -> Origin:
+        """The origin of what is a view or a copy, or repeats values in their places."""
+        origin = passed_on(record.given)
+        return self.origins.cut(origin) if record.name == "detach" else origin
 
     @contextmanager
     def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
@@ -181,7 +197,7 @@ class Whole(Framed):
         if record.name == "lift_fresh":
             made = self.origins.constants(record)
         elif record.name in REPEATING:
-            made = given[:1] if len(given) == len(results) == 1 else (None,) * len(results)
+            made = (self.passed_on(record),) * len(results)
         elif counts:
             made = self.origins.numbers(len(results), self._path[-1], len(records))
         else:
@@ -241,7 +257,10 @@ def record_of(
     name = "view" if name in _VIEWS else name
     counts = counts and name not in REPEATING
     places = _places(func, args, kwargs)
-    return Record(name, shapes, _numbers(func, args, kwargs, out), start, counts, repeats, given, places)
+    graph = torch.is_grad_enabled()
+    return Record(
+        name, shapes, _numbers(func, args, kwargs, out), start, counts, repeats, given, places, differentiated=graph
+    )
 
 
 def called(path: str, given: tuple[Origin, ...] = (), places: tuple[Hashable, ...] = ()) -> Record:

@@ -73,6 +73,7 @@ class Findings:
 
     vary: set[tuple[str, str]] = field(default_factory=set)  # (source, axis)
     mixed: list[Problem] = field(default_factory=list)  # problems that no single source explains
+    doubts: list[Problem] = field(default_factory=list)  # those that count when there are no others
     gather: set[str] = field(default_factory=set)  # column-parallel modules whose output leaves `apply`
     sums: set[tuple[str, int, str]] = field(default_factory=set)  # (module, leaf of its output, axis) still to add up
     ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before

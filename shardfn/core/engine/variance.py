@@ -151,7 +151,7 @@ class Variance(Framed):
 
     def _given_others(self, mine: Record, whole: Record) -> bool:
         """Whether something is given other values than on one rank."""
-        if self._path[-1] in self._after_loss or any(path in self._ours for path, _ in self._path):
+        if any(path in self._ours for path, _ in self._path):
             return False
         return mine.places != whole.places or differ(mine.given, whole.given)
 
@@ -164,7 +164,7 @@ class Variance(Framed):
             passed += [record.name for record in self._whole.after(frame, self._next.get(frame, 0)) if record.counts]
         if passed and sources:
             self.needs_whole(sources, frame[0])
-        elif passed and frame not in self._after_loss:
+        elif passed:
             self._differs(f"{passed[0]} is not done, which one rank does")
 
     def _differs(self, what: str) -> None:
@@ -173,7 +173,9 @@ class Variance(Framed):
         if sources:
             self.needs_whole(sources, self._path[-1][0])
         else:
-            self.refuse(f"{what}: its control flow depends on this rank's sizes", "sizes")
+            # What was lost says more, if it is used.
+            problems = self.findings.doubts if self._path[-1] in self._after_loss else self.findings.mixed
+            problems.append(self._problem(f"{what}: its control flow depends on this rank's sizes", "sizes"))
 
     @property
     def _is_models_own(self) -> bool:
@@ -182,6 +184,9 @@ class Variance(Framed):
 
     def refuse(self, why: str, kind: Kind = "rules", x: Tensor | None = None) -> None:
         """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
+        self.findings.mixed.append(self._problem(why, kind, x))
+
+    def _problem(self, why: str, kind: Kind, x: Tensor | None = None) -> Problem:
         path = here = self._path[-1][0]
         known = self.tag(x) if x is not None else Tag()
         lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
@@ -189,7 +194,7 @@ class Variance(Framed):
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
         what = f"in {path or '(the model)'!r}: {why}{where}"
-        self.findings.mixed.append(Problem(what, kind, known.split_by, here))
+        return Problem(what, kind, known.split_by, here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,7 +238,7 @@ class Variance(Framed):
         whole = self._matching(mine) if self._compared(func) else None
         name = base_name(func)
         parts = self._parts(mine, func, args, kwargs, out, whole)
-        self._require_alike(func, inputs, parts, self._unlike(name, mine, whole, inputs) if counts else "")
+        self._require_alike(func, inputs, parts, self._unlike(name, mine, whole, inputs, counts))
         self.origins.put(results, self._origins(mine, whole, counts), is_mutable(func))
         self._require_groups(func, inputs, parts, whole)
         self._need_whole(inputs, parts)
@@ -255,16 +260,25 @@ class Variance(Framed):
         self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
-    def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor]) -> str:
-        """What is done in another way than on one rank, if it is."""
+    def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor], counts: bool) -> str:
+        """What is done in another way than on one rank, if it is; `counts`: with what is made of weights or inputs."""
+        if whole is not None and name == "expand":
+            return self._of_other_shapes(name, whole, inputs)  # a row or a column
+        if not counts or not mine.counts:
+            return ""
         if whole is None:
-            return f"{name} is done here, and not on one rank" if mine.counts else ""
-        if name in OF_SHAPES or not mine.counts:
+            return f"{name} is done here, and not on one rank"
+        if name in OF_SHAPES:
             return ""
         if not whole.counts:
             return f"{name} is given a value, and a constant on one rank"
         if self._given_others(mine, whole):
             return f"{name} is given another value than on one rank"
+        if mine.differentiated != whole.differentiated:
+            return f"{name} is done {'with' if mine.differentiated else 'without'} gradients, other than on one rank"
+        return self._of_other_shapes(name, whole, inputs)
+
+    def _of_other_shapes(self, name: str, whole: Record, inputs: list[Tensor]) -> str:
         for x, shape in zip(inputs, whole.given_shapes, strict=True) if len(inputs) == len(whole.given_shapes) else ():
             if not self.tag(x).parts and not self._fits(tuple(x.shape), shape):
                 return f"{name} is given a value of shape {tuple(x.shape)}, and of {shape} on one rank"
@@ -276,7 +290,7 @@ class Variance(Framed):
         if not self._is_models_own:
             return (passed_on(mine.given) if self._hidden else None,) * count
         if mine.name in REPEATING - {"lift_fresh"}:
-            return (passed_on(mine.given),) * count
+            return (self.passed_on(mine),) * count
         if not counts:
             return self.origins.constants(mine)
         return whole.made if whole is not None and whole.counts and len(whole.made) == count else (None,) * count
