@@ -146,3 +146,35 @@ def test_a_sum_in_the_middle_of_a_block_is_an_error() -> None:
     assert "add of a sum that is still pending (in 'blocks.0')" in str(caught.value)
     assert "a module of its own, or write sf.collectives.psum(x, mesh, axis)" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3
+
+
+class Scores(nn.Module):
+    """Attention that scales the queries of each head; [b, heads, s, d] of them, and keys that groups of heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        k = k[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2)
+        return (q * self.scale[:, None, None] @ k.transpose(-1, -2)).softmax(-1) @ k
+
+
+class Grouped(nn.Module):
+    """A block with 4 heads of queries and 2 of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o, self.scores = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8), Scores()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (linear(x).unflatten(-1, (-1, 2)).transpose(1, 2) for linear in (self.q, self.k))
+        return self.o(self.scores(q, k).transpose(1, 2).flatten(2))
+
+
+@on_meshes(*MESHES)
+def test_keys_of_a_group_may_enter_a_module(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    rules = {"q.weight": "(h@tp d) c", "k.weight": "(kv@tp? d) c", "o.weight": "c (h@tp d)", "scores.scale": "h@tp"}
+    policy = sf.Policy(rules={f"blocks.*.{name}": rule for name, rule in rules.items()}, sizes={"d": 2})
+    _require_parity(Model(Grouped).double(), policy, mesh)

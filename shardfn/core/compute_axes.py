@@ -41,9 +41,9 @@ class Adjustments:
 
     `vary`: parameters, and inputs and outputs of modules, that need a `pvary`, with the axis; `gather`: column-parallel
     modules whose output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum
-    still to be added up over which axis. `ready`: linears whose input has had its `pvary` before. `shared`: leaves of
-    the output that have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over an
-    axis, and their dim; `joined`: those that are gathered as they leave.
+    still to be added up over which axis. `ready`: linears, and sources, that had their `pvary` before. `shared`: leaves
+    of the output that have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over
+    an axis, and their dim; `joined`: those that are gathered as they leave.
     `inputs`, `outputs`: steps of modules for activations split by `Policy.acts`; `scattered`: which modules scatter
     their sum, and over which dim. For the next run without data, `in_shares`: modules that use gathered inputs in
     shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
@@ -119,21 +119,25 @@ class ComputeAxes:
 
     def entered(self, x: Tensor, axis: str, path: str, ready: bool) -> Tensor:
         """The input of a column-parallel linear at `path`, varying; `ready` when it was before."""
+        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
+        if self._variance is None or part is None or part.kind == "same":
+            return self.varied_once(x, axis, path, ready)
+        self._variance.refuse(
+            f"an input that is already split over '{axis}' meets a weight that splits its output over it"
+            + (f" ({part.why})" if part.why else ""),
+            "rules",
+            x,
+        )
+        return x
+
+    def varied_once(self, x: Tensor, axis: str, reader: str, ready: bool) -> Tensor:
+        """A value that does not vary, varying for a reader of it; `ready` when it varied before."""
         if self._variance is None:
             return x if ready else self.vary(x, axis)
-        part = self._variance.tag(x).parts.get(axis)
-        if part is None:
-            self._not_ready.setdefault((path, axis), []).append(x)
+        if self._variance.tag(x).parts.get(axis) is None:
+            self._not_ready.setdefault((reader, axis), []).append(x)
             return self.vary(x, axis)
-        if part.kind == "same":
-            self._variance.findings.ready.add((path, axis))
-        else:
-            self._variance.refuse(
-                f"an input that is already split over '{axis}' meets a weight that splits its output over it"
-                + (f" ({part.why})" if part.why else ""),
-                "rules",
-                x,
-            )
+        self._variance.findings.ready.add((reader, axis))
         return x
 
     def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
@@ -269,7 +273,7 @@ class ComputeAxes:
         if self._variance is not None and isinstance(out, Tensor):
             tag = self._variance.tag(out)
             added = frozenset([split_by]) if split_by is not None else frozenset()
-            self._variance.mark(out, replace(tag, source=source, split_by=tag.split_by | added))
+            self._variance.mark(out, replace(tag, sources=frozenset([source]), split_by=tag.split_by | added))
         return out
 
     @property

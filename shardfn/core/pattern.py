@@ -68,6 +68,16 @@ def _translate(piece: str, pattern: str) -> str:
     return re.escape(piece)
 
 
+def is_in(name: str, module: str) -> bool:
+    """Whether a name is that of something in a module, at any depth.
+
+    >>> from shardfn.core.pattern import is_in
+    >>> is_in("layers.0.mlp", "layers.0"), is_in("layers.0", "layers.0"), is_in("layers", "")
+    (True, False, True)
+    """
+    return name.startswith(f"{module}.") if module else name != ""
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches all of `name`."""
     return compile_pattern(pattern).fullmatch(name) is not None

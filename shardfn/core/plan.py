@@ -1040,6 +1040,9 @@ def _travels_late(leaf: Leaf) -> tuple[bool, int]:
     return not leaf.splits or not leaf.splits[0], -prod(leaf.shape)
 
 
+_HOLDERS = {f"torch.nn.modules.container.Parameter{what}" for what in ("List", "Dict")}
+
+
 def _uncomputable(
     info: ModelInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles, policy: Policy
 ) -> list[str]:
@@ -1063,6 +1066,8 @@ def _uncomputable(
             continue
         if not module.classes[0].startswith("torch.nn.") or module.name in read_by:
             continue  # a forward of the user's: the run without data tells whether it can work with parts
+        if module.classes[0] in _HOLDERS:
+            continue  # which has none
         for attribute, name in names.items():
             layout = layouts[name]
             split = [axis for axis in layout.axes if axis in role.compute and axes[axis] > 1]

@@ -414,4 +414,4 @@ def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _marked(tag: Tag, path: str) -> Tag:
-    return Tag(tag.parts, tag.wants, None, frozenset([f"{BY_ACTS}{path}"]))
+    return Tag(tag.parts, tag.wants, frozenset(), frozenset([f"{BY_ACTS}{path}"]))

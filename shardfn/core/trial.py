@@ -31,7 +31,7 @@ from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.pattern import matches
+from shardfn.core.pattern import is_in, matches
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
@@ -240,10 +240,11 @@ class Trial:
                 adjust = replace(adjust, entries=adjust.entries | new)
             elif new := found.whole - adjust.whole:
                 adjust = replace(adjust, whole=adjust.whole | new)
+            elif new := found.sums - adjust.sums:  # before what these sums meet asks for more
+                first = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
+                adjust = replace(adjust, sums=adjust.sums | first)
             elif new := found.gather - adjust.gather:
                 adjust = replace(adjust, gather=adjust.gather | new)
-            elif new := found.sums - adjust.sums:  # before what these sums meet asks for more
-                adjust = replace(adjust, sums=adjust.sums | new)
             elif new := found.vary - adjust.vary:
                 adjust = replace(adjust, vary=adjust.vary | new)
             elif not found.mixed:
@@ -333,7 +334,8 @@ class Trial:
         variance = Variance(sizes, self._whole, others_forwards(self.plan), padded)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         owners = [path for path, names in self.names.items() if names]
-        around = {path: _noting(variance, axes, path, path in owners, _is_above(path, owners)) for path in self.names}
+        above = {path for path in self.names if any(is_in(owner, path) for owner in owners)}
+        around = {path: _noting(variance, axes, path, path in owners, path in above) for path in self.names}
         self._drops = _Drops(variance)
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
@@ -437,8 +439,8 @@ class _MetaWeights:
             trains = layout.trainable and self._differentiates
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
-            source = None if parts else f"parameter {name}"
-            self._variance.mark(made, Tag(parts, made.requires_grad, source, weight=True))
+            sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
+            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True))
             self._variance.begins_with(made)
             self._made[name] = made
         self._variance.origins.name(self._made[name], "weight", name)
@@ -477,10 +479,6 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
         return forward
 
     return around
-
-
-def _is_above(path: str, owners: Sequence[str]) -> bool:
-    return any(owner.startswith(f"{path}." if path else "") for owner in owners)
 
 
 def _split_dims(drop: _Drop) -> tuple[str, ...] | None:

@@ -15,6 +15,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.model import ModuleInfo, describe, kind_of
 from shardfn.core.parallel_layers import layer_forwards
 from shardfn.core.parts import Part
+from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
@@ -63,14 +64,15 @@ def wire(
     )
     for path in _with_parts(plan, names) if axes.follows or entered else ():
         if axes.follows or any(source.endswith(f" of {path}") for source in entered):
-            wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, shares))
+            wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
             parts = shared_parts(plan, path, axis)
-            added = _own_part(axes, axis, parts) if parts else _varied(axes, axis)
+            ready = (source, axis) in adjust.ready
+            added = _own_part(axes, axis, parts) if parts else _varied(axes, axis, source, ready)
             wrapped[path] = chained(added, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
         wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
@@ -161,16 +163,21 @@ def _with_parts(plan: Plan, names: Mapping[str, Mapping[str, str]]) -> list[str]
     """The modules whose own forwards are given, or may reach, parts of parameters."""
     split = {name for name, layout in plan.layouts.items() if plan.compute_axes(layout)}
     owners = [path for path, owned in names.items() if split & set(owned.values())]
-    above = {
-        ".".join(words[:depth]) for path in owners for words in [path.split(".")] for depth in range(len(words) + 1)
-    }
-    return [path for path in names if path in above - others_forwards(plan)]
+    others = others_forwards(plan)
+    return [path for path in names if path not in others and any(o == path or is_in(o, path) for o in owners)]
 
 
-def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]], shares: Collection[str]) -> Around:
+def _entering(
+    axes: ComputeAxes,
+    path: str,
+    entered: Mapping[str, Sequence[str]],
+    ready: Collection[tuple[str, str]],
+    shares: Collection[str],
+) -> Around:
     """The inputs of a module that may use them in shares.
 
-    `entered`: the axes over which it does, by source; `shares`: sources of which ranks take a part, where they are.
+    `entered`: the axes over which it does, by source; `ready`: sources that varied before; `shares`: those of which
+    ranks take a part, where they are.
     """
 
     def around(inner: Forward) -> Forward:
@@ -178,8 +185,8 @@ def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]]
             leaves, structure = pytree.tree_flatten((args, kwargs))
             for at, leaf in enumerate(leaves):
                 source = f"input {at} of {path}"
-                for axis in entered.get(source, ()):
-                    leaf = axes.vary(leaf, axis)
+                for axis in entered.get(source, ()) if _has_gradients(leaf) else ():
+                    leaf = axes.varied_once(leaf, axis, source, (source, axis) in ready)
                 leaves[at] = axes.seen_from(leaf, source, shares)
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             return inner(*args, **kwargs)
@@ -189,16 +196,20 @@ def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]]
     return around
 
 
+def _has_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
 def _as_it_is(forward: Forward) -> Forward:
     return forward
 
 
-def _varied(axes: ComputeAxes, axis: str) -> Around:
+def _varied(axes: ComputeAxes, axis: str, source: str, ready: bool) -> Around:
     """A module's output, of which each rank uses all for its own part of something else."""
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return axes.vary(inner(*args, **kwargs), axis)
+            return axes.varied_once(inner(*args, **kwargs), axis, source, ready)
 
         return forward
 

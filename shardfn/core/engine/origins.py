@@ -56,7 +56,6 @@ class Origins:
         self._of = WeakIdKeyDictionary()  # tensor -> its origin, and what had been written to its memory by then
         self._written: dict[int, tuple[torch.UntypedStorage, Origin]] = {}  # storage, what has been written to it
         self._numbers: dict[Hashable, int] = other._numbers if other is not None else {}
-        self._cut: set[int] = other._cut if other is not None else set()  # origins of values without a graph
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[Origin, ...]:
         """The origins of values."""
@@ -114,11 +113,7 @@ class Origins:
 
     def cut(self, origin: Origin) -> Origin:
         """That of a value without its graph."""
-        if origin is None or origin in self._cut:
-            return origin
-        made = self._number(("cut", origin))
-        self._cut.add(made)
-        return made
+        return None if origin is None else self._number(("cut", origin))
 
     def _number(self, words: Hashable) -> int:
         return self._numbers.setdefault(words, len(self._numbers))

@@ -14,17 +14,22 @@ class Tag:
     """What is known about one tensor.
 
     `parts`: what it is over each axis it varies over. `wants`: whether it depends on what is differentiated, which its
-    `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `source`: the one
-    parameter or module output that it is made of (by operations whose other inputs need no gradient). `split_by`: the
-    column-parallel modules whose split it carries, or the modules that `Policy.acts` splits. `weight`: whether it is a
-    weight, moved at most.
+    `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `sources`: the
+    parameters, and inputs and outputs of modules, that its gradient goes to; none when they are not known. `split_by`:
+    the column-parallel modules whose split it carries, or the modules that `Policy.acts` splits. `weight`: whether it
+    is a weight, moved at most.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     wants: bool = False
-    source: str | None = None
+    sources: frozenset[str] = frozenset()
     split_by: frozenset[str] = frozenset()
     weight: bool = False
+
+    @property
+    def source(self) -> str | None:
+        """The one parameter, or input or output of a module, that it is made of."""
+        return next(iter(self.sources)) if len(self.sources) == 1 else None
 
     @property
     def axes(self) -> frozenset[str]:

@@ -120,7 +120,7 @@ class Variance(Framed):
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
         still_split = any(part.split for part in parts.values())
-        self.mark(out, Tag(parts, wants, None, known.split_by if still_split else frozenset()))
+        self.mark(out, Tag(parts, wants, frozenset(), known.split_by if still_split else frozenset()))
         if x in self._made:
             self.begins_with(out)
 
@@ -481,8 +481,8 @@ class Variance(Framed):
         known = self.tag(x)
         if not (known.wants or x.requires_grad):
             return
-        if known.source is not None:
-            self.findings.vary.add((known.source, axis))
+        if known.sources and path not in known.sources:
+            self.findings.vary.update((source, axis) for source in known.sources)
             return
         what = (
             f"in {path!r}: it is called with a value that ranks of '{axis}' use in shares and with one that they share"
@@ -511,7 +511,7 @@ class Variance(Framed):
             elif not (fits and parts.get(axis) == part):
                 parts[axis] = Part("lost", why="split values are written into a piece of a tensor that is not split")
         self._fresh.pop(base, None)
-        self.mark(base, Tag(parts, known.wants or tag.wants, None, known.split_by | tag.split_by))
+        self.mark(base, Tag(parts, known.wants or tag.wants, frozenset(), known.split_by | tag.split_by))
 
     def _joined(self, inputs: list[Tensor], parts: list[dict[str, Part]], operation: str) -> Tag:
         """What results have of their inputs besides parts."""
@@ -521,17 +521,19 @@ class Variance(Framed):
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.axes):
-                if tag.source is not None:
-                    self.findings.vary.add((tag.source, axis))
+                if tag.sources:
+                    self.findings.vary.update((source, axis) for source in tag.sources)
                 else:
                     self.refuse(
                         f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it",
                         "gradient",
                     )
-        sources = {tag.source for tag in grads}
+        sources = (
+            frozenset().union(*(tag.sources for tag in grads)) if all(tag.sources for tag in grads) else frozenset()
+        )
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
-        return Tag({}, wants, sources.pop() if len(sources) == 1 else None, split_by)
+        return Tag({}, wants, sources, split_by)
 
 
 _AHEAD = 64  # how many operations of the whole run may have no counterpart here
