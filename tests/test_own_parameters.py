@@ -83,6 +83,101 @@ def _one_by_one(m: Any, x: Tensor) -> Tensor:
     return _two_layers(m, x)
 
 
+class Own(nn.Module):
+    """Parameters by name, each [n, m]."""
+
+    scale: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+    w: nn.Parameter
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 3))
+
+
+class Mixed(nn.Module):
+    """A block of a linear, and of a parameter that reads what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) @ self.down
+
+
+class Up(Own):
+    """One half of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.w)
+
+
+class Down(Own):
+    """The other half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+class Halves(nn.Module):
+    """A block of two modules, the sum of the second of which it returns as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Up(w=(8, 16)), Down(w=(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+class Normed(Own):
+    """A norm by hand, with a scale of its own: gradients go to the scale and to the input."""
+
+    def __init__(self) -> None:
+        super().__init__(scale=(8,), up=(8, 16), down=(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.scale
+        return torch.tanh(x @ self.up) @ self.down
+
+
+class Nested(Own):
+    """Another block first; both read the input."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8))
+        self.inner = Normed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh((x + self.inner(x)) @ self.up) @ self.down
+
+
+class InADict(nn.Module):
+    """Parameters in containers of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.ParameterDict({"up": torch.randn(8, 16) / 3})
+        self.listed = nn.ParameterList([torch.randn(16, 8) / 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.named["up"]) @ self.listed[0]
+
+
+INTO, OUT = "c@fsdp ff@tp", "ff@tp c@fsdp"
+BLOCKS: dict[type[nn.Module], dict[str, str]] = {
+    Mixed: {"up.weight": OUT, "down": OUT},
+    Halves: {"up.w": INTO, "down.w": OUT},
+    Normed: {"up": INTO, "down": OUT},
+    Nested: {"{up,inner.up}": INTO, "{down,inner.down}": OUT},
+    InADict: {"named.up": INTO, "listed.0": OUT},
+    Reader: {"linear.weight": OUT},
+}
+
+
 def _model(forward: Callable[[Any, Tensor], Tensor]) -> tuple[Model, sf.Policy]:
     """A model of blocks with a forward, and rules that split them."""
     torch.manual_seed(3)
@@ -120,11 +215,34 @@ def test_a_block_alone_is_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[An
     _require_parity(block, sf.Policy(rules=SPLIT), mesh)
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @on_meshes(*MESHES)
-def test_weights_of_children_may_be_read(mesh: DeviceMesh) -> None:
+def test_blocks_of_other_kinds_are_as_on_one_rank(mesh: DeviceMesh, block: type[nn.Module]) -> None:
     torch.manual_seed(3)
-    policy = sf.Policy(rules={"blocks.*.linear.weight": "ff@tp c@fsdp"})
-    _require_parity(Model(Reader).double(), policy, mesh)
+    policy = sf.Policy(rules={f"blocks.*.{name}": rule for name, rule in BLOCKS[block].items()})
+    _require_parity(Model(block).double(), policy, mesh)
+
+
+class Noting(Own):
+    """A block that writes into what it is given, and asks which tensor that is."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8))
+
+    def forward(self, x: Tensor, notes: dict[str, Any], context: Tensor) -> Tensor:
+        notes[f"call {len(notes)}"] = x.shape
+        return torch.tanh(x @ self.up) @ self.down * (2 if context is x else 3)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_block_may_write_into_what_it_is_given(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    block, notes = Noting().double(), dict[str, Any]()
+    x, context = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    params = sf.shard(block, mesh, sf.Policy(rules={"up": INTO, "down": OUT}))
+    assert_parity(sf.apply(block, params, x, notes, context), block(x, {}, context), tol=1e-11)
+    assert notes == {"call 0": x.shape}
+    assert_parity(sf.apply(block, params, x, notes, x), block(x, {}, x), tol=1e-11)
 
 
 @on_meshes({"fsdp": 1, "tp": 2})

@@ -778,6 +778,68 @@ def test_a_sum_in_one_call_only_is_refused() -> None:
         sf.plan(TwoUses(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(4, 8))
 
 
+class TwoKinds(TwoUses):
+    """A module whose output is a pending sum in one call, and cannot be told in another."""
+
+    @staticmethod
+    def _raw(m: Any, x: Tensor, uses: bool) -> Tensor:
+        h = F.linear(x, m.into)
+        return F.linear(h, m.out) if uses else F.linear(h.softmax(-1), m.out)
+
+
+def test_a_sum_in_one_call_and_a_loss_in_another_are_refused() -> None:
+    policy = sf.Policy(rules={f"raw.{name}": rule for name, rule in RAW.items()})
+    with pytest.raises(sf.ShardError, match="in another one it cannot be told: _softmax along"):
+        sf.plan(TwoKinds(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(4, 8))
+
+
+class Tables(nn.Module):
+    """A table whose ids, and attention whose masks, are made of parts."""
+
+    def __init__(self, forward_of: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.table, self.attention = nn.Linear(8, 16), nn.Embedding(16, 8), nn.MultiheadAttention(8, 2)
+        self.forward_of = forward_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_of(self, x) + self.table(x[:, 0].long())
+
+
+def _ids_of_parts(m: Any, x: Tensor) -> Tensor:
+    return m.table(m.up(x).argmax(-1))
+
+
+def _ids_that_are_parts(m: Any, x: Tensor) -> Tensor:
+    return m.table(m.up(x).long()).sum()
+
+
+def _mask_of_parts(m: Any, x: Tensor) -> Tensor:
+    hidden = m.up(x).softmax(-1)[:, 0] > 0.5
+    return m.attention(x[:, None], x[:, None], x[:, None], key_padding_mask=hidden[None])[0][:, 0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [(_ids_of_parts, "its ids .* argmax"), (_ids_that_are_parts, "its ids"), (_mask_of_parts, "its masks .* _softmax")],
+)
+def test_ids_and_masks_that_are_made_of_parts_are_refused(forward: Callable[[Any, Tensor], Tensor], why: str) -> None:
+    rules = {"up.weight": "f@tp c", "table.weight": "v@tp c"}
+    rules |= {"attention.in_proj_weight": "(3 h@tp d) c", "attention.out_proj.weight": "c (h@tp d)"}
+    with pytest.raises(sf.ShardError, match=f"{why}.* differ over 'tp'|{why.split(' .*')[0]} differ over 'tp'"):
+        sf.plan(
+            Tables(forward), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=rules, sizes={"h": 2}), example=torch.rand(4, 8)
+        )
+
+
+def test_a_collective_by_hand_tells_nothing_of_what_was_lost() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        mesh = sf.MeshSpec(fsdp=1, tp=2)
+        return m.other(sf.collectives.psum(m.up(x).softmax(-1).sum(-1, keepdim=True), mesh, "tp").expand(4, 8))
+
+    with pytest.raises(sf.ShardError, match="_softmax along dim 1"):
+        _planned(forward, rules={"up.weight": "f@tp c"})
+
+
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_a_chance_of_none_or_all_decides_nothing(chance: float) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:

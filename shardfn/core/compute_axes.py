@@ -185,6 +185,12 @@ class ComputeAxes:
         """The sum that a leaf of the output of the module at `path` is, in each of its calls."""
         x = leaves[at] if at < len(leaves) else None
         part = self._variance.tag(x).parts.get(axis) if self._variance is not None and isinstance(x, Tensor) else None
+        if self._variance is not None and isinstance(x, Tensor) and part is not None and part.kind == "lost":
+            self._variance.refuse(
+                f"output {at} is a sum over '{axis}' in one call, and in another one it cannot be told: {part.why}",
+                "whole",
+                x,
+            )
         whole = self._variance is not None and (part is None or part.kind in ("same", "split"))
         if self._variance is not None and (whole or not isinstance(x, Tensor)):
             self._variance.refuse(
@@ -262,6 +268,13 @@ class ComputeAxes:
         if self._variance is not None and part != wanted:
             self._variance.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
 
+    def require_whole(self, x: Tensor, axis: str, what: str) -> None:
+        """Have the run without data refuse an x that is not the same on all ranks of an axis."""
+        part = self._variance.tag(x).parts.get(axis) if self._variance is not None else None
+        if self._variance is not None and part is not None and part.kind != "same":
+            why = f" ({part.why})" if part.why else ""
+            self._variance.refuse(f"{what} differ over '{axis}', as a {part.kind} value{why}", "whole", x)
+
     def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
         """Tell the run without data what the last dim of x is over axes: sizes of 1 leave that open."""
         if self._variance is not None:
@@ -281,17 +294,25 @@ class ComputeAxes:
         """Whether this is a run without data that follows what differs over axes."""
         return self._variance is not None
 
-    def seen_from(self, x: Any, source: str, but: Collection[str] = ()) -> Any:
-        """In a run without data, a value as the module sees it that it enters: a `pvary` may be put there.
+    @contextmanager
+    def seen_from(self, sources: Mapping[str, Any], but: Collection[str]) -> Iterator[None]:
+        """In a run without data, the inputs of a module are sources within it: a `pvary` may be put there.
 
-        `but`: sources that it keeps.
+        `sources`: the inputs, by what they are called; `but`: sources that these keep.
         """
-        if self._variance is None or not isinstance(x, Tensor) or not x.requires_grad:
-            return x
-        if self._variance.tag(x).source in but:
-            return x
-        with self.hidden():
-            return self.note_source(x.view_as(x), source)
+        variance, before = self._variance, list[tuple[Tensor, frozenset[str]]]()
+        if variance is None:
+            yield
+            return
+        for source, x in sources.items():
+            if isinstance(x, Tensor) and x.requires_grad and not variance.tag(x).sources & set(but):
+                before.append((x, variance.tag(x).sources))
+                self.note_source(x, source)
+        try:
+            yield
+        finally:
+            for x, own in reversed(before):
+                variance.mark(x, replace(variance.tag(x), sources=own))
 
     def received(self, count: int) -> None:
         """Add bytes that a rank receives in a forward and its backward, in a run without data."""

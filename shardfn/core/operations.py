@@ -54,7 +54,8 @@ class Operation:
         """Whether a dim that ranks split may be padded, with anything there by now: a sum over it would count that."""
         size = x.shape[dim] * self.size // part.share
         return not self.weight(x) and any(
-            size and stored % size == 0 and true % (stored // size) == 0 for true, stored in self.padded
+            size and (size % stored == 0 or (stored % size == 0 and true % (stored // size) == 0))
+            for true, stored in self.padded
         )
 
     def differs(self, dim: int) -> bool:

@@ -407,6 +407,10 @@ def _merged(
 ) -> Tensor | None:
     """What is added to scores [b, heads, t, s], of masks that hide (bool) or are added."""
     merged: Tensor | None = None
+    shared = [x for x in (mask if mask is not None and mask.dim() == 2 else None, padding) if x is not None]
+    for axis in split:
+        for x in shared:
+            layer.axes.require_whole(x, axis, "its masks")
     if mask is not None:
         merged = _added(mask, q.dtype)
         if mask.dim() == 3:  # [b * heads, t, s]

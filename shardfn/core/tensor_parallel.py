@@ -365,6 +365,8 @@ def _lookup(
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
         require_ids(module.name, ids, layout.shape[0])
+        for axis in vocab:
+            axes.require_whole(ids, axis, "its ids")
         first = _first_row(axes, vocab, w.shape[0])
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])

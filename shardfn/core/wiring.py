@@ -67,6 +67,8 @@ def wire(
             wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
+    for path, leaf, axis in sorted(adjust.sums):
+        wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
@@ -74,8 +76,6 @@ def wire(
             ready = (source, axis) in adjust.ready
             added = _own_part(axes, axis, parts) if parts else _varied(axes, axis, source, ready)
             wrapped[path] = chained(added, wrapped.get(path))
-    for path, leaf, axis in sorted(adjust.sums):
-        wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
     layers = layer_forwards(plan, axes, fetch, adjust)
     forwards = {**layers, **parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     ignored = frozenset(plan.info.ignored)
@@ -182,14 +182,13 @@ def _entering(
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            for at, leaf in enumerate(leaves):
-                source = f"input {at} of {path}"
-                for axis in entered.get(source, ()) if _has_gradients(leaf) else ():
-                    leaf = axes.varied_once(leaf, axis, source, (source, axis) in ready)
-                leaves[at] = axes.seen_from(leaf, source, shares)
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
-            return inner(*args, **kwargs)
+            given = {**dict(enumerate(args)), **kwargs}
+            sources = {key: f"input {key} of {path}" for key in given}
+            for key, source in sources.items():
+                for axis in entered.get(source, ()) if _has_gradients(given[key]) else ():
+                    given[key] = axes.varied_once(given[key], axis, source, (source, axis) in ready)
+            with axes.seen_from({source: given[key] for key, source in sources.items()}, shares):
+                return inner(*[given.pop(at) for at in range(len(args))], **given)
 
         return forward
 
@@ -243,7 +242,7 @@ def _added_up(axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None)
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = pytree.tree_flatten(inner(*args, **kwargs))
             leaves[at] = axes.leaf_total(leaves, at, axis, path, dim)
-            return pytree.tree_unflatten(leaves, structure)
+            return axes.note_source(pytree.tree_unflatten(leaves, structure), f"module {path}")
 
         return forward
 

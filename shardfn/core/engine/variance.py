@@ -115,7 +115,8 @@ class Variance(Framed):
                 f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)",
                 "twice",
             )
-        part = after_collective(moved.kind, before, out.shape, moved.dims)
+        lost = before is not None and before.kind == "lost" and not self._is_made_within(before)
+        part = before if lost else after_collective(moved.kind, before, out.shape, moved.dims)
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
@@ -148,6 +149,10 @@ class Variance(Framed):
     def differ(self, mine: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
         """Whether values are known to be others than some of the whole run."""
         return self._whole is not None and differ(self.origins.of(mine), self._whole.origins.of(whole))
+
+    def _is_made_within(self, part: Part) -> bool:
+        """Whether a part was lost in a parallel forward that is running, whose author knows what is done with it."""
+        return part.where is not None and any(path in self._ours and part.where == path for path, _ in self._path)
 
     def _given_others(self, mine: Record, whole: Record) -> bool:
         """Whether something is given other values than on one rank."""
@@ -517,7 +522,6 @@ class Variance(Framed):
         """What results have of their inputs besides parts."""
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset().union(*(tag.axes for _, tag in tags), *parts)
-        axes -= {axis for own in parts for axis, part in own.items() if part.kind == "lost"}  # which says more
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.axes):
