@@ -254,8 +254,8 @@ class Trial:
             else:
                 break
         failure = Failure(tuple(dict.fromkeys(found.mixed)))
-        alone = all(problem.kind == "gradient" for problem in found.mixed)  # else others say more
-        for source, axis in sorted(adjust.vary) if alone else ():
+        pending = all(problem.kind == "sums" for problem in found.mixed)  # whatever else varies
+        for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
                 raise ShardError(f"{self._listed(found)}\n{advice(failure)}\n{shared_alone(path, axis)}")
