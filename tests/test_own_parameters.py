@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn.core import wiring
+from shardfn.core.compute_axes import ComputeAxes
+from shardfn.core.engine.variance import Variance
 from shardfn.testing import assert_parity, count_collectives, on_meshes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -155,6 +158,52 @@ class Nested(Own):
         return torch.tanh((x + self.inner(x)) @ self.up) @ self.down
 
 
+class Gated(Own):
+    """A linear of its own that all ranks have whole, beside another reader of the input."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8))
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up * self.gate(x)) @ self.down
+
+
+class Across(nn.Module):
+    """What a whole linear makes, used in shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.up, self.down = nn.Linear(8, 1), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.enter(x))
+
+
+class After(nn.Module):
+    """A value that is used in shares after another block has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner = nn.Linear(8, 8), Normed()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(x)
+        return self.inner(y) + self.down(self.up(x) * y.mean(-1, keepdim=True))
+
+
+class Called(Own):
+    """A linear that is called with a value used in shares, and with one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8), w=(1, 1, 8))
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up * self.gate(x) * self.gate(self.w)) @ self.down
+
+
 class InADict(nn.Module):
     """Parameters in containers of torch."""
 
@@ -173,6 +222,10 @@ BLOCKS: dict[type[nn.Module], dict[str, str]] = {
     Halves: {"up.w": INTO, "down.w": OUT},
     Normed: {"up": INTO, "down": OUT},
     Nested: {"{up,inner.up}": INTO, "{down,inner.down}": OUT},
+    Called: {"up": INTO, "down": OUT},
+    Gated: {"up": INTO, "down": OUT},
+    After: {"inner.up": INTO, "inner.down": OUT, "up.weight": OUT, "down.weight": INTO},
+    Across: {"up.weight": OUT, "down.weight": INTO},
     InADict: {"named.up": INTO, "listed.0": OUT},
     Reader: {"linear.weight": OUT},
 }
@@ -255,6 +308,25 @@ def test_a_block_costs_an_all_reduce_each_way(mesh: DeviceMesh) -> None:
     with count_collectives() as counts:
         step(params)
     assert counts.all_reduce == 2 * len(model.blocks)
+
+
+def test_an_input_is_a_source_within_its_module_only() -> None:
+    variance = Variance({"tp": 2})
+    axes = ComputeAxes(sf.MeshSpec(tp=2), {"tp": 2}, {"tp": 0}, variance)
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    axes.note_source(x, "module first")
+    axes.note_source(y, "module keys")
+    with axes.seen_from({"input 0 of block": x, "input 1 of block": y, "input 2 of block": 3}, {"module keys"}):
+        assert (variance.tag(x).source, variance.tag(y).source) == ("input 0 of block", "module keys")
+    assert variance.tag(x).source == "module first"
+
+
+def test_what_a_pvary_does_not_mend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs end when nothing is new, and then nothing may be left."""
+    monkeypatch.setattr(wiring, "_varied", lambda *args: lambda forward: forward)
+    policy = sf.Policy(rules={"up.weight": OUT, "down.weight": INTO})
+    with pytest.raises(sf.ShardError, match="module enter meets values that are split over 'tp'"):
+        sf.plan(Across(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
 
 
 def test_a_sum_in_the_middle_of_a_block_is_an_error() -> None:

@@ -26,7 +26,7 @@ from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.leaving import check_kept, check_outputs
 from shardfn.core.engine.records import Comparable, Framed, Whole
-from shardfn.core.engine.tags import Findings, Tag
+from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.layout import compute_view
@@ -247,12 +247,15 @@ class Trial:
                 adjust = replace(adjust, gather=adjust.gather | new)
             elif new := found.vary - adjust.vary:
                 adjust = replace(adjust, vary=adjust.vary | new)
-            elif not found.mixed:
+            elif not found.mixed and not found.vary:
                 if found.in_shares or found.may_scatter:
                     self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
                 return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
             else:
                 break
+        for source, axis in sorted(found.vary if not found.mixed else ()):
+            what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
+            found.mixed.append(Problem(what, "gradient"))
         failure = Failure(tuple(dict.fromkeys(found.mixed)))
         pending = all(problem.kind == "sums" for problem in found.mixed)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():

@@ -486,7 +486,7 @@ class Variance(Framed):
         known = self.tag(x)
         if not (known.wants or x.requires_grad):
             return
-        if known.sources and path not in known.sources:
+        if known.sources:
             self.findings.vary.update((source, axis) for source in known.sources)
             return
         what = (
