@@ -349,6 +349,11 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
 
 
+def has_hooks(x: Tensor) -> bool:
+    """Whether something is called with the gradient of a tensor."""
+    return bool(x._backward_hooks)
+
+
 def storage_number(x: Tensor) -> int:
     """The number of a storage, with or without memory; another one may have it when this one is gone."""
     return x.untyped_storage()._cdata

@@ -329,6 +329,23 @@ def test_what_a_pvary_does_not_mend_is_an_error(monkeypatch: pytest.MonkeyPatch)
         sf.plan(Across(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
 
 
+class Hooked(Own):
+    """A block that has a look at the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad.clamp(max=1.0))
+        return torch.tanh(x @ self.up) @ self.down
+
+
+def test_a_hook_on_an_input_used_in_shares_is_an_error() -> None:
+    policy = sf.Policy(rules={"blocks.*.up": INTO, "blocks.*.down": OUT})
+    with pytest.raises(sf.ShardError, match=r"in 'blocks\.0': a hook on an input that ranks use in shares"):
+        sf.plan(Model(Hooked), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
+
+
 def test_a_sum_in_the_middle_of_a_block_is_an_error() -> None:
     model, policy = _model(_one_by_one)
     with pytest.raises(sf.ShardError) as caught:
