@@ -78,6 +78,17 @@ def is_in(name: str, module: str) -> bool:
     return name.startswith(f"{module}.") if module else name != ""
 
 
+def modules_above(names: Iterable[str]) -> set[str]:
+    """The modules that something of those names is in.
+
+    >>> from shardfn.core.pattern import modules_above
+    >>> sorted(modules_above(["layers.0.mlp", "head"]))
+    ['', 'layers', 'layers.0']
+    """
+    words = [name.split(".") for name in names if name]
+    return {".".join(path[:depth]) for path in words for depth in range(len(path))}
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches all of `name`."""
     return compile_pattern(pattern).fullmatch(name) is not None

@@ -31,7 +31,7 @@ from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.pattern import is_in, matches
+from shardfn.core.pattern import is_in, matches, modules_above
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
@@ -337,8 +337,8 @@ class Trial:
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
         variance = Variance(sizes, self._whole, others_forwards(self.plan), padded)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
-        owners = [path for path, names in self.names.items() if names]
-        above = {path for path in self.names if any(is_in(owner, path) for owner in owners)}
+        owners = {path for path, names in self.names.items() if names}
+        above = modules_above(owners)
         around = {path: _noting(variance, axes, path, path in owners, path in above) for path in self.names}
         self._drops = _Drops(variance)
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}

@@ -15,7 +15,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.model import ModuleInfo, describe, kind_of
 from shardfn.core.parallel_layers import layer_forwards
 from shardfn.core.parts import Part
-from shardfn.core.pattern import is_in
+from shardfn.core.pattern import modules_above
 from shardfn.core.plan import Plan
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
@@ -62,9 +62,9 @@ def wire(
     shares = (
         {f"module {module.name}" for module in plan.info.modules if _in_shares(plan, module)} if axes.follows else ()
     )
-    for path in _with_parts(plan, names) if axes.follows or entered else ():
-        if axes.follows or any(source.endswith(f" of {path}") for source in entered):
-            wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
+    readers = _with_parts(plan, names) if axes.follows else sorted({source.partition(" of ")[2] for source in entered})
+    for path in readers:
+        wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
@@ -162,9 +162,9 @@ def shared_alone(path: str, axis: str) -> str:
 def _with_parts(plan: Plan, names: Mapping[str, Mapping[str, str]]) -> list[str]:
     """The modules whose own forwards are given, or may reach, parts of parameters."""
     split = {name for name, layout in plan.layouts.items() if plan.compute_axes(layout)}
-    owners = [path for path, owned in names.items() if split & set(owned.values())]
-    others = others_forwards(plan)
-    return [path for path in names if path not in others and any(o == path or is_in(o, path) for o in owners)]
+    owners = {path for path, owned in names.items() if split & set(owned.values())}
+    within = (owners | modules_above(owners)) - others_forwards(plan)
+    return [path for path in names if path in within]
 
 
 def _entering(
