@@ -180,6 +180,16 @@ class Across(nn.Module):
         return self.down(self.up(x) * self.enter(x))
 
 
+class Scaled(Own):
+    """A value that is made of two parameters, used in shares."""
+
+    def __init__(self) -> None:
+        super().__init__(up=(8, 16), down=(16, 8), w=(1,), scale=(1,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up * (self.w * self.scale)) @ self.down
+
+
 class After(nn.Module):
     """A value that is used in shares after another block has read it."""
 
@@ -225,6 +235,7 @@ BLOCKS: dict[type[nn.Module], dict[str, str]] = {
     Called: {"up": INTO, "down": OUT},
     Gated: {"up": INTO, "down": OUT},
     After: {"inner.up": INTO, "inner.down": OUT, "up.weight": OUT, "down.weight": INTO},
+    Scaled: {"up": INTO, "down": OUT},
     Across: {"up.weight": OUT, "down.weight": INTO},
     InADict: {"named.up": INTO, "listed.0": OUT},
     Reader: {"linear.weight": OUT},

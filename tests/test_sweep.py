@@ -76,14 +76,12 @@ class Views(Reads):
 
 
 class Shares(Reads):
-    """What is made of two parameters has no one source that could be varied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.factor = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    """What a collective by hand makes is the same on all ranks, and meets a split value."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x) * (self.scale * self.factor))
+        h = self.up(x)
+        total = sf.collectives.psum(h.sum(-1, keepdim=True), sf.MeshSpec(fsdp=1, tp=2), "tp")
+        return self.down(h * total)
 
 
 def _planned(model: nn.Module) -> None:
