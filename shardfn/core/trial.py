@@ -25,6 +25,7 @@ from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.leaving import check_kept, check_outputs
+from shardfn.core.engine.reached import Reached
 from shardfn.core.engine.records import Comparable, Framed, Whole
 from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
@@ -121,6 +122,7 @@ class Trial:
         self.bytes_moved = 0
         self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
         self._whole: Whole | None = None
+        self._reached: Reached | None = None
         self._buffers = dict(buffers)
         self._calls: list[InnerCall] = []
         self._differentiates = True
@@ -286,7 +288,9 @@ class Trial:
         run.origins.name_all(calls, "input")
         run.origins.name_all(buffers, "buffer")
         bound.begin(buffers)
-        with _random_numbers_again(), run, Comparable(), run.values.lists(), torch.enable_grad():
+        self._reached = self._reached or Reached(self.model, self._calls)
+        as_before = self._reached.undone(), _random_numbers_again()
+        with as_before[0], as_before[1], run, Comparable(), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
