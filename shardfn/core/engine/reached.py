@@ -6,7 +6,7 @@ a run without data has copies of them, and of their lists (`binding.py`).
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -40,7 +40,7 @@ class Reached:
         for module in modules:
             for name, value in vars(module).items():
                 # Containers of modules are copied for runs without data, and objects in them are not.
-                inner = _items(_read(value)) if isinstance(value, _CONTAINERS) else (value,)
+                inner = _items(read(value)) if isinstance(value, _CONTAINERS) else (value,)
                 for item in inner if not name.startswith(OWN) else ():
                     _follow(item, _DEPTH, self._found)
         _follow(roots, _DEPTH, self._found)
@@ -52,22 +52,31 @@ class Reached:
             yield
         finally:
             for value, held in self._found.values():
-                if not _alike(_read(value), held):
+                if not alike(read(value), held):
                     _write(value, held)
+
+
+def reach(values: Iterable[Any]) -> Held:
+    """What can be changed in place of values, and what they lead to; functions are not followed."""
+    found: Held = {}
+    for value in values:
+        if not isinstance(value, FunctionType | MethodType | partial):
+            _follow(value, _DEPTH, found)
+    return {at: (value, held) for at, (value, held) in found.items() if not isinstance(value, FunctionType | CellType)}
 
 
 def _follow(value: Any, depth: int, found: Held) -> None:
     """Note what can be changed in place, and what it leads to."""
     if not depth or isinstance(value, _PLAIN) or id(value) in found:
         return
-    held = _read(value)
+    held = read(value)
     if held is not None:
         found[id(value)] = value, held
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
         _follow(item, depth - 1, found)
 
 
-def _read(value: Any) -> Any:
+def read(value: Any) -> Any:
     """What something holds that can be changed in place; None of other things."""
     if isinstance(value, _CONTAINERS):
         base = _base(value)
@@ -104,13 +113,14 @@ def _write(value: Any, held: Any) -> None:
     elif isinstance(value, FunctionType):
         value.__globals__.update(held)
     else:
-        for name in _read(value).keys() - held.keys():
+        for name in read(value).keys() - held.keys():
             object.__delattr__(value, name)
         for name, item in held.items():
             object.__setattr__(value, name, item)
 
 
-def _alike(now: Any, held: Any) -> bool:
+def alike(now: Any, held: Any) -> bool:
+    """Whether something holds the very values that it held."""
     if isinstance(held, set):
         return now == held
     keys = list(now) == list(held) if isinstance(held, dict) else len(now) == len(held)
