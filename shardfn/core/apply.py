@@ -201,12 +201,11 @@ class _Call:
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
-        """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""
+        """What a run without data adds to the derivation; found once a kind of call, see [Note: guards]."""
         if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        modes = tuple(module.training for module in self.model.modules())
-        key = (self.method, torch.is_grad_enabled(), modes, str(structure), *map(signature, leaves))
+        key = (self.method, torch.is_grad_enabled(), str(structure), *map(signature, leaves))
         ways = self._kept().ways.setdefault(key, [])
         for at, way in enumerate(ways):
             if way.guards.hold(leaves):
@@ -229,9 +228,9 @@ class _Call:
             more = [*places, *(place for place, _ in way.guards.loose.values())]
             watch = trial.watched(args, kwargs, way.adjust, more)
             asked |= {place.key for place in more} if watch is None else watch.asked
-            if watch is not None and not watch.asked and way.guards.relaxed(more, watch.rules):
+            if watch is not None and way.guards.relaxed(watch):
                 return way.adjust
-        blanks = [p for places in broken for p in places if p.table is not None and not Watch.serves(p.now(leaves))]
+        blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for made, adjust in reversed(self.record.adjustments.items()) if made[:2] == key[:2])
         adjust = self.record.adjustments[key] = trial.adjustments(args, kwargs, next(same, None), blanks)
         ways.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked))

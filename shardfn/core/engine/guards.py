@@ -1,13 +1,17 @@
-"""What a run without data was decided by, beside its tensors: numbers, attributes, what lists and objects hold. Layer 3.
+"""What a run without data was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
+
+Layer 3.
 
 [Note: guards]
 A forward may go another way when a number, an attribute or an item of a list is another one. At first each that a run
-could see is taken for one that it decided by: all numbers among its arguments, the attributes that it read before it had
-assigned them, and what these hold. When some have changed, the runs are repeated with `Number`s in their places, which
-remember what was asked of them. What was not asked for anything, or only added and multiplied, is no guard from then on; a
-comparison is one by its outcome. So a counter and an annealed factor cost one such repetition, and no more.
+could see is taken for one that it decided by: all numbers among its arguments, the attributes that it read before it
+had assigned them, and what these hold. When some have changed, the run is repeated with numbers and lists in their
+places that remember what they were asked (`Watch`). What was only added and multiplied, or only appended to, is no
+guard from then on; a comparison is one by its outcome. So a counter and an annealed factor cost one such repetition,
+and no more.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import attributes_read, children_of
+from shardfn._torch import attributes_read, children_of, pytree
 from shardfn.core.engine.binding import Bound
 from shardfn.core.engine.blanks import stays
-from shardfn.core.engine.reached import Held, alike, read, reach
+from shardfn.core.engine.reached import Held, alike, reach, read
 from shardfn.core.engine.values import Values
 from shardfn.core.shadow import class_of
 
@@ -51,6 +55,11 @@ class Place:
     def now(self, leaves: Sequence[Any]) -> Any:
         """The value."""
         return leaves[self.name] if self.table is None else self.table.get(self.name, _NOTHING)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether it is an entry of a table, with tensors in it."""
+        return self.table is not None and any(isinstance(x, Tensor) for x in pytree.tree_leaves(self.now(())))
 
 
 class Reads:
@@ -118,12 +127,17 @@ class Guards:
         self._tables = [place.table for place, _ in own]
         self._names = [place.name for place, _ in own]
         self._owned = [value for _, value in own]
+        # Most are read as they are: every call does.
+        self._contents = [
+            (value, value if type(value) in (dict, list, set) else _only_table(value), held)
+            for value, held in self.held.values()
+        ]
         self._leaves = [(p.name, v) for p, v in zip(self.places, self.values, strict=True) if p.table is None]
 
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether all is as it was."""
         same = all(map(is_, map(dict.get, self._tables, self._names, repeat(_NOTHING)), self._owned))
-        same = same and all(alike(read(value), held) for value, held in self.held.values())
+        same = same and all(alike(read(value) if now is None else now, held) for value, now, held in self._contents)
         same = same and all(leaves[at] is value or _equal(leaves[at], value, self.held) for at, value in self._leaves)
         if not same and self.broken(leaves):
             return False
@@ -164,15 +178,18 @@ class Guards:
         tables = [(_table(v), held) for v, held in self.held.values() if isinstance(held, dict)]
         return own + [Place(t, name) for t, held in tables for name, x in held.items() if x is value and t is not None]
 
-    def relaxed(self, places: Sequence[Place], rules: Sequence[Rule]) -> bool:
-        """From now on `rules` are about what is in these places; if the run was one that they are about."""
+    def relaxed(self, watch: "Watch") -> bool:
+        """From now on what a watch has seen is asked of its places; if the run that these are of went the same way."""
         known = {place.key: value for place, value in zip(self.places, self.values, strict=True)}
         for value, held in self.held.values():
             known |= {(id(_table(value)), name): x for name, x in held.items()} if isinstance(held, dict) else {}
         known |= {key: value for key, (_, value) in self.loose.items()}
-        if not answered(rules, lambda place: known[place.key]):
+        seen = list(watch.places.values())
+        if not all(type(known.get(place.key, _NOTHING)) is type(value) for place, value in seen):
             return False
-        self.rules, self.loose = rules, {place.key: (place, known[place.key]) for place in places}
+        if watch.asked or not answered(watch.rules, lambda place: known[place.key]):
+            return False
+        self.rules, self.loose = watch.rules, {place.key: (place, known[place.key]) for place, _ in seen}
         lists = {id(value) for _, value in self.loose.values()}
         self.held = {at: found for at, found in self.held.items() if at not in lists}
         kept = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.key not in self.loose]
@@ -196,6 +213,12 @@ def answered(rules: Sequence[Rule], look: Look) -> bool:
 
 def _table(value: Any) -> Any:
     return value if isinstance(value, dict) else getattr(value, "__dict__", None)
+
+
+def _only_table(value: Any) -> Any:
+    """The table of attributes, where an object has no others."""
+    slotted = any("__slots__" in vars(cls) for cls in type(value).__mro__[:-1])
+    return None if slotted or isinstance(value, dict | list | set) else getattr(value, "__dict__", None)
 
 
 def _equal(a: Any, b: Any, held: Held) -> bool:
@@ -266,6 +289,17 @@ class Watch(TorchFunctionMode):
         made.__dict__["ask"] = lambda: self.asked.add(place.key)
         return made
 
+    def __enter__(self) -> Any:
+        self._math = {name: getattr(math, name) for name in _MATH}
+        for name, function in self._math.items():
+            setattr(math, name, _followed(function))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, function in self._math.items():
+            setattr(math, name, function)
+
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
         self.rules.append((of, answer))
@@ -314,11 +348,26 @@ def _combined(function: Callable[..., Any]) -> Any:
         mine = (self, *others)
         if not all(type(x) in (int, float, bool, _Int, _Float) for x in mine):
             return NotImplemented
-        asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in mine]
-        value = function(*(x.value if isinstance(x, _Number) else x for x in mine))
-        return _number(self.watch, value, lambda look: function(*(of(look) for of in asked)))
+        return _computed(function, self.watch, mine)
 
     return method
+
+
+def _computed(function: Callable[..., Any], watch: Watch, given: Sequence[Any]) -> Any:
+    """What a function makes of numbers; it remembers how."""
+    asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in given]
+    value = function(*(x.value if isinstance(x, _Number) else x for x in given))
+    return _number(watch, value, lambda look: function(*(of(look) for of in asked)))
+
+
+def _followed(function: Callable[..., Any]) -> Any:
+    """A function of `math` that also takes numbers that remember; those that C code reads do not."""
+
+    def call(*args: Any) -> Any:
+        watched = next((x for x in args if isinstance(x, _Number)), None)
+        return function(*args) if watched is None else _computed(function, watched.watch, args)
+
+    return call
 
 
 def _swapped(function: Callable[..., Any]) -> Any:
@@ -329,6 +378,7 @@ def _asked(name: str) -> Any:
     return lambda self, *args: getattr(self.ask(), name)(*args)
 
 
+_MATH = ("exp", "log", "sqrt", "pow", "cos", "sin", "tanh", "log1p", "expm1")
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _METHODS = {f"__{name}__": _combined(getattr(operator, name)) for name in _OF_TWO}
 _METHODS |= {f"__r{name}__": _combined(_swapped(getattr(operator, name))) for name in _OF_TWO}

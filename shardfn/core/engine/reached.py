@@ -24,7 +24,7 @@ _MOST = 2**12  # items of a container that are looked into
 _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
 
-_CONTAINERS = (OrderedDict, dict, list, deque, set)
+_CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
 
 Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
 
@@ -78,10 +78,10 @@ def _follow(value: Any, depth: int, found: Held) -> None:
 
 def read(value: Any) -> Any:
     """What something holds that can be changed in place; None of other things."""
+    if isinstance(value, dict):
+        return dict(zip(dict.keys(value), dict.values(value), strict=True))
     if isinstance(value, _CONTAINERS):
-        base = _base(value)
-        if issubclass(base, dict):
-            return dict(zip(dict.keys(value), dict.values(value), strict=True))
+        base: Any = _base(value)
         return (set if base is set else list)(base.__iter__(value))
     if isinstance(value, CellType):
         try:
@@ -99,7 +99,7 @@ def read(value: Any) -> Any:
 def _write(value: Any, held: Any) -> None:
     """Give something back what it held."""
     if isinstance(value, _CONTAINERS):
-        base = _base(value)
+        base: Any = _base(value)
         base.clear(value)
         for key, item in held.items() if isinstance(held, dict) else ():
             base.__setitem__(value, key, item)
@@ -159,7 +159,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _base(value: Any) -> Any:
-    """The container that a value is at bottom: the methods of its own class may be the user's code."""
+    """The container that a value is at bottom."""
     return next(kind for kind in _CONTAINERS if isinstance(value, kind))
 
 
