@@ -335,14 +335,17 @@ def test_acts_say_where_an_activation_is_split(mesh: DeviceMesh) -> None:
         sf.apply(_model(), wrong, sf.data.local_batch(_batch(), mesh))
 
 
+TIMES = [1]
+
+
 class Loops(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.3)
-        self.times = 1
+        self.times, self.own = 1, own
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
+        for _ in range(self.times if self.own else TIMES[0]):
             x = self.down(self.drop(torch.tanh(self.up(x))))
         return x
 
@@ -350,23 +353,25 @@ class Loops(nn.Module):
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_call_that_the_run_without_data_did_not_make_is_asked_for(mesh: DeviceMesh) -> None:
     rules, acts = {"up.weight": "ff@tp c", "down.weight": "c ff@tp"}, {"drop": "b s ff@tp"}
-    found = []
-    for chosen in (sf.Policy(rules=rules), sf.Policy(rules=rules, acts=acts)):
-        torch.manual_seed(1)
-        model = Loops().double()
-        params = sf.shard(model, mesh, chosen)
-        with sf.data.dropout_seed(1):
-            sf.apply(model, params, _batch())
-        model.times = 2
-        with sf.data.dropout_seed(1):
-            if chosen.acts:
-                found.append(sf.apply(model, params, _batch()))
-                continue
-            with pytest.raises(sf.ShardError, match=r"call 2 of 'drop' .* Policy\(acts="):
+    for own in (True, False):  # an attribute is compared at each call, a global is not
+        found = []
+        for chosen in (sf.Policy(rules=rules), sf.Policy(rules=rules, acts=acts)):
+            torch.manual_seed(1)
+            model = Loops(own).double()
+            params = sf.shard(model, mesh, chosen)
+            TIMES[0] = 1
+            with sf.data.dropout_seed(1):
                 sf.apply(model, params, _batch())
-    with sf.simulate(fsdp=1, tp=1) as one, sf.data.dropout_seed(1):
-        wanted = sf.apply(model, sf.shard(model, one, sf.Policy()), _batch())
-    assert_parity(found, [_at_one(wanted)], tol=1e-10)
+            model.times = TIMES[0] = 2
+            with sf.data.dropout_seed(1):
+                if own or chosen.acts:
+                    found.append(sf.apply(model, params, _batch()))
+                    continue
+                with pytest.raises(sf.ShardError, match=r"call 2 of 'drop' .* Policy\(acts="):
+                    sf.apply(model, params, _batch())
+        with sf.simulate(fsdp=1, tp=1) as one, sf.data.dropout_seed(1):
+            wanted = sf.apply(model, sf.shard(model, one, sf.Policy()), _batch())
+        assert_parity(found, [_at_one(wanted)] * len(found), tol=1e-10)
 
 
 def test_a_recomputation_that_draws_other_numbers_is_refused() -> None:

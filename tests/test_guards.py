@@ -128,8 +128,8 @@ def test_numbers_that_choose_another_way(mesh: DeviceMesh) -> None:
         number = given[0]["a"] if isinstance(given, list) else given.a if isinstance(given, Given) else given
         return mixed(h) if math.sqrt(number) > 5 or number == 18 else h * number
 
-    makes: list[Callable[[float], Any]] = [float, int, lambda n: [{"a": n}], Given, lambda n: Given([n])]
-    for make in makes[:4]:
+    makes: list[Callable[[float], Any]] = [float, int, lambda n: [{"a": n}], Given]
+    for make in makes:
         model, own, x = of(way), of(way), inputs()
         params = sf.shard(model, mesh, RULES)
         for number in (17.0, 19.0, 26.0, 18.0, 20.0):
@@ -153,11 +153,12 @@ def counted() -> Iterator[list[int]]:
         found[1] += 1
         return watches(self, *args)
 
-    Trial.adjustments, Trial.watched = adjustments, watched  # type: ignore[method-assign]
+    patched: Any = Trial
+    patched.adjustments, patched.watched = adjustments, watched
     try:
         yield found
     finally:
-        Trial.adjustments, Trial.watched = finds, watches  # type: ignore[method-assign]
+        patched.adjustments, patched.watched = finds, watches
 
 
 def counts(m: Any, h: Tensor, step: Any) -> Tensor:
@@ -178,13 +179,6 @@ def in_two_ways(m: Any, h: Tensor, step: Any) -> Tensor:
     return h * min(1.0, step / 3) if m.calls % 2 else h + 1
 
 
-def keeps(m: Any, h: Tensor, step: Any) -> Tensor:
-    m.name = f"{m.name}x"  # which is read, and short
-    h = h if m.kept is None else h + m.kept
-    m.kept = torch.full_like(h[..., :1].detach(), 0.5)
-    return h
-
-
 def assigns(m: Any, h: Tensor, step: Any) -> Tensor:
     m.aux = h.shape[0] * 1.0
     m.note = f"{m.aux}"
@@ -199,6 +193,7 @@ def test_what_is_only_counted_or_multiplied_is_no_guard(mesh: DeviceMesh) -> Non
     for way, number, finds, watches in ECONOMICAL:
         model, own, x = of(way), of(way), inputs()
         params = sf.shard(model, mesh, RULES)
+        by_then = list[int]()
         with counted() as found:
             for step in range(10):
                 y = sf.apply(model, params, x, number(step))
@@ -219,3 +214,13 @@ def test_a_tensor_that_a_call_keeps_is_served(mesh: DeviceMesh) -> None:
     params = sf.shard(model, mesh, RULES)
     for _ in range(3):
         assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_in_a_loop_one_position_is_another_kind_than_several(mesh: DeviceMesh) -> None:
+    model, own = of(lambda m, h: mixed(h)), of(lambda m, h: mixed(h))
+    type(model).generate = lambda self, x: self(x)
+    params = sf.shard(model, mesh, RULES)
+    assert_parity({"y": sf.apply(model, params, inputs(1), method="generate")}, {"y": own(inputs(1)).detach()})
+    with pytest.raises(sf.ShardError):
+        sf.apply(model, params, inputs(4), method="generate")

@@ -30,11 +30,12 @@ from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
+from shardfn.core.engine.blanks import stays
 from shardfn.core.engine.guards import Guards, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.generation import History, Shell
+from shardfn.core.generation import History, Shell, filled
 from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
@@ -205,18 +206,24 @@ class _Call:
         if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (self.method, torch.is_grad_enabled(), str(structure), *map(signature, leaves))
+        caches = [leaf for leaf in leaves if stays(leaf)]
+        kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
+        key = (self.method, torch.is_grad_enabled(), str(structure), *kinds)
         ways = self._kept().ways.setdefault(key, [])
+        # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
+        sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
+        goes_on = any(map(filled, caches))
         for at, way in enumerate(ways):
-            if way.guards.hold(leaves):
+            if (goes_on or way.sizes == sizes) and way.guards.hold(leaves):
                 if at:
                     ways.insert(0, ways.pop(at))
                 return way.adjust
-        return self._new_way(key, ways, args, kwargs)
+        return self._new_way(key, ways, sizes, args, kwargs)
 
-    def _new_way(self, key: Any, ways: "list[_Way]", args: Any, kwargs: Any) -> Adjustments:
+    def _new_way(self, key: Any, known: "list[_Way]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
         leaves = pytree.tree_leaves((args, kwargs))
+        ways = [way for way in known if way.sizes == sizes]
         trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
         broken = [way.guards.broken(leaves) for way in ways]
         asked = {place for way in ways for place in way.asked}
@@ -233,8 +240,8 @@ class _Call:
         blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for made, adjust in reversed(self.record.adjustments.items()) if made[:2] == key[:2])
         adjust = self.record.adjustments[key] = trial.adjustments(args, kwargs, next(same, None), blanks)
-        ways.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked))
-        del ways[_WAYS:]
+        known.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked, sizes))
+        del known[_WAYS:]
         return adjust
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
@@ -433,6 +440,7 @@ class _Way:
     adjust: Adjustments
     guards: Guards
     asked: set[Any]
+    sizes: Any  # of the inputs beside a cache; None without one, when they are part of the kind
 
 
 @dataclass
@@ -529,13 +537,15 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _kind(leaf: Any, ranks: int) -> Any:
+def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
     """What of an input of an inner call of a loop is looked at: there, sizes change with every token.
+
+    A call that `goes_on` has a filled cache, of which only the calls before it know what it holds.
 
     Activations may be split between `ranks` where they can be.
     """
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.requires_grad, *((min(size, 2), size % ranks) for size in leaf.shape)
+        return leaf.dtype, leaf.requires_grad, *((goes_on or min(size, 2), size % ranks) for size in leaf.shape)
     if type(leaf) is int and abs(leaf) <= _SMALL:
         return leaf
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)

@@ -81,10 +81,12 @@ class History:
     def note(self, kind: Any, path: str, args: Any, kwargs: Any) -> Any:
         """Remember a call that is about to be made, if it is the first of its kind; returns that kind."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (path, str(structure), *((type(x), _filled(x)) if stays(x) else kind(x) for x in leaves))
+        known = any(map(filled, filter(stays, leaves)))  # how, a run of calls before says, of any length
+        kinds = ((type(x), filled(x)) if stays(x) else kind(x, known) for x in leaves)
+        key = (path, str(structure), *kinds)
         for cache in filter(stays, leaves):
             if id(cache) not in self._caches:
-                self._caches[id(cache)] = cache, None if _filled(cache) else snapshot(cache)
+                self._caches[id(cache)] = cache, None if filled(cache) else snapshot(cache)
         if key not in self._calls:
             args, kwargs = pytree.tree_unflatten([self._empty(x) for x in leaves], structure)
             self._calls[key] = path, args, kwargs
@@ -111,7 +113,7 @@ class History:
 _FILLED = object()
 
 
-def _filled(cache: Any) -> bool:
+def filled(cache: Any) -> bool:
     """Whether a cache holds keys and values."""
     return any(x.is_floating_point() and x.numel() for x in _tensors(cache, 4))
 

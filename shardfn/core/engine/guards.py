@@ -241,10 +241,10 @@ def _equal(a: Any, b: Any, held: Held) -> bool:
         return False
 
 
-def signature(leaf: Any) -> Any:
+def signature(leaf: Any, sizes: bool) -> Any:
     """What of a leaf of the arguments is always looked at; numbers and objects have places of their own."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        return tuple(leaf.shape) if sizes else leaf.dim(), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, FunctionType):
         return leaf.__code__
     return (type(leaf), leaf) if isinstance(leaf, _WORDS) else type(leaf)
