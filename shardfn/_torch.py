@@ -161,6 +161,10 @@ def values_of(x: Tensor) -> list[Tensor]:
     return [x._local_tensors[rank] for rank in sorted(x._ranks)] if isinstance(x, LocalTensor) else [x]
 
 
+# Zeros without memory, which forward mode makes, crash an operation that a dispatch mode hands on (torch 2.13).
+AS_TENSORS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+
+
 @cache
 def prepare_forward_mode() -> None:
     """Have torch load what its forward mode needs, which warns of `torch.jit.script` that it uses itself."""

@@ -11,10 +11,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree, unwrap_local, with_local
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.layout import clear_padding_
 from shardfn.core.mapped import outside
+from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
 
@@ -177,7 +180,31 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             others.append(structure.flatten_up_to(other))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
-    return structure.unflatten([fn(*leaves) for leaves in zip(flat, *others, strict=True)])
+    made = [fn(*leaves) for leaves in zip(flat, *others, strict=True)]
+    if isinstance(tree, Params) and tree.plan.policy.pad:
+        made = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, made, strict=True)]
+    return structure.unflatten(made)
+
+
+def _without_padding(tree: Params, name: str, made: Any) -> Any:
+    """What is made of a leaf, with zeros where a policy pads: modules, norms and `dot` count on them."""
+    _, leaf = tree.plan.leaves.get(name, (None, None))
+    if leaf is None or leaf.shape == leaf.extent or not isinstance(made, Tensor):
+        return made
+    places = grid(tree.mesh, tree.plan.roles.storage)
+
+    def inside(coords: Mapping[str, int], values: Sequence[Tensor]) -> list[Tensor]:
+        (local,) = values
+        for keep in (None, tree.plan.roles.compute):  # a shard, or a pending gradient
+            shape = leaf.local_shape(places.sizes, coords, keep)
+            if shape == local.shape[local.dim() - len(shape) :]:  # behind dims that were stacked
+                mask = torch.ones(shape, dtype=torch.bool, device=local.device)
+                clear_padding_(leaf, mask, places.sizes, coords, keep)
+                return [mask.expand(local.shape)]
+        return [torch.ones_like(local, dtype=torch.bool)]
+
+    (mask,) = per_rank(places, inside, [unwrap_local(made).detach()])
+    return torch.where(with_local(made, mask) if isinstance(made, DTensor) else mask, made, 0)
 
 
 def _alike(trees: Sequence[Any]) -> list[Any]:

@@ -31,6 +31,7 @@ from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,6 +50,7 @@ import shardfn.compat.fsdp2
 import shardfn.compat.hfai
 import shardfn.compat.megatron  # noqa: F401
 from shardfn._torch import pytree
+from shardfn.core.check import agrees
 from shardfn.testing import RankError, run
 
 TOLERANCE = 1e-8
@@ -87,11 +89,10 @@ class Differs(Exception):
 _meshes: dict[tuple[tuple[str, int], ...], Any] = {}
 
 
-def judged(seed: int, wanted: Mapping[str, Tensor]) -> tuple[str, str]:
+def judged(made: Program, wanted: Mapping[str, Tensor]) -> tuple[str, str]:
     """(verdict, detail) of a program on this rank, given what one process returns. Collective."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    made = program(seed)
     key = tuple(made.mesh.items())
     if key not in _meshes:
         _meshes[key] = sf.make_mesh("cpu", **made.mesh)
@@ -100,7 +101,7 @@ def judged(seed: int, wanted: Mapping[str, Tensor]) -> tuple[str, str]:
     except Differs as error:
         return "WRONG", str(error)
     except Exception as error:
-        return ("refused" if _is_ours(error) else "unclear"), _last(error)
+        return ("refused" if is_ours(error) else "unclear"), _last(error)
     wrong = differences(found, wanted)
     return ("WRONG", "; ".join(wrong[:3])) if wrong else ("equal", "")
 
@@ -157,21 +158,20 @@ def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> li
     if found.keys() != wanted.keys():
         names = sorted(found.keys() ^ wanted.keys())
         return [f"{name} is there {'only here' if name in found else 'on one process only'}" for name in names[:3]]
-    floor = 1e-3 * max((float(x.double().norm()) for x in wanted.values()), default=0.0)
+    floor = 1e-3 * max(1.0, *(float(x.double().norm()) for x in wanted.values()))
     wrong = []
     for name, right in wanted.items():
         given = found[name]
         if given.shape != right.shape:
             wrong.append(f"{name} has shape {tuple(given.shape)}, on one process {tuple(right.shape)}")
             continue
-        norm = float(right.double().norm())
-        error = float((given.double() - right.double()).norm())
-        if not error <= TOLERANCE * max(norm, floor, 1e-3):
-            wrong.append(f"{name} is {error / max(norm, 1e-30):.1e} off")
+        if not agrees(given, right, floor, TOLERANCE):
+            error = float((given.double() - right.double()).norm()) / max(float(right.double().norm()), 1e-30)
+            wrong.append(f"{name} is {error:.1e} off")
     return wrong
 
 
-def _is_ours(error: Exception) -> bool:
+def is_ours(error: Exception) -> bool:
     """An error that this library raises itself, with something to do in its text."""
     trace = traceback.extract_tb(error.__traceback__)
     raised = bool(trace) and trace[-1].filename.startswith((_OURS, _CHECKS))
@@ -189,17 +189,18 @@ def _last(error: Exception) -> str:
 # All ranks
 
 
-def verdict(seed: int) -> Verdict:
+def verdict(made: Program, seconds: float = SECONDS) -> Verdict:
     """Run a program on the ranks of its mesh."""
-    made, start = program(seed), time.perf_counter()
+    start = time.perf_counter()
     try:
-        wanted = _flat(_main(made, one_process, None))
+        with patch.object(torch.utils.checkpoint, "checkpoint", _called):  # `functional_call` is over when it computes again
+            wanted = _flat(_main(made, one_process, None))
     except Exception as error:
-        return Verdict(seed, made.kind, made.mesh, "invalid", _last(error))
+        return Verdict(made.seed, made.kind, made.mesh, "invalid", _last(error))
     if broken := [name for name, value in wanted.items() if not value.isfinite().all()]:
-        return Verdict(seed, made.kind, made.mesh, "invalid", f"{broken[0]} is not finite")
+        return Verdict(made.seed, made.kind, made.mesh, "invalid", f"{broken[0]} is not finite")
     try:
-        answers = run(judged, seed, wanted, ranks=prod(made.mesh.values()), timeout=SECONDS)
+        answers = run(judged, made, wanted, ranks=prod(made.mesh.values()), timeout=seconds)
         kinds = {kind for kind, _ in answers}
         worst = max(answers, key=lambda answer: VERDICTS.index(answer[0]))
         if len(kinds) > 1 and worst[0] != "WRONG":
@@ -207,13 +208,17 @@ def verdict(seed: int) -> Verdict:
     except RankError as error:
         late = any(isinstance(each, TimeoutError) for each in error.errors.values())
         worst = "hang" if late else "unclear", str(error)[:2000]
-    return Verdict(seed, made.kind, made.mesh, *worst, time.perf_counter() - start)
+    return Verdict(made.seed, made.kind, made.mesh, *worst, time.perf_counter() - start)
+
+
+def _called(fn: Any, *args: Any, use_reentrant: bool) -> Any:
+    return fn(*args)
 
 
 def verdicts(seeds: Iterable[int]) -> Iterator[Verdict]:
     """One program after the other."""
     for seed in seeds:
-        yield verdict(seed)
+        yield verdict(program(seed))
 
 
 def table(results: Sequence[Verdict]) -> str:

@@ -120,14 +120,24 @@ def _leaf(x: Any, wanted: bool = True) -> Any:
     return x.detach().clone().requires_grad_()
 
 
-def _leaves_of(tree: Any) -> Any:
+def _leaves_of(tree: Any, frozen: bool = False) -> Any:
+    """Of trees of parameters only those that train, or all."""
     if isinstance(tree, Params):
-        return tree.like((name, _leaf(x, name in tree.trains)) for name, x in tree.items())
+        return tree.like((name, _leaf(x, frozen or name in tree.trains)) for name, x in tree.items())
     if isinstance(tree, Mapping):
-        return {name: _leaves_of(x) for name, x in tree.items()}
+        return {name: _leaves_of(x, frozen) for name, x in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)([_leaves_of(x) for x in tree])
+        return type(tree)([_leaves_of(x, frozen) for x in tree])
     return _leaf(tree)
+
+
+def _trains(tree: Any) -> Any:
+    """Whether each leaf is differentiated."""
+    if isinstance(tree, Params):
+        return [name in tree.trains for name in tree]
+    if isinstance(tree, Mapping):
+        return [_trains(x) for x in tree.values()]
+    return [_trains(x) for x in tree] if isinstance(tree, list | tuple) else True
 
 
 def _gradients(outputs: Sequence[Tensor], wanted: Sequence[Any], given: Sequence[Tensor] | None = None) -> list[Any]:
@@ -162,7 +172,10 @@ def value_and_grad(fn: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = 
             if isinstance(loss, Mean):
                 loss = loss.total / loss.count
             flat, structure = pytree.tree_flatten([given[i] for i in positions])
-            grads = pytree.tree_unflatten(_gradients([loss], flat), structure)
+            trains = pytree.tree_leaves([_trains(given[i]) for i in positions])
+            found = _gradients([loss], flat)
+            found = [g if wanted else torch.zeros_like(g) for g, wanted in zip(found, trains, strict=True)]
+            grads = pytree.tree_unflatten(found, structure)
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return _result((((loss, aux) if has_aux else loss), grads))
 
@@ -183,7 +196,7 @@ def grad(fn: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False, red
 def vjp(fn: Callable[..., Any], *primals: Any) -> Any:
     """As the library's, without `has_aux`."""
     with torch.enable_grad(), _deeper():
-        given = [_leaves_of(x) for x in primals]
+        given = [_leaves_of(x, frozen=True) for x in primals]
         out = fn(*given)
     flat, structure = pytree.tree_flatten(tuple(given))
     outs, _ = pytree.tree_flatten(out)
@@ -199,7 +212,7 @@ def vjp(fn: Callable[..., Any], *primals: Any) -> Any:
 def jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     """By differentiating twice backwards."""
     with torch.enable_grad(), _deeper():
-        given = [_leaves_of(x) for x in primals]
+        given = [_leaves_of(x, frozen=True) for x in primals]
         out = fn(*given)
         flat, outs = pytree.tree_leaves(tuple(given)), pytree.tree_flatten(out)
         tied = [torch.zeros_like(x).requires_grad_() for x in outs[0]]
