@@ -1,0 +1,136 @@
+"""Functions of torch by their formulas, where torch's own forward mode fails. Layer 1.
+
+In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch norms;
+`mse_loss`, `huber_loss`, `soft_margin_loss` and `glu` have no forward mode of their gradient, or no gradient of their
+forward mode. `tests/test_derivatives.py` fails when torch has mended one, which can go then.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.core.errors import ShardError
+
+
+class ByFormulas(TorchFunctionMode):
+    """Within it these functions are made of others; `differentiated`: somebody asks for a gradient of what is made."""
+
+    def __init__(self, differentiated: bool) -> None:
+        super().__init__()
+        self._differentiated = differentiated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and self._differentiated:
+            return _batch_norm(*args, **(kwargs or {}))
+        return _FORMULAS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    return losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
+
+
+def _mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    weight: Any = None,
+) -> Tensor:
+    if not size_average is reduce is weight is None:
+        return F.mse_loss(input, target, size_average, reduce, reduction, weight)
+    return _reduced((input - target).square(), reduction)
+
+
+def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+    if weight is not None:
+        return F.huber_loss(input, target, reduction, delta, weight)
+    off = (input - target).abs()
+    return _reduced(torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta)), reduction)
+
+
+def _soft_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    if not size_average is reduce is None:
+        return F.soft_margin_loss(input, target, size_average, reduce, reduction)
+    return _reduced(F.softplus(-target * input), reduction)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    values, gates = input.chunk(2, dim)
+    return values * gates.sigmoid()
+
+
+def _normed(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
+    """Zero mean and unit variance over dims, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(tuple(dims), keepdim=True)
+    return centered * (centered.square().mean(tuple(dims), keepdim=True) + eps).rsqrt()
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    out = _normed(input, range(-len(normalized_shape), 0), eps)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _by_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (-1, *(1,) * (out.dim() - 2))
+    out = out if weight is None else out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if running_mean is not None or not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _by_channel(_normed(input, range(2, input.dim()), eps), weight, bias).to(input.dtype)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if running_mean is not None:
+        raise ShardError(
+            "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or make "
+            "it with track_running_stats=False"
+        )
+    return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
+
+
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    F.mse_loss: _mse_loss,
+    F.huber_loss: _huber_loss,
+    F.soft_margin_loss: _soft_margin_loss,
+    F.glu: _glu,
+    F.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
+}
