@@ -23,6 +23,7 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
+from shardfn.core.underway import Differentiation
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -108,12 +109,14 @@ def differentiator(
             inputs[position] = _differentiable(args[position], average)
         if connected:
             _require_reduction(reduce, inputs[positions[0]])
-        with torch.enable_grad():
+        trees = [inputs[p] for p in positions]
+        owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
+        here = Differentiation(trees, [args[p] for p in positions], _wanted)
+        with torch.enable_grad(), here.runs():
             result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
-            owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
             loss, count = _objective(loss, owner)
-        grads = _gradients(loss, [inputs[p] for p in positions], connected)
+        grads = _gradients(loss, trees, connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
@@ -363,9 +366,14 @@ def _shared(value: Tensor, owner: Params | None) -> Tensor:
     return value
 
 
-def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+def _wanted(trees: Sequence[Any]) -> list[Tensor]:
+    """The leaves to differentiate with respect to."""
     flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
-    wanted = [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+    wanted = _wanted(trees)
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
     if loss.grad_fn is None:
