@@ -1,7 +1,8 @@
 """`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -347,3 +348,165 @@ def test_a_leaf_that_the_plan_does_not_know_is_an_error(mesh: DeviceMesh) -> Non
     params["zzz"] = params["weight"]
     with pytest.raises(sf.ShardError, match="has a leaf 'zzz', which its plan does not know"):
         sf.grad(lambda p: p["weight"].sum())(params)
+
+
+Nested = Callable[[Any, Any, Any, Any], Tensor]  # (value_and_grad, forward, parameters, samples) -> loss of the samples
+
+
+def _grad(of: Any, fn: Any, **options: Any) -> Callable[..., Any]:
+    return lambda *args: of(fn, **options)(*args)[1]
+
+
+def _by_an_argument(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    return _grad(of, lambda p, x: f(p, x).sum(), argnums=1)(p, x).square().mean()
+
+
+def _closed_over(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    value, slope = of(lambda x: f(p, x).square().sum())(x)
+    return (slope.square().sum() + value) / len(x)
+
+
+def _with_aux(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(scale: Tensor) -> tuple[Tensor, Tensor]:
+        out = f(p, x * scale)
+        return out.square().mean(), out.tanh()
+
+    (value, aux), slope = of(loss, has_aux=True)(torch.ones((), dtype=x.dtype))
+    return value + slope + aux.mean()
+
+
+def _aux_alone(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(shift: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        moved = (x + shift["s"]).exp()
+        return moved.mean(), f(p, moved).mean()
+
+    (value, aux), slopes = of(loss, has_aux=True)({"s": torch.zeros(6, dtype=x.dtype)})
+    return value + aux + slopes["s"].sum()
+
+
+def _laplacian(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def second(x: Tensor) -> Tensor:
+        return _grad(of, lambda x: f(p, x).exp().sum())(x).square().sum()
+
+    return _grad(of, second)(x).mean()
+
+
+def _other_parameters(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    fixed = sf.tree.map(torch.detach, p)
+    value, grads = of(lambda q: (f(q, x) * f(p, x)).mean())(fixed)
+    return value.square() + sf.tree.dot(grads, fixed)
+
+
+def _of_a_container(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    both = {"shift": torch.zeros(6, dtype=x.dtype), "scale": [torch.ones((), dtype=x.dtype)]}
+    grads = _grad(of, lambda both, p: f(p, (x + both["shift"]) * both["scale"][0]).square().mean())(both, p)
+    return (grads["shift"].sum() + grads["scale"][0]) * 2
+
+
+_NESTED: tuple[Nested, ...] = (
+    _by_an_argument,
+    _closed_over,
+    _with_aux,
+    _aux_alone,
+    _laplacian,
+    _other_parameters,
+    _of_a_container,
+)
+
+
+def _plain_value_and_grad(fn: Any, argnums: int = 0, has_aux: bool = False) -> Any:
+    swapped = torch.func.grad_and_value(fn, argnums=argnums, has_aux=has_aux)
+    return lambda *args: swapped(*args)[::-1]
+
+
+def _same_as_one_process(mesh: DeviceMesh, program: Nested, model: nn.Module, around: Any = lambda fn: fn) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    params = sf.shard(model, mesh, _TP)
+    (local,) = sf.data.local_batch((x,), mesh)
+    outer = sf.value_and_grad(lambda p, x: program(sf.value_and_grad, partial(sf.apply, model), p, x))
+    loss, grads = around(outer)(params, local)
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    forward = partial(torch.func.functional_call, model)
+    wanted, named = _plain_value_and_grad(
+        lambda p: program(_plain_value_and_grad, lambda p, x: forward(p, (x,)), p, x)
+    )(plain)
+    found = {"loss": loss, **sf.gather(grads)}
+    assert_parity(
+        {k: v.reconcile() if hasattr(v, "reconcile") else v for k, v in found.items()},
+        {"loss": wanted, **named},
+        tol=1e-11,
+    )
+    assert not loss.requires_grad and not any(g.requires_grad for g in grads.values())
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_inner_derivatives_by_something_else_stay_connected(mesh: DeviceMesh) -> None:
+    for program in _NESTED:
+        try:
+            _same_as_one_process(mesh, program, _model())
+        except AssertionError as error:
+            error.add_note(f"in {program.__name__}")
+            raise
+
+
+def test_inner_derivatives_in_a_simulation_and_in_a_graph() -> None:
+    with sf.simulate(fsdp=2, tp=2) as mesh:
+        _same_as_one_process(mesh, _by_an_argument, _model())
+        _same_as_one_process(mesh, _with_aux, _model())
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+    _same_as_one_process(mesh, _by_an_argument, _model(), partial(sf.jit, backend="aot_eager"))
+    _same_as_one_process(mesh, _closed_over, _model(), partial(sf.jit, backend="aot_eager"))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_derivative_by_inputs_is_connected_to_what_torch_differentiates(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    trainer = sf.Trainer(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    params = trainer.params
+
+    def energy(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).sum()
+
+    for slope in (sf.grad(lambda _, x: trainer(x).sum(), argnums=1), sf.grad(energy, argnums=1)):
+        trainer.zero_grad()
+        slope(params, local).square().mean().backward()
+        reference.zero_grad()
+        torch.func.grad(lambda x: reference(x).sum())(x).square().mean().backward()
+        found = sf.gather(params.like((name, leaf.grad) for name, leaf in params.items()))
+        assert_parity(
+            found,
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()},
+            tol=1e-11,
+        )
+    with torch.no_grad():
+        assert not sf.grad(lambda x: trainer(x).sum())(local).requires_grad
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_only_a_loss_closes_over_keeps_no_graph(mesh: DeviceMesh) -> None:
+    """Nobody differentiates a step: its gradients are reduced on their way, and its graph is let go of."""
+    model, teacher = _model(), _model()
+    params = sf.shard(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return (sf.apply(model, sf.tree.map(lambda w: w * 1, p), x) - teacher(x)).square().mean()
+
+    for reduce in ("mean", None):
+        value, grads = sf.value_and_grad(loss, reduce=reduce)(params)
+        assert not value.requires_grad and not any(g.requires_grad for g in grads.values())
+    inner = sf.grad(lambda p: sf.apply(model, p, x).square().mean(), reduce=None)
+    found: list[sf.Params] = []
+
+    def first_order(p: sf.Params) -> Tensor:
+        found.append(inner(sf.tree.map(torch.detach, p)))
+        return loss(p)
+
+    sf.grad(first_order)(params)
+    assert not any(g.requires_grad for g in found[0].values())
+
+
+def test_a_loss_that_is_the_leaf_itself() -> None:
+    assert sf.grad(lambda x: x)(torch.tensor(2.0)) == 1

@@ -42,6 +42,7 @@ from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
+from shardfn.core.underway import note_tree
 from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
@@ -428,6 +429,7 @@ def gather(
     if to not in ("all", "rank0", "cpu"):
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
     layouts = _selected(tree, names)
+    note_tree(tree)
     places = grid(tree.mesh, tree.plan.roles.storage)
     for layout in layouts:
         for leaf in layout.leaves:
