@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -510,3 +511,129 @@ def test_what_only_a_loss_closes_over_keeps_no_graph(mesh: DeviceMesh) -> None:
 
 def test_a_loss_that_is_the_leaf_itself() -> None:
     assert sf.grad(lambda x: x)(torch.tensor(2.0)) == 1
+
+
+_SPLIT = sf.Policy(rules={"0.weight": "ff@tp@fsdp c", "2.weight": "_ ff@tp@fsdp"})
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_reshard_is_differentiable(mesh: DeviceMesh) -> None:
+    model = decoder(kv=1 if mesh.size(1) > 2 else 2)
+    params, (x, y) = sf.shard(model, mesh, policy()), sf.data.local_batch(tokens(), mesh)
+    whole = sf.policies.gathered(policy())
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.cross_entropy(sf.apply(model, p, x), y)
+
+    def moved(p: sf.Params) -> Tensor:
+        other = sf.reshard(p, whole)
+        return (
+            loss(other)
+            + sf.gather(sf.reshard(other, sf.Policy(default="replicate")), "norm.weight")["norm.weight"].sum()
+        )
+
+    def plain(p: sf.Params) -> Tensor:
+        return loss(p) + sf.gather(p, "norm.weight")["norm.weight"].sum()
+
+    found, wanted = (sf.value_and_grad(fn)(params) for fn in (moved, plain))
+    assert {n: g.placements for n, g in found[1].items()} == {n: p.placements for n, p in params.items()}
+    assert_parity({"loss": found[0], **sf.gather(found[1])}, {"loss": wanted[0], **sf.gather(wanted[1])}, tol=1e-11)
+    second = [sf.grad(lambda p, fn=fn: sf.tree.dot(sf.grad(fn)(p), params))(params) for fn in (moved, plain)]
+    assert_parity(*map(sf.gather, second), tol=1e-10)
+    both = sf.grad(lambda p: loss(p) + sf.tree.dot(sf.grad(loss)(sf.reshard(p, whole)), sf.reshard(params, whole)))(
+        params
+    )
+    assert_parity(
+        sf.gather(both),
+        sf.gather(sf.tree.map(torch.add, sf.grad(loss)(params), sf.hvp(loss, (params,), params))),
+        tol=1e-10,
+    )
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_reshard_to_another_mesh_is_differentiable(mesh: DeviceMesh) -> None:
+    other, model = sf.make_mesh("cpu", dp=4), _model()
+    params = sf.shard(model, mesh, _TP)
+
+    def square(p: sf.Params) -> Tensor:
+        return sf.optim.global_norm(sf.reshard(p, sf.Policy(), other)).square()
+
+    for layout in (_TP, _SPLIT):
+        tree = sf.reshard(params, layout)
+        assert_parity(sf.gather(sf.grad(square)(tree)), {n: 2 * w for n, w in sf.gather(params).items()}, tol=1e-12)
+
+
+def _inside(verb: str, p: sf.Params, grads: sf.Params) -> Any:
+    optimizers = {
+        "sgd.step": sf.optim.sgd(0.1),
+        "from_torch.step": sf.optim.from_torch(torch.optim.SGD, lr=0.1),
+        "chain.step": sf.optim.chain(sf.optim.sgd(0.1), sf.optim.schedule(lambda step: 1.0)),
+        "step": sf.optim.schedule(lambda step: 1.0),
+    }
+    if verb in optimizers:
+        return optimizers[verb].step(p, grads, optimizers[verb].init(p))[0]
+    if verb == "shard":
+        return sf.shard(sf.gather(p), p.mesh, sf.Policy())
+    if verb == "reduce_grads":
+        return sf.reduce_grads({"2.bias": sf.gather(p)["2.bias"]}, like=p)
+    return sf.gather(p, to="cpu" if verb.endswith("'cpu')") else "rank0")
+
+
+_INSTEAD = {
+    "sgd.step": "Write updates, state = optimizer.update",
+    "from_torch.step": "Write updates, state = optimizer.update",
+    "chain.step": "Write updates, state = optimizer.update",
+    "step": "Write updates, state = optimizer.update",
+    "shard": "Shard a tree outside",
+    "reduce_grads": "Have gradients reduced as they are made",
+    "gather(to='cpu')": r"Write sf.gather\(params\)",
+    "gather(to='rank0')": r"Write sf.gather\(params\)",
+}
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_what_has_no_derivative_is_refused_where_one_is_asked_for(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+    fixed = sf.tree.map(torch.clone, params)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def of(verb: str, used: sf.Params | None = None) -> Any:
+        def fn(p: sf.Params) -> Tensor:
+            made = sf.tree.map(lambda w: w * 1, p) if used is None else used
+            _inside(verb, made, made)
+            return loss(p)
+
+        return fn
+
+    one = torch.ones((), dtype=torch.float64)
+    for verb, instead in _INSTEAD.items():
+        for differentiate in (
+            lambda fn: sf.grad(fn)(params),
+            lambda fn: sf.vjp(fn, params)[1](one),
+            lambda fn: sf.jvp(fn, (params,), (params,)),
+            lambda fn: sf.grad(lambda p: sf.vmap(lambda s: fn(p) * s)(one[None]).sum())(params),
+            lambda fn: torch.func.grad(fn)(params),
+        ):
+            with pytest.raises(sf.ShardError, match=f"^{re.escape(verb)}.* has no derivative.*{instead}"):
+                differentiate(of(verb))
+        sf.grad(of(verb, fixed))(params)  # what nobody differentiates
+        _inside(verb, fixed, fixed)
+    with pytest.raises(sf.ShardError, match=r"^reshard: a transform goes on.*reshard it before"):
+        sf.vjp(lambda p: loss(sf.reshard(p, sf.Policy())), params)
+    with torch.no_grad():
+        sf.gather(sf.Trainer(model, mesh, _TP).params, to="cpu")
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_what_has_no_derivative_is_for_trees_that_ask_outside_of_losses(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    trainer = sf.Trainer(model, mesh, _TP)
+    grads = sf.grad(lambda p: sf.apply(model, p, x).square().mean())(trainer.params)
+    assert all(g.requires_grad for g in grads.values())
+    for verb in _INSTEAD.keys() - {"shard"}:
+        _inside(verb, trainer.params, grads)
+    student = sf.shard(_model(), mesh, _TP)
+    sf.grad(lambda p: sf.apply(_model(), p, x).mean() + sf.gather(trainer.params, to="cpu")["2.bias"].sum())(student)
