@@ -154,10 +154,27 @@ def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
     return first is not None and any((at := maybe_get_level(x)) > first and at in grads for x in tensors)
 
 
-def values_of(x: Tensor) -> list[Tensor]:
-    """The tensor that transforms wrap, with all mapped dims and no derivative; of simulated ranks, each one's."""
+def differentiated_in_transform(x: Tensor) -> bool:
+    """Whether an active transform differentiates with respect to what x is made of."""
+    if is_functorch_wrapped_tensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    while is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def innermost_value(x: Tensor) -> Tensor:
+    """The tensor that transforms wrap, with all mapped dims and no derivative."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
+    return x
+
+
+def values_of(x: Tensor) -> list[Tensor]:
+    """The same; of simulated ranks, each one's."""
+    x = innermost_value(x)
     return [x._local_tensors[rank] for rank in sorted(x._ranks)] if isinstance(x, LocalTensor) else [x]
 
 
@@ -777,6 +794,11 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad collects it
         return False
+
+
+def leaf_behind(node: Any) -> Tensor | None:
+    """The leaf whose gradient a node adds up, if it is such a node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 @contextmanager

@@ -40,6 +40,7 @@ LAYERS = {
     "shardfn.core.shadow": 1,
     "shardfn.core.simulation": 1,
     "shardfn.core.storage": 1,
+    "shardfn.core.underway": 1,
     "shardfn.core.plan": 2,
     "shardfn.core.tree": 2,
     "shardfn.core.offload": 2,

@@ -1,7 +1,9 @@
 """`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -347,3 +349,291 @@ def test_a_leaf_that_the_plan_does_not_know_is_an_error(mesh: DeviceMesh) -> Non
     params["zzz"] = params["weight"]
     with pytest.raises(sf.ShardError, match="has a leaf 'zzz', which its plan does not know"):
         sf.grad(lambda p: p["weight"].sum())(params)
+
+
+Nested = Callable[[Any, Any, Any, Any], Tensor]  # (value_and_grad, forward, parameters, samples) -> loss of the samples
+
+
+def _grad(of: Any, fn: Any, **options: Any) -> Callable[..., Any]:
+    return lambda *args: of(fn, **options)(*args)[1]
+
+
+def _by_an_argument(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    return _grad(of, lambda p, x: f(p, x).sum(), argnums=1)(p, x).square().mean()
+
+
+def _closed_over(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    value, slope = of(lambda x: f(p, x).square().sum())(x)
+    return (slope.square().sum() + value) / len(x)
+
+
+def _with_aux(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(scale: Tensor) -> tuple[Tensor, Tensor]:
+        out = f(p, x * scale)
+        return out.square().mean(), out.tanh()
+
+    (value, aux), slope = of(loss, has_aux=True)(torch.ones((), dtype=x.dtype))
+    return value + slope + aux.mean()
+
+
+def _aux_alone(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(shift: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        moved = (x + shift["s"]).exp()
+        return moved.mean(), f(p, moved).mean()
+
+    (value, aux), slopes = of(loss, has_aux=True)({"s": torch.zeros(6, dtype=x.dtype)})
+    return value + aux + slopes["s"].sum()
+
+
+def _laplacian(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def second(x: Tensor) -> Tensor:
+        return _grad(of, lambda x: f(p, x).exp().sum())(x).square().sum()
+
+    return _grad(of, second)(x).mean()
+
+
+def _other_parameters(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    fixed = sf.tree.map(torch.detach, p)
+    value, grads = of(lambda q: (f(q, x) * f(p, x)).mean())(fixed)
+    return value.square() + sf.tree.dot(grads, fixed)
+
+
+def _of_a_container(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    both = {"shift": torch.zeros(6, dtype=x.dtype), "scale": [torch.ones((), dtype=x.dtype)]}
+    grads = _grad(of, lambda both, p: f(p, (x + both["shift"]) * both["scale"][0]).square().mean())(both, p)
+    return (grads["shift"].sum() + grads["scale"][0]) * 2
+
+
+_NESTED: tuple[Nested, ...] = (
+    _by_an_argument,
+    _closed_over,
+    _with_aux,
+    _aux_alone,
+    _laplacian,
+    _other_parameters,
+    _of_a_container,
+)
+
+
+def _plain_value_and_grad(fn: Any, argnums: int = 0, has_aux: bool = False) -> Any:
+    swapped = torch.func.grad_and_value(fn, argnums=argnums, has_aux=has_aux)
+    return lambda *args: swapped(*args)[::-1]
+
+
+def _same_as_one_process(mesh: DeviceMesh, program: Nested, model: nn.Module, around: Any = lambda fn: fn) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    params = sf.shard(model, mesh, _TP)
+    (local,) = sf.data.local_batch((x,), mesh)
+    outer = sf.value_and_grad(lambda p, x: program(sf.value_and_grad, partial(sf.apply, model), p, x))
+    loss, grads = around(outer)(params, local)
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    forward = partial(torch.func.functional_call, model)
+    wanted, named = _plain_value_and_grad(
+        lambda p: program(_plain_value_and_grad, lambda p, x: forward(p, (x,)), p, x)
+    )(plain)
+    found = {"loss": loss, **sf.gather(grads)}
+    assert_parity(
+        {k: v.reconcile() if hasattr(v, "reconcile") else v for k, v in found.items()},
+        {"loss": wanted, **named},
+        tol=1e-11,
+    )
+    assert not loss.requires_grad and not any(g.requires_grad for g in grads.values())
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_inner_derivatives_by_something_else_stay_connected(mesh: DeviceMesh) -> None:
+    for program in _NESTED:
+        try:
+            _same_as_one_process(mesh, program, _model())
+        except AssertionError as error:
+            error.add_note(f"in {program.__name__}")
+            raise
+
+
+def test_inner_derivatives_in_a_simulation_and_in_a_graph() -> None:
+    with sf.simulate(fsdp=2, tp=2) as mesh:
+        _same_as_one_process(mesh, _by_an_argument, _model())
+        _same_as_one_process(mesh, _with_aux, _model())
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+    _same_as_one_process(mesh, _by_an_argument, _model(), partial(sf.jit, backend="aot_eager"))
+    _same_as_one_process(mesh, _closed_over, _model(), partial(sf.jit, backend="aot_eager"))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_derivative_by_inputs_is_connected_to_what_torch_differentiates(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    trainer = sf.Trainer(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    params = trainer.params
+
+    def energy(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).sum()
+
+    for slope in (sf.grad(lambda _, x: trainer(x).sum(), argnums=1), sf.grad(energy, argnums=1)):
+        trainer.zero_grad()
+        slope(params, local).square().mean().backward()
+        reference.zero_grad()
+        torch.func.grad(lambda x: reference(x).sum())(x).square().mean().backward()
+        found = sf.gather(params.like((name, leaf.grad) for name, leaf in params.items()))
+        assert_parity(
+            found,
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()},
+            tol=1e-11,
+        )
+    with torch.no_grad():
+        assert not sf.grad(lambda x: trainer(x).sum())(local).requires_grad
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_only_a_loss_closes_over_keeps_no_graph(mesh: DeviceMesh) -> None:
+    """Nobody differentiates a step: its gradients are reduced on their way, and its graph is let go of."""
+    model, teacher = _model(), _model()
+    params = sf.shard(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return (sf.apply(model, sf.tree.map(lambda w: w * 1, p), x) - teacher(x)).square().mean()
+
+    for reduce in ("mean", None):
+        value, grads = sf.value_and_grad(loss, reduce=reduce)(params)
+        assert not value.requires_grad and not any(g.requires_grad for g in grads.values())
+    inner = sf.grad(lambda p: sf.apply(model, p, x).square().mean(), reduce=None)
+    found: list[sf.Params] = []
+
+    def first_order(p: sf.Params) -> Tensor:
+        found.append(inner(sf.tree.map(torch.detach, p)))
+        return loss(p)
+
+    sf.grad(first_order)(params)
+    assert not any(g.requires_grad for g in found[0].values())
+
+
+def test_a_loss_that_is_the_leaf_itself() -> None:
+    assert sf.grad(lambda x: x)(torch.tensor(2.0)) == 1
+
+
+_SPLIT = sf.Policy(rules={"0.weight": "ff@tp@fsdp c", "2.weight": "_ ff@tp@fsdp"})
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_reshard_is_differentiable(mesh: DeviceMesh) -> None:
+    model = decoder(kv=1 if mesh.size(1) > 2 else 2)
+    params, (x, y) = sf.shard(model, mesh, policy()), sf.data.local_batch(tokens(), mesh)
+    whole = sf.policies.gathered(policy())
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.cross_entropy(sf.apply(model, p, x), y)
+
+    def moved(p: sf.Params) -> Tensor:
+        other = sf.reshard(p, whole)
+        return (
+            loss(other)
+            + sf.gather(sf.reshard(other, sf.Policy(default="replicate")), "norm.weight")["norm.weight"].sum()
+        )
+
+    def plain(p: sf.Params) -> Tensor:
+        return loss(p) + sf.gather(p, "norm.weight")["norm.weight"].sum()
+
+    found, wanted = (sf.value_and_grad(fn)(params) for fn in (moved, plain))
+    assert {n: g.placements for n, g in found[1].items()} == {n: p.placements for n, p in params.items()}
+    assert_parity({"loss": found[0], **sf.gather(found[1])}, {"loss": wanted[0], **sf.gather(wanted[1])}, tol=1e-11)
+    second = [sf.grad(lambda p, fn=fn: sf.tree.dot(sf.grad(fn)(p), params))(params) for fn in (moved, plain)]
+    assert_parity(*map(sf.gather, second), tol=1e-10)
+    both = sf.grad(lambda p: loss(p) + sf.tree.dot(sf.grad(loss)(sf.reshard(p, whole)), sf.reshard(params, whole)))(
+        params
+    )
+    assert_parity(
+        sf.gather(both),
+        sf.gather(sf.tree.map(torch.add, sf.grad(loss)(params), sf.hvp(loss, (params,), params))),
+        tol=1e-10,
+    )
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_reshard_to_another_mesh_is_differentiable(mesh: DeviceMesh) -> None:
+    other, model = sf.make_mesh("cpu", dp=4), _model()
+    params = sf.shard(model, mesh, _TP)
+
+    def square(p: sf.Params) -> Tensor:
+        return sf.optim.global_norm(sf.reshard(p, sf.Policy(), other)).square()
+
+    for layout in (_TP, _SPLIT):
+        tree = sf.reshard(params, layout)
+        assert_parity(sf.gather(sf.grad(square)(tree)), {n: 2 * w for n, w in sf.gather(params).items()}, tol=1e-12)
+
+
+def _inside(verb: str, p: sf.Params, grads: sf.Params) -> Any:
+    optimizers = {
+        "sgd.step": sf.optim.sgd(0.1),
+        "from_torch.step": sf.optim.from_torch(torch.optim.SGD, lr=0.1),
+        "chain.step": sf.optim.chain(sf.optim.sgd(0.1), sf.optim.schedule(lambda step: 1.0)),
+        "step": sf.optim.schedule(lambda step: 1.0),
+    }
+    if verb in optimizers:
+        return optimizers[verb].step(p, grads, optimizers[verb].init(p))[0]
+    if verb == "shard":
+        return sf.shard(sf.gather(p), p.mesh, sf.Policy())
+    if verb == "reduce_grads":
+        return sf.reduce_grads({"2.bias": sf.gather(p)["2.bias"]}, like=p)
+    return sf.gather(p, to="cpu" if verb.endswith("'cpu')") else "rank0")
+
+
+_INSTEAD = {
+    "sgd.step": "Write updates, state = optimizer.update",
+    "from_torch.step": "Write updates, state = optimizer.update",
+    "chain.step": "Write updates, state = optimizer.update",
+    "step": "Write updates, state = optimizer.update",
+    "shard": "Shard a tree outside",
+    "reduce_grads": "Have gradients reduced as they are made",
+    "gather(to='cpu')": r"Write sf.gather\(params\)",
+    "gather(to='rank0')": r"Write sf.gather\(params\)",
+}
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_what_has_no_derivative_is_refused_where_one_is_asked_for(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+    fixed = sf.tree.map(torch.clone, params)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def of(verb: str, used: sf.Params | None = None) -> Any:
+        def fn(p: sf.Params) -> Tensor:
+            made = sf.tree.map(lambda w: w * 1, p) if used is None else used
+            _inside(verb, made, made)
+            return loss(p)
+
+        return fn
+
+    one = torch.ones((), dtype=torch.float64)
+    for verb, instead in _INSTEAD.items():
+        for differentiate in (
+            lambda fn: sf.grad(fn)(params),
+            lambda fn: sf.vjp(fn, params)[1](one),
+            lambda fn: sf.jvp(fn, (params,), (params,)),
+            lambda fn: sf.grad(lambda p: sf.vmap(lambda s: fn(p) * s)(one[None]).sum())(params),
+            lambda fn: torch.func.grad(fn)(params),
+        ):
+            with pytest.raises(sf.ShardError, match=f"^{re.escape(verb)}.* has no derivative.*{instead}"):
+                differentiate(of(verb))
+        sf.grad(of(verb, fixed))(params)  # what nobody differentiates
+        _inside(verb, fixed, fixed)
+    with pytest.raises(sf.ShardError, match=r"^reshard: a transform goes on.*reshard it before"):
+        sf.vjp(lambda p: loss(sf.reshard(p, sf.Policy())), params)
+    with torch.no_grad():
+        sf.gather(sf.Trainer(model, mesh, _TP).params, to="cpu")
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_what_has_no_derivative_is_for_trees_that_ask_outside_of_losses(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    trainer = sf.Trainer(model, mesh, _TP)
+    grads = sf.grad(lambda p: sf.apply(model, p, x).square().mean())(trainer.params)
+    assert all(g.requires_grad for g in grads.values())
+    for verb in _INSTEAD.keys() - {"shard"}:
+        _inside(verb, trainer.params, grads)
+    student = sf.shard(_model(), mesh, _TP)
+    sf.grad(lambda p: sf.apply(_model(), p, x).mean() + sf.gather(trainer.params, to="cpu")["2.bias"].sum())(student)

@@ -45,6 +45,7 @@ from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
+from shardfn.core.underway import note_tree
 from shardfn.core.wiring import chained, owned_names, wire
 
 _SMALL = 16  # numbers up to that may choose between ways of a forward; others are counters or sizes
@@ -97,6 +98,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(params, Params):
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}")
+    note_tree(params)
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))

@@ -6,7 +6,7 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import materialized, part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import innermost_value, materialized, part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.core.agreement import VALUES, agree, require_success
 from shardfn.core.buckets import (
     BucketOnGrid,
@@ -22,6 +22,7 @@ from shardfn.core.buckets import (
     empty_shards,
     gather_leaves,
     in_front,
+    in_layout,
     leaf_spec,
     new_buffers,
 )
@@ -42,6 +43,7 @@ from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
+from shardfn.core.underway import is_differentiated, note_tree
 from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
@@ -87,6 +89,11 @@ def shard(
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
+    if isinstance(model, Mapping) and is_differentiated(x for x in model.values() if isinstance(x, Tensor)):
+        raise ShardError(
+            "shard has no derivative, and the loss or transform around it asks for one of these tensors. Shard a tree "
+            "outside, and put what is made of it into sf.tree.map(fn, params)"
+        )
     return shard_own(model, mesh, policy, init=init, src=src, alike=True)
 
 
@@ -420,7 +427,7 @@ def gather(
     Raises:
         TypeError: not a tree made by `shard`.
         KeyError: a pattern matches nothing.
-        ShardError: a leaf is a pending sum; `reduce_grads` comes first.
+        ShardError: a leaf is a pending sum; `reduce_grads` comes first. `"rank0"` or `"cpu"` of what is differentiated.
 
     Communication: one all-gather a bucket (at most 64 MiB) and axis; leaf by leaf for `"rank0"` and `"cpu"`.
     """
@@ -428,6 +435,12 @@ def gather(
     if to not in ("all", "rank0", "cpu"):
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
     layouts = _selected(tree, names)
+    note_tree(tree)
+    if to != "all" and is_differentiated(tree[leaf.name] for layout in layouts for leaf in layout.leaves):
+        raise ShardError(
+            f"gather(to={to!r}) has no derivative, and the loss or transform around it asks for one. Write "
+            "sf.gather(params), and .cpu() of what it returns; or torch.no_grad() around it, to have values alone"
+        )
     places = grid(tree.mesh, tree.plan.roles.storage)
     for layout in layouts:
         for leaf in layout.leaves:
@@ -605,7 +618,7 @@ def reduce_grads(
 
     Raises:
         TypeError: plain tensors without `like`; the mean of integers; something else than a tensor.
-        ShardError: names, shapes or placements that are not the parameters'.
+        ShardError: names, shapes or placements that are not the parameters'; pending gradients that are differentiated.
 
     Communication: one reduce-scatter a bucket over the axes that split it and one all-reduce over the other data axes,
     in `reduce_dtype`.
@@ -619,6 +632,11 @@ def reduce_grads(
     owner = like if like is not None else _require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
+    if pending and is_differentiated(grads.values()):
+        raise ShardError(
+            "reduce_grads has no derivative, and the loss or transform around it asks for one. Have gradients reduced "
+            "as they are made, which has: sf.grad(loss_fn), without reduce=None"
+        )
     for name, grad in pending.items():
         if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
@@ -695,7 +713,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
 
     `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
     return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
-    collectives that the two imply (differentiable): all-gather, slice, all-to-all, reduce-scatter or all-reduce.
+    collectives that the two imply: all-gather, slice, all-to-all, reduce-scatter or all-reduce. Both differentiable.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn
@@ -715,13 +733,16 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         a new tree, or this rank's part of the tensor in the new layout.
 
     Raises:
-        ShardError: the layout does not fit, or the meshes have other ranks.
+        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
 
-    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again.
+    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
+    backward so are their gradients.
     """
     if isinstance(to, str):
         return relayout(x, to, mesh)
     tree = _require_params("reshard", x)
+    if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
+        raise _reshards_in_transform()
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     target_mesh = mesh if mesh is not None else tree.mesh
@@ -731,12 +752,89 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         raise ShardError(
             f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead"
         )
-    places = grid(target_mesh, made.roles.storage)
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
-    with torch.no_grad():
-        locals_ = _moved_locals(tree, made, places)
-    return _wrapped(locals_, made, places, target_mesh, tree.buffers)
+    asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
+    return (_resharded if asks else _moved)(tree, made, target_mesh)
+
+
+def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """`_moved`, differentiable."""
+    made = made.with_reduction(tree.plan.reduction or "mean")
+    floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
+    moves = _Move(tuple(floating), tree.plan, tree.mesh, made, mesh)
+    found = dict(zip(moves.after, _Resharded.apply(moves, *floating.values()), strict=True))
+    found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
+    return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
+
+
+def _reshards_in_transform() -> ShardError:
+    return ShardError(
+        "reshard: a transform goes on, in which a tree cannot change its layout; reshard it before, and pass the "
+        "result to the transform"
+    )
+
+
+class _Move(NamedTuple):
+    """Leaves of a tree on their way from one plan and mesh to another."""
+
+    names: tuple[str, ...]
+    old: Plan
+    old_mesh: DeviceMesh
+    new: Plan
+    new_mesh: DeviceMesh
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The leaves in which the new plan stores them."""
+        held = (layout for layout in self.old.layouts.values() if layout.leaves[0].name in self.names)
+        stored = {leaf.name for layout in held for leaf in self.new.layouts[layout.name].leaves}
+        return tuple(name for name in self.new.leaves if name in stored)
+
+    @property
+    def back(self) -> "_Move":
+        return _Move(self.after, self.new, self.new_mesh, self.old, self.old_mesh)
+
+
+class _Resharded(torch.autograd.Function):
+    """
+    forward   leaves [as the old plan stores them] -> the same values [as the new plan stores them]
+    backward  the same the other way
+    """
+
+    @staticmethod
+    def forward(moves: _Move, *leaves: Tensor) -> tuple[Tensor, ...]:
+        tree = Params(zip(moves.names, leaves, strict=True), moves.old, moves.old_mesh)
+        return tuple(_moved(tree, moves.new, moves.new_mesh).values())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.moves = inputs[0]
+        ctx.dtypes = [x.dtype for x in output]
+        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        moves = ctx.moves
+        places = grid(moves.new_mesh, moves.new.roles.storage)
+        unused = {name: dtype for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True) if grad is None}
+        zeros = empty_shards(moves.new, places, unused)
+        given: list[Tensor] = []
+        for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True):
+            spec = leaf_spec(moves.new, places, name, dtype)
+            given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
+        back = dict(zip(moves.back.after, _Resharded.apply(moves.back, *given), strict=True))
+        return (None, *(back[name] for name in moves.names))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        raise _reshards_in_transform()
+
+
+def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """The same values as the plan `made` stores them on a mesh."""
+    places = grid(mesh, made.roles.storage)
+    return _wrapped(_moved_locals(tree, made, places), made, places, mesh, tree.buffers)
 
 
 def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:

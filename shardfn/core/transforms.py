@@ -23,6 +23,7 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
+from shardfn.core.underway import Differentiation, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -108,12 +109,18 @@ def differentiator(
             inputs[position] = _differentiable(args[position], average)
         if connected:
             _require_reduction(reduce, inputs[positions[0]])
-        with torch.enable_grad():
+        trees = [inputs[p] for p in positions]
+        others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
+        owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
+        here = Differentiation(trees, [args[p] for p in positions], _wanted)
+        with torch.enable_grad(), here.runs():
             result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
-            owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
             loss, count = _objective(loss, owner)
-        grads = _gradients(loss, [inputs[p] for p in positions], connected)
+        if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
+            connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
+            _require_reduction(reduce if connected else "mean", owner)
+        grads = _gradients(loss, trees, connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
@@ -169,11 +176,12 @@ def _of_containers(
         }
 
     def loss_of(*values: Any, **kwargs: Any) -> Any:
-        found = rebuilt(values, lambda leaf: leaf)
+        found = rebuilt(values[: len(chosen)], lambda leaf: leaf)
         return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
 
     differentiate = differentiator(loss_of, tuple(range(len(chosen))), has_aux, reduce)
-    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), **kwargs)
+    others = (x for i, x in enumerate(args) if i not in positions)  # not used, but they may ask for a gradient
+    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), *others, **kwargs)
     trees = rebuilt(grads, lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf)
     return value, aux, [trees[p] for p in positions], count
 
@@ -216,8 +224,8 @@ def grad(
 
 def _asks(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    leaves = tree.values() if isinstance(tree, Params) else pytree.tree_leaves(tree)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    leaves = tree.values() if isinstance(tree, Params) else _tensors(tree)
+    return any(leaf.requires_grad for leaf in leaves)
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -363,12 +371,21 @@ def _shared(value: Tensor, owner: Params | None) -> Tensor:
     return value
 
 
-def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _wanted(trees: Sequence[Any]) -> list[Tensor]:
+    """The leaves to differentiate with respect to."""
     flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
-    wanted = [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+    wanted = _wanted(trees)
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
-    if loss.grad_fn is None:
+    if not loss.requires_grad:
         found = [None] * len(wanted)
     else:
         collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]

@@ -16,6 +16,7 @@ from shardfn.core.optim.trees import (
     Tree,
     kind_of,
     require_match,
+    require_outside,
     require_some,
     require_tensors,
     slot_like,
@@ -183,6 +184,7 @@ class _FromTorch:
 
     def step(self, params: Tree, grads: Tree, state: TorchState) -> tuple[Tree, TorchState]:
         names = self._checked("from_torch.step", params, grads, state)
+        require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
             return params, self._advance(params, grads, state, weights, pure=False)

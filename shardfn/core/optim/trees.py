@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import in_transform, same_layouts, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.pattern import first_match
-from shardfn.core.tree import Params
+from shardfn.core.tree import Params, leaves
+from shardfn.core.underway import is_differentiated
 
 Tree: TypeAlias = Any  # Params, or a plain dict of tensors
 
@@ -80,6 +81,15 @@ def require_some(verb: str, params: Tree) -> None:
         raise ShardError(
             f"{verb}: none of {len(params)} parameters trains: integers, or requires_grad=False in the model. "
             f"sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there."
+        )
+
+
+def require_outside(verb: str, params: Tree, grads: Tree) -> None:
+    """A step in place has no derivative."""
+    if is_differentiated(leaf for tree in (params, grads) for leaf in leaves(tree)):
+        raise ShardError(
+            f"{verb} works in place and has no derivative, and the loss or transform around it asks for one. Write "
+            "updates, state = optimizer.update(grads, state, params) and sf.optim.apply_updates(params, updates)"
         )
 
 
