@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import assert_parity, assert_trees_close, on_meshes
+from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 
 
 def _model() -> nn.Module:
@@ -295,6 +295,95 @@ def test_trees_in_a_dict(mesh: DeviceMesh) -> None:
     assert_trees_close(dict(found["p"]), dict(wanted[0]))
     assert_trees_close(dict(found["q"][0]), dict(wanted[1]))
     assert found["q"][1] == 3 and torch.equal(found["n"], torch.zeros(2))
+
+
+class _Gates(nn.Module):
+    """Values and the learnt gates that weigh them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def _gated(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of gated squares, and of the gates."""
+    value, gate = out.unbind(-1)
+    return (value.square() * gate.sigmoid()).sum(), gate.sigmoid().sum()
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_mean_with_a_learnt_count(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+
+    def loss_fn(p: sf.Params, x: Tensor) -> sf.data.Mean:
+        return sf.data.Mean(*_gated(sf.apply(model, p, x)))
+
+    def reference(p: dict[str, Tensor], x: Tensor = x) -> Tensor:
+        total, count = _gated(torch.func.functional_call(model, p, (x,)))
+        return total / count
+
+    wanted, value = torch.func.grad_and_value(reference)(plain)
+    loss, grads = sf.value_and_grad(loss_fn)(params, local)
+    assert_parity({"loss": loss, **sf.gather(grads)}, {"loss": value, **wanted}, tol=1e-11)
+    second = torch.func.jvp(torch.func.grad(reference), (plain,), (plain,))[1]
+    assert_parity(sf.gather(sf.hvp(loss_fn, (params, local), params)), second, tol=1e-11)
+    nested = sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p, local), params))
+    assert_parity(sf.gather(nested(params)), second, tol=1e-11)
+    assert_parity(sf.gather(sf.jit(nested, backend="aot_eager")(params)), second, tol=1e-11)
+    each = sf.vmap(sf.grad(loss_fn), in_dims=(None, 0))(params, local[:, None])
+    wanted = torch.func.vmap(torch.func.grad(reference), in_dims=(None, 0))(plain, x[:, None])
+    assert_parity(sf.gather(each), wanted, tol=1e-11)
+    below = sf.grad(lambda p: sf.data.Mean((total := _gated(sf.apply(model, p, local)))[0], -total[1]))(params)
+    assert_parity(sf.gather(below), {name: -g for name, g in torch.func.grad(reference)(plain).items()}, tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_only_a_learnt_count_is_communicated_in_a_backward(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 1)
+    params = sf.shard(model, mesh, sf.Policy())
+    x = torch.ones(3, 4)
+
+    def loss_with(count: Any) -> Any:
+        return lambda p: sf.data.Mean((out := sf.apply(model, p, x)).sum(), out.sum() if count is None else count)
+
+    found = {}
+    for count in (3, 3.0, True, torch.tensor(3), torch.tensor(True), None):
+        sf.grad(loss_with(count))(params)  # the first calls compare batches
+        sf.grad(loss_with(count))(params)
+        with count_collectives() as counts:
+            sf.value_and_grad(loss_with(count))(params)
+        found[str(count)] = counts.total
+    learnt = found.pop("None")
+    assert set(found.values()) == {learnt - 1}, found
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_totals_and_counts_of_leaves(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    ranks = mesh["fsdp"].size()
+
+    def norm(p: Any) -> Tensor:
+        return p["up.weight"].square().sum()
+
+    by_leaf = sf.grad(lambda p: sf.data.Mean(_gated(sf.apply(model, p, local))[0], norm(p)))(params)
+    wanted = torch.func.grad(lambda p: _gated(torch.func.functional_call(model, p, (x,)))[0] / (ranks * norm(p)))(plain)
+    assert_parity(sf.gather(by_leaf), wanted, tol=1e-11)
+    of_leaf = sf.grad(lambda p: sf.data.Mean(norm(p), _gated(sf.apply(model, p, local))[1]))(params)
+    wanted = torch.func.grad(lambda p: ranks * norm(p) / _gated(torch.func.functional_call(model, p, (x,)))[1])(plain)
+    assert_parity(sf.gather(of_leaf), wanted, tol=1e-11)
 
 
 _MAX: dict[str, Any] = {"reduce": "max"}

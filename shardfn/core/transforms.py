@@ -81,7 +81,8 @@ def differentiator(
 ) -> Callable[..., tuple[Tensor, Any, Any, Tensor | None]]:
     """`value_and_grad` that also says what the loss counted: f(*args) -> (loss, aux, grads, count of a `Mean` or None).
 
-    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks.
+    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks, unless
+    the count requires a gradient.
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     average: Reduction = None if reduce is None else "mean"
@@ -334,17 +335,32 @@ def _trained(plan: Plan) -> frozenset[str]:
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
-    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact."""
+    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact.
+
+    A count with a derivative is shared by the losses of all ranks, so that their mean has that of the quotient.
+    """
     count = None
     if isinstance(loss, Mean):
-        count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
-        loss = loss.total / torch.where(count > 0, count, 1).to(loss.total.dtype)  # nothing counted: a loss of zero
-    if isinstance(loss, DTensor) and not loss.dim():
-        loss = loss.full_tensor()  # of all ranks: what `to_local` gives is a part, which counts as one of a sum
+        count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
+        count = _averaged(count, owner)
+        shared = _shared(count, owner) if count.requires_grad or in_transform() else count
+        divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
+        loss = _whole(loss.total) / divisor.to(loss.total.dtype)
+    loss = _whole(loss)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
     return loss, count
+
+
+def _whole(value: Any) -> Any:
+    """A scalar `DTensor` as a plain one of all ranks; what `to_local` gives is a part, which counts as one of a sum."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.dim() else value
+
+
+def value_of(loss: Any, owner: Params) -> Tensor:
+    """What `value_and_grad` with respect to a tree gives for a loss."""
+    return _averaged(_objective(loss, owner)[0], owner)
 
 
 def _averaged(value: Tensor, owner: Params | None) -> Tensor:
