@@ -386,6 +386,65 @@ def test_totals_and_counts_of_leaves(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(of_leaf), wanted, tol=1e-11)
 
 
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_plain_tensors_that_are_multiplied_with_leaves(mesh: DeviceMesh) -> None:
+    """A learnt step size, and a mixture of two trees: gradients are plain, and their mean is that of one process."""
+    torch.manual_seed(0)
+    model, other = _Gates().double(), _Gates().double()
+    rules = sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"})
+    params, others = sf.shard(model, mesh, rules), sf.shard(other, mesh, rules)
+    plain, plain_others = ({name: p.detach() for name, p in m.named_parameters()} for m in (model, other))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    rate = {"log": torch.tensor(-1.0, dtype=torch.float64), "mix": torch.tensor([0.3, 0.8], dtype=torch.float64)}
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, local).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def objective(rate: dict[str, Tensor], p: sf.Params) -> Tensor:
+        adapted = sf.tree.map(lambda w, g: w - rate["log"].exp() * g, p, sf.grad(loss)(p))
+        mixed = sf.tree.map(lambda a, b: rate["mix"][0] * a + rate["mix"][1] * b, adapted, others)
+        return loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum().full_tensor()
+
+    def reference(rate: dict[str, Tensor], p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain_loss)(p)
+        adapted = {name: w - rate["log"].exp() * grads[name] for name, w in p.items()}
+        mixed = {name: rate["mix"][0] * w + rate["mix"][1] * plain_others[name] for name, w in adapted.items()}
+        return plain_loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum()
+
+    def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+        assert {type(g) for g in found.values()} == {Tensor}
+        assert_parity({n: sf.collectives.pmean(g, mesh, "fsdp") for n, g in found.items()}, wanted, tol=1e-11)
+
+    wanted, wanted_params = torch.func.grad(reference, argnums=(0, 1))(rate, plain)
+    same(sf.grad(objective)(rate, params), wanted)
+    found, grads = sf.grad(objective, argnums=(0, 1))(rate, params)
+    same(found, wanted)
+    assert_parity(sf.gather(grads), wanted_params, tol=1e-11)
+    _, pull, *_ = sf.vjp(lambda r: loss(sf.tree.map(lambda w: r["log"] * w, params)), rate)
+    scaled = torch.func.grad(lambda r: plain_loss({n: r["log"] * w for n, w in plain.items()}))(rate)
+    same(pull(torch.ones((), dtype=torch.float64))[0], scaled)
+    second = torch.func.grad(torch.func.grad(lambda a: plain_loss({n: a.exp() * w for n, w in plain.items()})))
+    twice = sf.grad(sf.grad(lambda a: loss(sf.tree.map(lambda w: a.exp() * w, params))))
+    same({"log": twice(rate["log"])}, {"log": second(rate["log"])})
+
+
+@on_meshes({"fsdp": 2})
+def test_pending_gradients_have_no_products_with_plain_tensors(mesh: DeviceMesh) -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    params = sf.shard(model, mesh, sf.Policy())
+
+    def loss(a: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: a * w.detach(), p), x).sum()
+
+    with pytest.raises(sf.ShardError, match="a plain tensor is multiplied with leaves; use reduce='mean'"):
+        sf.grad(loss, argnums=(0, 1), reduce=None)(torch.tensor(2.0), params)
+    assert sf.grad(loss, argnums=(0, 1))(torch.tensor(2.0), params)[0].dim() == 0
+
+
 _MAX: dict[str, Any] = {"reduce": "max"}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.collectives import pmean, pvary
+from shardfn.core.collectives import into_losses, pmean, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
@@ -49,7 +49,8 @@ def value_and_grad(
     Args:
         loss_fn: the function; the loss is a scalar tensor, or `(loss, aux)` with `has_aux`.
         argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors, whose
-            gradients are this rank's own.
+            gradients are this rank's own: their mean over the data ranks is that of one process. What a plain tensor
+            has of a product with leaves (a step size, a mixture) is of all ranks, the same on each.
         has_aux: whether `loss_fn` also returns something that is passed through.
         reduce: gradients are the mean or the sum over data ranks, with their parameters' placements; `None` leaves
             them as pending sums (`+fsdp`) to be added over microbatches and given to `reduce_grads` once.
@@ -134,12 +135,16 @@ def _times_ranks(grads: Any) -> Any:
 
 
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
-    several = isinstance(tree, Params) and any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
-    if reduce is None and several:
+    if reduce is None and isinstance(tree, Params) and _is_shared_out(tree):
         raise ShardError(
             "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
             "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
         )
+
+
+def _is_shared_out(tree: Params) -> bool:
+    """Whether there are several data ranks."""
+    return any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
 
 
 def _of_containers(
@@ -390,7 +395,8 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
         collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
         found = _differentiated(loss, wanted, outer, collected)
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
-    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf) for tree in trees]
+    pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
+    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
 
 
 def _differentiated(
@@ -403,16 +409,29 @@ def _differentiated(
         return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
 
 
-def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
+def _plain(tree: Any, found: dict[int, Tensor | None], pending: bool) -> Any:
     """Gradients of a tree of plain tensors: zeros for a leaf that has none."""
 
     def gradient(leaf: Any) -> Any:
-        own = found.get(id(leaf))
+        own = plain_gradient(leaf, given := found.get(id(leaf)))
+        if pending and own is not given:
+            raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
         if own is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return own
         return torch.zeros_like(leaf, requires_grad=False)
 
     return pytree.tree_map(gradient, tree)
+
+
+def plain_gradient(leaf: Any, found: Any) -> Any:
+    """The gradient of a plain tensor that was multiplied with leaves: plain, of all parts of them; another as it is.
+
+    It is that of the mean of the losses, the same on all ranks; over axes that share it a mean changes no cotangent.
+    """
+    if not isinstance(found, DTensor) or isinstance(leaf, DTensor):
+        return found
+    mesh = found.device_mesh
+    return into_losses(found.full_tensor(), mesh, mesh.mesh_dim_names or ())
 
 
 def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
