@@ -27,7 +27,7 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
-from shardfn.core.transforms import differentiator, value_of
+from shardfn.core.transforms import differentiator, of_dtensors, value_of
 from shardfn.core.tree import Params, map_local
 from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
@@ -222,7 +222,8 @@ class Trainer(nn.Module):
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
-            loss = loss_fn(self.params, *batch)
+            with of_dtensors("Trainer.evaluate"):
+                loss = loss_fn(self.params, *batch)
         finally:
             self.training = training
             for module, mode in modes:

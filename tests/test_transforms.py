@@ -445,6 +445,36 @@ def test_pending_gradients_have_no_products_with_plain_tensors(mesh: DeviceMesh)
     assert sf.grad(loss, argnums=(0, 1))(torch.tensor(2.0), params)[0].dim() == 0
 
 
+@pytest.mark.parametrize(
+    "name", ["sum", "norm", "product", "whole", "gathered", "forward", "inner value", "dot", "several products"]
+)
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_plain_losses_with_leaves_say_what_to_write(mesh: DeviceMesh, name: str) -> None:
+    model, x = _model(), torch.ones(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+
+    def plain(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    losses = {
+        "sum": lambda p: plain(p) + p["0.weight"].square().sum(),
+        "norm": lambda p: plain(p) + p["0.weight"].norm(),
+        "product": lambda p: plain(p) * p["0.bias"].sum(),
+        "whole": lambda p: (plain(p) * p["0.bias"].sum()).full_tensor(),
+        "gathered": lambda p: sf.gather(p)["0.bias"].sum() + p["0.bias"].sum(),
+        "forward": lambda p: (x @ p["0.weight"].T).sum(),
+        "inner value": lambda p: sf.value_and_grad(plain)(p)[0] + p["0.bias"].sum(),
+        "dot": lambda p: sf.tree.dot(p, p) + p["0.bias"].sum(),
+        "several products": lambda p: sf.data.Mean(plain(p), plain(p) * p["0.bias"].sum()),
+    }
+    with pytest.raises(sf.ShardError, match=r'(?s)value_and_grad: the function .* from sf\.gather\(params\)\["name"\]'):
+        sf.grad(losses[name])(params)
+    trainer = sf.Trainer(model, mesh, _TP, optimizer=sf.optim.sgd(0.1), loss_fn=lambda p: losses[name](p))
+    with pytest.raises(sf.ShardError, match=r'from sf\.gather\(params\)\["name"\]'):
+        trainer.step()
+    sf.grad(lambda p: plain(p) * sf.gather(p)["0.bias"].sum() + sf.tree.dot(p, p))(params)  # as it says
+
+
 _MAX: dict[str, Any] = {"reduce": "max"}
 
 

@@ -1,7 +1,8 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
+from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.collectives import into_losses, pmean, pvary
 from shardfn.core.data import Mean
@@ -26,6 +28,11 @@ from shardfn.core.tree import Params, map_local
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
+_CANNOT = (
+    "got mixed torch.Tensor and DTensor",
+    "not supported with DTensor",
+    "not have a sharding strategy registered",
+)
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
@@ -111,15 +118,37 @@ def differentiator(
         if connected:
             _require_reduction(reduce, inputs[positions[0]])
         with torch.enable_grad():
-            result = loss_fn(*inputs, **kwargs)
+            with of_dtensors("value_and_grad"):
+                result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
             owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
             loss, count = _objective(loss, owner)
-        grads = _gradients(loss, [inputs[p] for p in positions], connected)
+        with of_dtensors("value_and_grad"):
+            grads = _gradients(loss, [inputs[p] for p in positions], connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
     return call
+
+
+@contextmanager
+def of_dtensors(verb: str) -> Iterator[None]:
+    """Within it an error of torch's about `DTensor`s, which leaves are in a loss, says what to write.
+
+    Raises:
+        ShardError: of what is computed outside of `apply`, or of its backward.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
+            raise
+        raise ShardError(
+            f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
+            f'{str(error).splitlines()[0]}\nTake a weight in a loss, beside apply, from sf.gather(params)["name"] '
+            "(a penalty of all of them: sf.tree.dot(params, params))"
+        ) from error
 
 
 def _holds_trees(tree: Any) -> bool:
