@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import assert_parity, assert_trees_close, on_meshes
+from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 
 
 def _model() -> nn.Module:
@@ -297,6 +297,184 @@ def test_trees_in_a_dict(mesh: DeviceMesh) -> None:
     assert_trees_close(dict(found["p"]), dict(wanted[0]))
     assert_trees_close(dict(found["q"][0]), dict(wanted[1]))
     assert found["q"][1] == 3 and torch.equal(found["n"], torch.zeros(2))
+
+
+class _Gates(nn.Module):
+    """Values and the learnt gates that weigh them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def _gated(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of gated squares, and of the gates."""
+    value, gate = out.unbind(-1)
+    return (value.square() * gate.sigmoid()).sum(), gate.sigmoid().sum()
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_mean_with_a_learnt_count(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+
+    def loss_fn(p: sf.Params, x: Tensor) -> sf.data.Mean:
+        return sf.data.Mean(*_gated(sf.apply(model, p, x)))
+
+    def reference(p: dict[str, Tensor], x: Tensor = x) -> Tensor:
+        total, count = _gated(torch.func.functional_call(model, p, (x,)))
+        return total / count
+
+    wanted, value = torch.func.grad_and_value(reference)(plain)
+    loss, grads = sf.value_and_grad(loss_fn)(params, local)
+    assert_parity({"loss": loss, **sf.gather(grads)}, {"loss": value, **wanted}, tol=1e-11)
+    second = torch.func.jvp(torch.func.grad(reference), (plain,), (plain,))[1]
+    assert_parity(sf.gather(sf.hvp(loss_fn, (params, local), params)), second, tol=1e-11)
+    nested = sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p, local), params))
+    assert_parity(sf.gather(nested(params)), second, tol=1e-11)
+    assert_parity(sf.gather(sf.jit(nested, backend="aot_eager")(params)), second, tol=1e-11)
+    each = sf.vmap(sf.grad(loss_fn), in_dims=(None, 0))(params, local[:, None])
+    wanted = torch.func.vmap(torch.func.grad(reference), in_dims=(None, 0))(plain, x[:, None])
+    assert_parity(sf.gather(each), wanted, tol=1e-11)
+    below = sf.grad(lambda p: sf.data.Mean((total := _gated(sf.apply(model, p, local)))[0], -total[1]))(params)
+    assert_parity(sf.gather(below), {name: -g for name, g in torch.func.grad(reference)(plain).items()}, tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_only_a_learnt_count_is_communicated_in_a_backward(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 1)
+    params = sf.shard(model, mesh, sf.Policy())
+    x = torch.ones(3, 4)
+
+    def loss_with(count: Any) -> Any:
+        return lambda p: sf.data.Mean((out := sf.apply(model, p, x)).sum(), out.sum() if count is None else count)
+
+    found = {}
+    for count in (3, 3.0, True, torch.tensor(3), torch.tensor(True), None):
+        sf.grad(loss_with(count))(params)  # the first calls compare batches
+        sf.grad(loss_with(count))(params)
+        with count_collectives() as counts:
+            sf.value_and_grad(loss_with(count))(params)
+        found[str(count)] = counts.total
+    learnt = found.pop("None")
+    assert set(found.values()) == {learnt - 1}, found
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_totals_and_counts_of_leaves(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    ranks = mesh["fsdp"].size()
+
+    def norm(p: Any) -> Tensor:
+        return p["up.weight"].square().sum()
+
+    by_leaf = sf.grad(lambda p: sf.data.Mean(_gated(sf.apply(model, p, local))[0], norm(p)))(params)
+    wanted = torch.func.grad(lambda p: _gated(torch.func.functional_call(model, p, (x,)))[0] / (ranks * norm(p)))(plain)
+    assert_parity(sf.gather(by_leaf), wanted, tol=1e-11)
+    of_leaf = sf.grad(lambda p: sf.data.Mean(norm(p), _gated(sf.apply(model, p, local))[1]))(params)
+    wanted = torch.func.grad(lambda p: ranks * norm(p) / _gated(torch.func.functional_call(model, p, (x,)))[1])(plain)
+    assert_parity(sf.gather(of_leaf), wanted, tol=1e-11)
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_plain_tensors_that_are_multiplied_with_leaves(mesh: DeviceMesh) -> None:
+    """A learnt step size, and a mixture of two trees: gradients are plain, and their mean is that of one process."""
+    torch.manual_seed(0)
+    model, other = _Gates().double(), _Gates().double()
+    rules = sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"})
+    params, others = sf.shard(model, mesh, rules), sf.shard(other, mesh, rules)
+    plain, plain_others = ({name: p.detach() for name, p in m.named_parameters()} for m in (model, other))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    rate = {"log": torch.tensor(-1.0, dtype=torch.float64), "mix": torch.tensor([0.3, 0.8], dtype=torch.float64)}
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, local).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def objective(rate: dict[str, Tensor], p: sf.Params) -> Tensor:
+        adapted = sf.tree.map(lambda w, g: w - rate["log"].exp() * g, p, sf.grad(loss)(p))
+        mixed = sf.tree.map(lambda a, b: rate["mix"][0] * a + rate["mix"][1] * b, adapted, others)
+        return loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum().full_tensor()
+
+    def reference(rate: dict[str, Tensor], p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain_loss)(p)
+        adapted = {name: w - rate["log"].exp() * grads[name] for name, w in p.items()}
+        mixed = {name: rate["mix"][0] * w + rate["mix"][1] * plain_others[name] for name, w in adapted.items()}
+        return plain_loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum()
+
+    def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+        assert {type(g) for g in found.values()} == {Tensor}
+        assert_parity({n: sf.collectives.pmean(g, mesh, "fsdp") for n, g in found.items()}, wanted, tol=1e-11)
+
+    wanted, wanted_params = torch.func.grad(reference, argnums=(0, 1))(rate, plain)
+    same(sf.grad(objective)(rate, params), wanted)
+    found, grads = sf.grad(objective, argnums=(0, 1))(rate, params)
+    same(found, wanted)
+    assert_parity(sf.gather(grads), wanted_params, tol=1e-11)
+    _, pull, *_ = sf.vjp(lambda r: loss(sf.tree.map(lambda w: r["log"] * w, params)), rate)
+    scaled = torch.func.grad(lambda r: plain_loss({n: r["log"] * w for n, w in plain.items()}))(rate)
+    same(pull(torch.ones((), dtype=torch.float64))[0], scaled)
+    second = torch.func.grad(torch.func.grad(lambda a: plain_loss({n: a.exp() * w for n, w in plain.items()})))
+    twice = sf.grad(sf.grad(lambda a: loss(sf.tree.map(lambda w: a.exp() * w, params))))
+    same({"log": twice(rate["log"])}, {"log": second(rate["log"])})
+
+
+@on_meshes({"fsdp": 2})
+def test_pending_gradients_have_no_products_with_plain_tensors(mesh: DeviceMesh) -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    params = sf.shard(model, mesh, sf.Policy())
+
+    def loss(a: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: a * w.detach(), p), x).sum()
+
+    with pytest.raises(sf.ShardError, match="a plain tensor is multiplied with leaves; use reduce='mean'"):
+        sf.grad(loss, argnums=(0, 1), reduce=None)(torch.tensor(2.0), params)
+    assert sf.grad(loss, argnums=(0, 1))(torch.tensor(2.0), params)[0].dim() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["sum", "norm", "product", "whole", "gathered", "forward", "inner value", "dot", "several products"]
+)
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_plain_losses_with_leaves_say_what_to_write(mesh: DeviceMesh, name: str) -> None:
+    model, x = _model(), torch.ones(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+
+    def plain(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    losses = {
+        "sum": lambda p: plain(p) + p["0.weight"].square().sum(),
+        "norm": lambda p: plain(p) + p["0.weight"].norm(),
+        "product": lambda p: plain(p) * p["0.bias"].sum(),
+        "whole": lambda p: (plain(p) * p["0.bias"].sum()).full_tensor(),
+        "gathered": lambda p: sf.gather(p)["0.bias"].sum() + p["0.bias"].sum(),
+        "forward": lambda p: (x @ p["0.weight"].T).sum(),
+        "inner value": lambda p: sf.value_and_grad(plain)(p)[0] + p["0.bias"].sum(),
+        "dot": lambda p: sf.tree.dot(p, p) + p["0.bias"].sum(),
+        "several products": lambda p: sf.data.Mean(plain(p), plain(p) * p["0.bias"].sum()),
+    }
+    with pytest.raises(sf.ShardError, match=r'(?s)value_and_grad: the function .* from sf\.gather\(params\)\["name"\]'):
+        sf.grad(losses[name])(params)
+    trainer = sf.Trainer(model, mesh, _TP, optimizer=sf.optim.sgd(0.1), loss_fn=lambda p: losses[name](p))
+    with pytest.raises(sf.ShardError, match=r'from sf\.gather\(params\)\["name"\]'):
+        trainer.step()
+    sf.grad(lambda p: plain(p) * sf.gather(p)["0.bias"].sum() + sf.tree.dot(p, p))(params)  # as it says
 
 
 _MAX: dict[str, Any] = {"reduce": "max"}

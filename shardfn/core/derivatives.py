@@ -14,7 +14,7 @@ from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_fo
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered, left
-from shardfn.core.transforms import grad
+from shardfn.core.transforms import grad, plain_gradient
 from shardfn.core.tree import Params
 
 
@@ -86,7 +86,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
-        return left(pull(entered("vjp", cotangents)))
+        flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
+        pairs = zip(pytree.tree_leaves(primals), flat, strict=True)
+        return pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
 
     return (left(value), pulled, *left(aux))
 

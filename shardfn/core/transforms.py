@@ -1,7 +1,8 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
 from typing import Any, Literal
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
+from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.collectives import pmean, pvary
+from shardfn.core.collectives import into_losses, pmean, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
@@ -27,6 +29,11 @@ from shardfn.core.underway import Differentiation, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
+_CANNOT = (
+    "got mixed torch.Tensor and DTensor",
+    "not supported with DTensor",
+    "not have a sharding strategy registered",
+)
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
@@ -50,7 +57,8 @@ def value_and_grad(
     Args:
         loss_fn: the function; the loss is a scalar tensor, or `(loss, aux)` with `has_aux`.
         argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors, whose
-            gradients are this rank's own.
+            gradients are this rank's own: their mean over the data ranks is that of one process. What a plain tensor
+            has of a product with leaves (a step size, a mixture) is of all ranks, the same on each.
         has_aux: whether `loss_fn` also returns something that is passed through.
         reduce: gradients are the mean or the sum over data ranks, with their parameters' placements; `None` leaves
             them as pending sums (`+fsdp`) to be added over microbatches and given to `reduce_grads` once.
@@ -82,7 +90,8 @@ def differentiator(
 ) -> Callable[..., tuple[Tensor, Any, Any, Tensor | None]]:
     """`value_and_grad` that also says what the loss counted: f(*args) -> (loss, aux, grads, count of a `Mean` or None).
 
-    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks.
+    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks, unless
+    the count requires a gradient.
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     average: Reduction = None if reduce is None else "mean"
@@ -113,18 +122,40 @@ def differentiator(
         others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
         owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
         here = Differentiation(trees, [args[p] for p in positions], _wanted)
-        with torch.enable_grad(), here.runs():
-            result = loss_fn(*inputs, **kwargs)
+        with torch.enable_grad():
+            with here.runs(), of_dtensors("value_and_grad"):
+                result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
             loss, count = _objective(loss, owner)
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
             _require_reduction(reduce if connected else "mean", owner)
-        grads = _gradients(loss, trees, connected)
+        with of_dtensors("value_and_grad"):
+            grads = _gradients(loss, trees, connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
     return call
+
+
+@contextmanager
+def of_dtensors(verb: str) -> Iterator[None]:
+    """Within it an error of torch's about `DTensor`s, which leaves are in a loss, says what to write.
+
+    Raises:
+        ShardError: of what is computed outside of `apply`, or of its backward.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
+            raise
+        raise ShardError(
+            f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
+            f'{str(error).splitlines()[0]}\nTake a weight in a loss, beside apply, from sf.gather(params)["name"] '
+            "(a penalty of all of them: sf.tree.dot(params, params))"
+        ) from error
 
 
 def _holds_trees(tree: Any) -> bool:
@@ -140,12 +171,16 @@ def _times_ranks(grads: Any) -> Any:
 
 
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
-    several = isinstance(tree, Params) and any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
-    if reduce is None and several:
+    if reduce is None and isinstance(tree, Params) and _is_shared_out(tree):
         raise ShardError(
             "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
             "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
         )
+
+
+def _is_shared_out(tree: Params) -> bool:
+    """Whether there are several data ranks."""
+    return any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
 
 
 def _of_containers(
@@ -342,17 +377,32 @@ def _trained(plan: Plan) -> frozenset[str]:
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
-    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact."""
+    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact.
+
+    A count with a derivative is shared by the losses of all ranks, so that their mean has that of the quotient.
+    """
     count = None
     if isinstance(loss, Mean):
-        count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
-        loss = loss.total / torch.where(count > 0, count, 1).to(loss.total.dtype)  # nothing counted: a loss of zero
-    if isinstance(loss, DTensor) and not loss.dim():
-        loss = loss.full_tensor()  # of all ranks: what `to_local` gives is a part, which counts as one of a sum
+        count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
+        count = _averaged(count, owner)
+        shared = _shared(count, owner) if count.requires_grad or in_transform() else count
+        divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
+        loss = _whole(loss.total) / divisor.to(loss.total.dtype)
+    loss = _whole(loss)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
     return loss, count
+
+
+def _whole(value: Any) -> Any:
+    """A scalar `DTensor` as a plain one of all ranks; what `to_local` gives is a part, which counts as one of a sum."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.dim() else value
+
+
+def value_of(loss: Any, owner: Params) -> Tensor:
+    """What `value_and_grad` with respect to a tree gives for a loss."""
+    return _averaged(_objective(loss, owner)[0], owner)
 
 
 def _averaged(value: Tensor, owner: Params | None) -> Tensor:
@@ -391,7 +441,8 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
         collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
         found = _differentiated(loss, wanted, outer, collected)
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
-    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf) for tree in trees]
+    pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
+    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
 
 
 def _differentiated(
@@ -404,16 +455,29 @@ def _differentiated(
         return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
 
 
-def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
+def _plain(tree: Any, found: dict[int, Tensor | None], pending: bool) -> Any:
     """Gradients of a tree of plain tensors: zeros for a leaf that has none."""
 
     def gradient(leaf: Any) -> Any:
-        own = found.get(id(leaf))
+        own = plain_gradient(leaf, given := found.get(id(leaf)))
+        if pending and own is not given:
+            raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
         if own is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return own
         return torch.zeros_like(leaf, requires_grad=False)
 
     return pytree.tree_map(gradient, tree)
+
+
+def plain_gradient(leaf: Any, found: Any) -> Any:
+    """The gradient of a plain tensor that was multiplied with leaves: plain, of all parts of them; another as it is.
+
+    It is that of the mean of the losses, the same on all ranks; over axes that share it a mean changes no cotangent.
+    """
+    if not isinstance(found, DTensor) or isinstance(leaf, DTensor):
+        return found
+    mesh = found.device_mesh
+    return into_losses(found.full_tensor(), mesh, mesh.mesh_dim_names or ())
 
 
 def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
