@@ -48,7 +48,7 @@ class Tag:
         return shape
 
 
-Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random"]
+Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random", "backward"]
 
 
 @dataclass(frozen=True)

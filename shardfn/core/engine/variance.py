@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, is_mutable, storage_number
+from shardfn._torch import base_name, base_of, has_hooks, is_mutable, storage_number, users_backward
 from shardfn.core.collectives import Moved, watching
 from shardfn.core.engine.origins import OF_SHAPES, Origin, differ, passed_on
 from shardfn.core.engine.records import (
@@ -84,6 +84,7 @@ class Variance(Framed):
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
         self.stuck: Stuck | None = None
         self.losses: list[Problem] = []  # where parts were lost, in order
+        self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
@@ -236,8 +237,28 @@ class Variance(Framed):
         if not (certain and not 0 < args[1] < 1):
             self._drawn.update(dict.fromkeys(results, all(drawn) and name in REPEATING))
 
+    def is_zero(self, x: Tensor) -> bool:
+        """Whether x is known to hold nothing but zeros."""
+        return x in self._zeros
+
+    def hooked(self, x: Tensor) -> None:
+        """Something will be called with the gradient of x: refuse that where it is a part of it."""
+        for axis, part in self.tag(x).parts.items():
+            if part.in_shares:
+                what = f"a hook on a value that ranks of '{axis}' use in shares gets a part of its gradient"
+                self.refuse(what, "backward", x)
+
+    def note_backwards(self, values: Sequence[Tensor]) -> None:
+        """Remember those that ranks use in shares, and that were made by what has a backward of the user's."""
+        for x in values:
+            if has_hooks(x):
+                self.hooked(x)
+            elif users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
+                self.with_backwards.setdefault(id(x), (x, self._path[-1][0]))
+
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, results = tensors_of((args, kwargs)), tensors_of(out)
+        self.note_backwards(inputs)
         counts = self.counts(func, args, kwargs, out)
         mine = record_of(func, args, kwargs, out, counts, self.origins.of(inputs))
         whole = self._matching(mine) if self._compared(func) else None
@@ -262,7 +283,8 @@ class Variance(Framed):
                 self.mark(result, tag)
         for x in inputs:  # viewed, or written into
             self._zeros.pop(x, None)
-        self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
+        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
+        self._zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor], counts: bool) -> str:
