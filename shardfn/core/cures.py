@@ -42,6 +42,9 @@ _ADVICE = {
     "random": "Each way that the forward may go has to be followed by a run of its own.",
     "backward": "Give what acts on the gradient a module of its own that returns its result, and a module that has "
     "hooks nn.Sequential(module): parts of a gradient are added up behind what such a module returns.",
+    "zeros": "That is NaN, or has a gradient that is, and spreads to all that it meets. Keep from zero what is divided "
+    "by, or of which a root or logarithm is taken, as by x.norm(dim=-1, keepdim=True).clamp_min(1e-12), and give norms "
+    "an eps.",
     "twice": "Leave that collective out where the value is split already.",
 }
 

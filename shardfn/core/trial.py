@@ -447,7 +447,8 @@ class _MetaWeights:
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
             sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
-            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True))
+            empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
+            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
             self._variance.begins_with(made)
             self._made[name] = made
         self._variance.origins.name(self._made[name], "weight", name)

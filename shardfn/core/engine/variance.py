@@ -19,6 +19,7 @@ what is done with another value, see [Note: origins].
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_name, base_of, has_hooks, is_mutable, storage_number, users_backward
 from shardfn.core.collectives import Moved, watching
+from shardfn.core.engine import padding
 from shardfn.core.engine.origins import OF_SHAPES, Origin, differ, passed_on
 from shardfn.core.engine.records import (
     ARRANGING,
@@ -274,8 +276,10 @@ class Variance(Framed):
             own.update({axis: replace(part, where=self._path[-1][0]) for axis, part in fresh.items()})
             self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1][0]) for p in fresh.values()]
         weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
+        empty = self._empty(func, args, kwargs) if self._padded else frozenset[str]()
         for result, own in zip(results, parts, strict=True):
-            tag = replace(known, parts=own, weight=weight)
+            splits = frozenset(axis for axis, part in own.items() if part.split)
+            tag = replace(known, parts=own, weight=weight, empty=empty & splits)
             if is_mutable(func):
                 self._note_written(result, own)
                 self._tag_base(result, tag)
@@ -286,6 +290,20 @@ class Variance(Framed):
         zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
         self._zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+
+    def _empty(self, func: Any, args: Any, kwargs: Any) -> frozenset[str]:
+        """The axes over which results are zero in padding; refuses what is no number there."""
+        found = set[str]()
+        for axis in frozenset().union(*(self.tag(x).empty for x in tensors_of((args, kwargs)))):
+            stays, breaks = padding.after(func, args, kwargs, partial(self._is_empty, axis))
+            if breaks:
+                name = base_name(func).rstrip("_")
+                self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
+            found.update([axis] if stays else [])
+        return frozenset(found)
+
+    def _is_empty(self, axis: str, x: Tensor) -> bool:
+        return axis in self.tag(x).empty
 
     def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor], counts: bool) -> str:
         """What is done in another way than on one rank, if it is; `counts`: with what is made of weights or inputs."""
