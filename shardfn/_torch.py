@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -370,9 +371,43 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
 
 
+def outside_dispatch() -> AbstractContextManager[Any]:
+    """Within it, no dispatch mode sees operations."""
+    return _disable_current_modes()
+
+
+# What calls something with the gradient of a tensor.
+HOOKING = (Tensor.register_hook, Tensor.retain_grad)
+
+
 def has_hooks(x: Tensor) -> bool:
-    """Whether something is called with the gradient of a tensor."""
-    return bool(x._backward_hooks)
+    """Whether something is called with the gradient of a tensor, or of outputs of the module that made it."""
+    return bool(x._backward_hooks) or _function_of(x) is BackwardHookFunction
+
+
+def users_backward(x: Tensor) -> type | None:
+    """The `autograd.Function` of the user's that made x."""
+    function = _function_of(x)
+    module = function.__module__ if function is not None else ""
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    torchs = module.startswith("torch.") and not module.startswith("torch._library.")  # which wraps the user's
+    return None if ours or torchs else function
+
+
+def _function_of(x: Tensor) -> type | None:
+    return getattr(x.grad_fn, "_forward_cls", None)
+
+
+def blank_gradients(x: Tensor) -> list[Tensor]:
+    """Gradients without data of all that the `autograd.Function` made that made x."""
+    node: Any = x.grad_fn
+    return [torch.empty(tuple(y.shape), dtype=y.dtype, device="meta") for y in node._input_metadata]
+
+
+def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
+    """What the backward of the `autograd.Function` that made x makes of gradients; hooks are not called."""
+    node: Any = x.grad_fn
+    return node.apply(*grads)
 
 
 def storage_number(x: Tensor) -> int:

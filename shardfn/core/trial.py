@@ -22,6 +22,7 @@ from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
+from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
 from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.leaving import check_kept, check_outputs
@@ -257,7 +258,7 @@ class Trial:
             what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
             found.mixed.append(Problem(what, "gradient"))
         failure = Failure(tuple(dict.fromkeys(found.mixed)))
-        pending = all(problem.kind == "sums" for problem in found.mixed)  # whatever else varies
+        pending = all(problem.kind in ("sums", "backward") for problem in found.mixed)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
@@ -286,7 +287,7 @@ class Trial:
         run.origins.name_all(calls, "input")
         run.origins.name_all(buffers, "buffer")
         bound.begin(buffers)
-        with _random_numbers_again(), run, Comparable(), run.values.lists(), torch.enable_grad():
+        with _random_numbers_again(), run, Comparable(run.hooked), run.values.lists(), torch.enable_grad():
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
@@ -339,7 +340,8 @@ class Trial:
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)
-        around = {path: _noting(variance, axes, path, path in owners, path in above) for path in self.names}
+        noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
+        around = {path: _noting(variance, axes, path, path in noted, path in above) for path in self.names}
         self._drops = _Drops(variance)
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
@@ -358,6 +360,7 @@ class Trial:
             if flow.failed(variance.failed_at):
                 return variance.findings
             raise self._failed(variance, error) from error
+        check_backwards(variance, output)
         check_outputs(variance, output, self._whole and self._whole.output, kept_by_acts(self.plan))
         check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
         check_kept(variance, bound.contents(), self._whole and self._whole.contents)
@@ -444,7 +447,8 @@ class _MetaWeights:
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
             sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
-            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True))
+            empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
+            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
             self._variance.begins_with(made)
             self._made[name] = made
         self._variance.origins.name(self._made[name], "weight", name)
@@ -478,7 +482,8 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
                         variance.findings.sums.add((path, at, axis))
-            return axes.note_source(out, f"module {path}") if owns else out
+            apart = not variance.tag(out).parts and acts_on_gradient(out) if isinstance(out, Tensor) else False
+            return axes.note_source(out, f"module {path}") if owns or apart else out
 
         return forward
 
