@@ -35,6 +35,7 @@ LAYERS = {
     "shardfn.core.pool": 1,
     "shardfn.core.direct": 1,
     "shardfn.core.foreign": 1,
+    "shardfn.core.forward_mode": 1,
     "shardfn.core.recording": 1,
     "shardfn.core.registered": 1,
     "shardfn.core.shadow": 1,

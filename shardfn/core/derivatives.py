@@ -13,9 +13,11 @@ from torch import Tensor
 from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_forward_mode
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
+from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.lowering import entered, left
 from shardfn.core.transforms import grad, plain_gradient
 from shardfn.core.tree import Params
+from shardfn.core.underway import is_under_way
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
@@ -52,7 +54,8 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     inner = entered("jvp", (primals, tangents))
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
-    return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
+    with ByFormulas(is_under_way()):
+        return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -128,7 +131,8 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     inner, direction = entered("hvp", (params, tangent))
     if in_transform():
         _require_alike("hvp", inner, direction)
-    _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
+    with ByFormulas(is_under_way()):
+        _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
 
 

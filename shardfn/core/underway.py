@@ -55,11 +55,16 @@ class Differentiation:
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
+def is_under_way() -> bool:
+    """Whether a loss runs to be differentiated, or a transform."""
+    return torch.is_grad_enabled() and (bool(_UNDER_WAY.get()) or in_transform())
+
+
 def is_differentiated(tensors: Iterable[Tensor]) -> bool:
     """Whether a loss that runs now, or a transform, is differentiated with respect to what a tensor is made of."""
-    around = _UNDER_WAY.get()
-    if not torch.is_grad_enabled() or not (around or in_transform()):
+    if not is_under_way():
         return False
+    around = _UNDER_WAY.get()
     given = list(tensors)
     if in_transform() and any(map(differentiated_in_transform, given)):
         return True
