@@ -16,6 +16,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import (
@@ -199,6 +200,21 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
         raise of_dtensors()
 
     handlers.setdefault(torch.ops.aten._has_same_storage_numel.default, refuse)
+
+
+@cache
+def checkpoint_nothing_in_transforms() -> None:
+    """Have `torch.utils.checkpoint` only call its function inside a transform, where torch forbids its hooks."""
+    module = torch.utils.checkpoint
+    generator = module._checkpoint_without_reentrant_generator
+
+    def plain_in_transforms(*args: Any, **kwargs: Any) -> Any:
+        if in_transform():
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    module._checkpoint_without_reentrant_generator = plain_in_transforms
 
 
 def unsplit_classes(model: Any) -> Collection[str] | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import (
+    checkpoint_nothing_in_transforms,
     differentiated_in_vmap,
     in_transform,
     is_traced,
@@ -33,6 +34,7 @@ from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.forward_mode import as_now
 from shardfn.core.generation import History, Shell
 from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
@@ -145,6 +147,8 @@ class _Call:
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
         self.record.calls += 1
+        if in_transform():
+            checkpoint_nothing_in_transforms()
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
         elif is_traced() and not torch.compiler.is_compiling():
@@ -371,12 +375,13 @@ class _Current:
         """The forward of a unit that computes again for its derivatives, also when the call is over."""
         leaves = session.leaves_of(unit)
         random = session.masks.inputs if session.masks is not None else []
+        formulas = as_now()
 
         def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
             outer, self.session = self.session, session
             drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
             try:
-                with session.only(unit, dict(zip(leaves, given, strict=False))), drops:
+                with session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
                     return inner(*args, **kwargs)
             finally:
                 self.session = outer

@@ -6,6 +6,8 @@ forward mode. `tests/test_derivatives.py` fails when torch has mended one, which
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,12 +18,29 @@ from torch.overrides import TorchFunctionMode
 from shardfn.core.errors import ShardError
 
 
+_ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("forward mode by formulas", default=None)
+
+
+def as_now() -> AbstractContextManager[Any]:
+    """For what is computed again later: the formulas, if they are in force now."""
+    return _ACTIVE.get() or nullcontext()
+
+
 class ByFormulas(TorchFunctionMode):
     """Within it these functions are made of others; `differentiated`: somebody asks for a gradient of what is made."""
 
     def __init__(self, differentiated: bool) -> None:
         super().__init__()
         self._differentiated = differentiated
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> "ByFormulas":
+        self._tokens.append(_ACTIVE.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.reset(self._tokens.pop())
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm and self._differentiated:

@@ -64,6 +64,8 @@ REMEDY = re.compile(
     re.IGNORECASE,
 )
 _OURS = str(Path(sf.__file__).parent)
+# Of `loss.backward()` in classes: torch says so itself, of its own class too; docs/verified.md says what to write.
+_MIXED = "need to convert all torch.Tensor to DTensor"
 _CHECKS = str(Path(torch.distributed.fsdp.__file__).parent)  # torch's own checks of how a model is wrapped
 
 
@@ -175,7 +177,7 @@ def is_ours(error: Exception) -> bool:
     """An error that this library raises itself, with something to do in its text."""
     trace = traceback.extract_tb(error.__traceback__)
     raised = bool(trace) and trace[-1].filename.startswith((_OURS, _CHECKS))
-    kind = isinstance(error, sf.ShardError) or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
+    kind = isinstance(error, sf.ShardError) or _MIXED in str(error) or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
     return kind and REMEDY.search(str(error)) is not None
 
 

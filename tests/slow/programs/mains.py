@@ -240,7 +240,7 @@ def _inputs(draw: Draw) -> tuple[dict[str, int], str]:
             "_, f = sf.jvp(lambda x: sf.apply(model, p, x), (x,), (torch.ones_like(x),))",
             "f = sf.vmap(sf.grad(lambda x: energy(p, x[None])))(x)",
             "f = sf.grad(lambda x: sf.grad(energy, argnums=1)(p, x).square().sum())(x)",
-            "v, f = sf.value_and_grad(energy, argnums=1)(p, x); f = f + v / v.detach()",
+            "v, f = sf.value_and_grad(energy, argnums=1)(p, x); f = f + 0 * v",
         ]
     )
     outer = draw.choice(
@@ -277,7 +277,7 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
         lines += ["out['alpha'] = average(float(found[1]))", "out['grads'] = sf.gather(found[0])"] if both else [
             "out['alpha'] = average(float(found))"
         ]
-        lines += ["out['loss'] = loss"]
+        lines += ["out['loss'] = loss" if both else "out['loss'] = average(loss)"]
     elif kind == "mixing":
         lines += [scalar, "other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def outer(t, p, q, x, y):"]
         lines += ["    return base(sf.tree.map(lambda u, v: t * u + (1 - t) * v, p, q), x, y)"]
