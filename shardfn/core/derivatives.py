@@ -166,7 +166,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
         raise_problems(verb, [] if in_transform() and tree.plan != other.plan else problems[:5])
         if tree.plan != other.plan:
             raise ShardError(
-                f"{verb}: the tangent has another layout than the primal; sf.reshard it\n{tree.plan.diff(other.plan)}"
+                f"{verb}: the tangent has another layout than the primal; sf.reshard it"
+                f"{', or pass it to sf.vmap as the primal is' * in_transform()}\n{tree.plan.diff(other.plan)}"
             )
     flat, structure = pytree.tree_flatten(primals)
     others, other_structure = pytree.tree_flatten(tangents)
