@@ -1,8 +1,8 @@
 """Functions of torch by their formulas, where torch's own forward mode fails. Layer 1.
 
 In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch norms;
-`mse_loss`, `huber_loss`, `soft_margin_loss` and `glu` have no forward mode of their gradient, or no gradient of their
-forward mode. `tests/test_derivatives.py` fails when torch has mended one, which can go then.
+`mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention on CPUs have no forward mode, of their gradient or
+at all, or no gradient of it. `tests/test_derivatives.py` fails when torch has mended one, which can go then.
 """
 
 from collections.abc import Callable, Sequence
@@ -145,6 +145,39 @@ def _batch_norm(
     return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
 
 
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    if p != 2.0 or out is not None:
+        return F.normalize(input, p, dim, eps, out=out)
+    square = input.square().sum(dim, keepdim=True)  # a norm has no second derivative where padding is zero
+    return input / square.clamp_min(eps**2).sqrt()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+        rows = attn_mask.any(-1, keepdim=True)  # torch gives zeros where nothing is seen
+        return torch.where(rows, scores, 0).softmax(-1).masked_fill(~rows, 0) @ value
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
+
+
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     F.mse_loss: _mse_loss,
     F.huber_loss: _huber_loss,
@@ -152,4 +185,6 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     F.glu: _glu,
     F.layer_norm: _layer_norm,
     F.instance_norm: _instance_norm,
+    F.normalize: _normalize,
+    F.scaled_dot_product_attention: _attention,
 }

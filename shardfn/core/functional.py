@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import innermost_value, materialized, part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import in_transform, innermost_value, materialized, part_of_rank, unwrap_local, values_of, wrap_local
 from shardfn.core.agreement import VALUES, agree, require_success
 from shardfn.core.buckets import (
     BucketOnGrid,
@@ -465,6 +465,12 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
     plan_ = tree.plan
     layouts = {name: plan_.leaves[name] for name in names}
+    for name, (_, leaf) in layouts.items():
+        if tuple(tree[name].shape) != leaf.shape and not in_transform():
+            raise ShardError(
+                f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}; a "
+                "function that changes shapes leaves the layouts behind: gather first, then apply it to what comes out"
+            )
     out: dict[str, Tensor] = {}
     keys = {
         name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype)
@@ -652,7 +658,8 @@ def reduce_grads(
                 done |= {
                     n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)
                 }
-    return owner.like((name, done[name]) for name in plan_.leaves if name in done)
+    leaves = {name: done[name] for name in plan_.leaves if name in done}
+    return Params(leaves, plan_.with_reduction("mean"), owner.mesh, owner.buffers)
 
 
 def _sort_grads(
@@ -660,6 +667,7 @@ def _sort_grads(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
     plan_ = owner.plan
+    was_pending = isinstance(grads, Params) and grads.plan.reduction is None
     pending: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
     for name, grad in grads.items():
@@ -671,7 +679,7 @@ def _sort_grads(
         if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
             raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
-            partial = _is_pending(name, grad, owner, places)
+            partial = _is_pending(name, grad, owner, places, was_pending)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
             continue
         layout = plan_.layouts[plan_.canonical[name]]
@@ -685,12 +693,25 @@ def _sort_grads(
     return pending, done
 
 
-def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid) -> bool:
-    """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one."""
+def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pending: bool) -> bool:
+    """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one.
+
+    Raises:
+        ShardError: it is neither; or it `was_pending`, and is reduced by now, which nobody who adds gradients meant.
+    """
     reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
-    for spec, answer in ((reduced, False), (pending, True)):
+    split = any(places.sizes[axis] > 1 for axis in owner.plan.roles.data)
+    for spec, answer in ((pending, True), (reduced, False)):
         if grad.placements == spec.placements and grad.shape == spec.shape:
+            if not answer and split and was_pending and owner.plan.leaves[name][0].trainable:
+                break
             return answer
+    if was_pending:
+        raise ShardError(
+            f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces one "
+            "that is added to a number, as sum(grads) does with 0. Add gradients to each other: "
+            "sf.tree.map(torch.add, a, b)"
+        )
     raise ShardError(
         f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "
         f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements}"

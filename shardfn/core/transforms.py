@@ -482,7 +482,8 @@ def plain_gradient(leaf: Any, found: Any) -> Any:
 
 def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
-    plan, reduction = tree.plan.with_reduction("mean"), tree.plan.reduction
+    reduction = tree.plan.reduction  # None: they are pending, which their plan remembers
+    plan = tree.plan.with_reduction(None if reduction is None else "mean")
     places = grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     collected = tree.gradients.settle() if tree.gradients is not None else {}

@@ -97,6 +97,9 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
     """Check that `other` has a leaf of the parameter's layout for every name, and none that is no parameter."""
     require_tree(verb, "params", params)
     have = require_tree(verb, what, other)
+    if isinstance(have, Params) and have.plan.reduction is None and what == "grads":
+        if any(have.plan.axes[axis] > 1 for axis in have.plan.roles.data):
+            raise ShardError(f"{verb}: grads come from reduce=None and were not reduced; call sf.reduce_grads first")
     if not in_transform() and _fits(params, names, have):
         return
     problems = [f"{what} has no leaf {name!r}{did_you_mean(name, have)}" for name in names if name not in have]
