@@ -701,7 +701,7 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
     """
     reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
     split = any(places.sizes[axis] > 1 for axis in owner.plan.roles.data)
-    for spec, answer in ((pending, True), (reduced, False)):
+    for spec, answer in ((reduced, False), (pending, True)):
         if grad.placements == spec.placements and grad.shape == spec.shape:
             if not answer and split and was_pending and owner.plan.leaves[name][0].trainable:
                 break
