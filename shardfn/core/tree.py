@@ -5,14 +5,17 @@ context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import pytree, unwrap_local, with_local
+from shardfn.core.collectives import pvary
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import outside
 from shardfn.core.pattern import matches
@@ -177,7 +180,41 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             others.append(structure.flatten_up_to(other))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
-    return structure.unflatten([fn(*leaves) for leaves in zip(flat, *others, strict=True)])
+    rows = zip(flat, *others, strict=True)
+    if isinstance(tree, Params) and tree.plan.vmaps is not None:
+        return structure.unflatten([_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)])
+    return structure.unflatten([fn(*row) for row in rows])
+
+
+def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:
+    """`fn` of this rank's parts of a leaf; what it takes from elsewhere is marked where it meets them."""
+    with _Meeting(tree.mesh, tree.plan.leaves[name][1].axes, leaves) if name in tree.plan.leaves else nullcontext():
+        return fn(*leaves)
+
+
+class _Meeting(TorchFunctionMode):
+    """Within it a plain tensor that asks for a gradient (a learnt step size) has that of all parts of a leaf."""
+
+    def __init__(self, mesh: DeviceMesh, axes: Sequence[str], parts: Iterable[Any]) -> None:
+        super().__init__()
+        self._mesh, self._axes = mesh, axes
+        self._parts = {id(part): part for part in parts}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+        meets = any(id(x) in self._parts for x in flat)
+        if meets and len(flat) > 1:
+            args, kwargs = pytree.tree_unflatten([self._varied(x) for x in flat], structure)
+        out = func(*args, **(kwargs or {}))
+        if meets:
+            self._parts |= {id(x): x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+    def _varied(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in self._parts and x.requires_grad:
+            for axis in self._axes:
+                x = pvary(x, self._mesh, axis)
+        return x
 
 
 def _alike(trees: Sequence[Any]) -> list[Any]:
