@@ -311,3 +311,20 @@ def test_second_derivatives_by_inputs(mesh: DeviceMesh) -> None:
         return torch.func.grad(lambda x: torch.func.grad(lambda x: fn(x).pow(3).mean())(x).square().sum())(x)
 
     assert_parity(twice(lambda x: sf.apply(model, params, x)), twice(model), tol=1e-12)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_arithmetic_on_a_tree_that_is_closed_over_says_what_to_write(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": "o@tp c@fsdp", "bias": "o@tp"}))
+    one, still = torch.ones(()), sf.tree.zeros_like(params)
+
+    def scaled(rate: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: rate * w, p), torch.ones(1, 4)).sum()
+
+    with pytest.raises(sf.ShardError, match=r"(?s)jvp: .*Pass the tree to sf\.jvp as an argument"):
+        sf.jvp(lambda rate: scaled(rate, params), (one,), (one,))
+    out, slope = sf.jvp(scaled, (one, params), (one, still))
+    assert_parity({"slope": slope}, {"slope": out})
+    with pytest.raises(sf.ShardError, match=r'(?s)vjp: .*sf\.gather\(params\)\["name"\]'):
+        sf.vjp(lambda x: (x @ params["weight"].T).sum(), torch.ones(1, 4))

@@ -14,7 +14,7 @@ from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_fo
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered, left
-from shardfn.core.transforms import grad, plain_gradient
+from shardfn.core.transforms import grad, of_dtensors, plain_gradient
 from shardfn.core.tree import Params
 
 
@@ -52,7 +52,8 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     inner = entered("jvp", (primals, tangents))
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
-    return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
+    with of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"):
+        return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -83,10 +84,12 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Communication: the gathers of `func`; in `pull` its reductions.
     """
     inner = entered("vjp", primals)
-    value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
+    with of_dtensors("vjp"):
+        value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
-        flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
+        with of_dtensors("vjp"):
+            flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
         pairs = zip(pytree.tree_leaves(primals), flat, strict=True)
         return pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
 
