@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import pytree, unwrap_local, with_local
@@ -239,8 +240,8 @@ def _constant(tree: Params, inner: Params) -> Params:
 def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     """`fn` on this rank's part of every leaf; the results are wrapped like the leaves of `tree`.
 
-    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape. Leaves that ask for a gradient
-    are given to `fn` whole, as `map` does: their local parts are outside autograd.
+    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape. Where something asks for a
+    gradient leaves are given to `fn` whole, as `map` does: their local parts are outside autograd.
 
         >>> import torch, shardfn as sf
         >>> sf.tree.map_local(torch.neg, {"a": torch.ones(2)})
@@ -250,7 +251,9 @@ def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     def on_local(leaf: Tensor, *others: Tensor) -> Tensor:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (leaf, *others)):
             return fn(leaf, *others)
-        return with_local(leaf, fn(unwrap_local(leaf), *(unwrap_local(other) for other in others)))
+        out = fn(unwrap_local(leaf), *(unwrap_local(other) for other in others))
+        closes_over = isinstance(leaf, DTensor) and out.requires_grad  # something that asks for a gradient
+        return fn(leaf, *others) if closes_over else with_local(leaf, out)
 
     return map(on_local, tree, *rest)
 
