@@ -356,3 +356,20 @@ def test_formulas(name: str) -> None:
         forward_first = torch.func.grad(lambda h: torch.func.jvp(loss, (h,), (v,))[1])(_X)
     for found in (forward_last, forward_first):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_arithmetic_on_a_tree_that_is_closed_over_says_what_to_write(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": "o@tp c@fsdp", "bias": "o@tp"}))
+    one, still = torch.ones(()), sf.tree.zeros_like(params)
+
+    def scaled(rate: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: rate * w, p), torch.ones(1, 4)).sum()
+
+    with pytest.raises(sf.ShardError, match=r"(?s)jvp: .*Pass the tree to sf\.jvp as an argument"):
+        sf.jvp(lambda rate: scaled(rate, params), (one,), (one,))
+    out, slope = sf.jvp(scaled, (one, params), (one, still))
+    assert_parity({"slope": slope}, {"slope": out})
+    with pytest.raises(sf.ShardError, match=r'(?s)vjp: .*sf\.gather\(params\)\["name"\]'):
+        sf.vjp(lambda x: (x @ params["weight"].T).sum(), torch.ones(1, 4))

@@ -429,6 +429,9 @@ def test_plain_tensors_that_are_multiplied_with_leaves(mesh: DeviceMesh) -> None
     _, pull, *_ = sf.vjp(lambda r: loss(sf.tree.map(lambda w: r["log"] * w, params)), rate)
     scaled = torch.func.grad(lambda r: plain_loss({n: r["log"] * w for n, w in plain.items()}))(rate)
     same(pull(torch.ones((), dtype=torch.float64))[0], scaled)
+    mixed = sf.grad(lambda r: loss(sf.tree.lerp(params, others, r["log"])))(rate)
+    lerp = torch.func.grad(lambda r: plain_loss({n: w.lerp(plain_others[n], r["log"]) for n, w in plain.items()}))
+    same(mixed, lerp(rate))
     second = torch.func.grad(torch.func.grad(lambda a: plain_loss({n: a.exp() * w for n, w in plain.items()})))
     twice = sf.grad(sf.grad(lambda a: loss(sf.tree.map(lambda w: a.exp() * w, params))))
     same({"log": twice(rate["log"])}, {"log": second(rate["log"])})
@@ -475,6 +478,53 @@ def test_plain_losses_with_leaves_say_what_to_write(mesh: DeviceMesh, name: str)
     with pytest.raises(sf.ShardError, match=r'from sf\.gather\(params\)\["name"\]'):
         trainer.step()
     sf.grad(lambda p: plain(p) * sf.gather(p)["0.bias"].sum() + sf.tree.dot(p, p))(params)  # as it says
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_plain_tensors_meet_leaves_inside_transforms(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    rate = torch.tensor(0.3, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, local).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def adapted(rate: Tensor, p: sf.Params) -> Tensor:
+        new = sf.tree.map(lambda w, g: (w - rate.exp() * g) * (1 - rate), p, sf.grad(loss)(p))
+        return loss(new) + sf.tree.dot(new, new) + rate.square()
+
+    def reference(rate: Tensor, p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain_loss)(p)
+        new = {name: (w - rate.exp() * grads[name]) * (1 - rate) for name, w in p.items()}
+        return plain_loss(new) + torch.stack([w.square().sum() for w in new.values()]).sum() + rate.square()
+
+    wanted, wanted_params = torch.func.grad(reference, argnums=(0, 1))(rate, plain)
+    found, grads = sf.vjp(adapted, rate, params)[1](torch.ones_like(rate))
+    (closed,) = sf.vjp(lambda r: adapted(r, params), rate)[1](torch.ones_like(rate))
+    second = torch.func.grad(torch.func.grad(reference))(rate, plain)
+    inner = sf.grad(adapted)
+    still, ones = sf.tree.zeros_like(params), torch.ones_like(rate)
+    found = {
+        "vjp": found,
+        "closed over": closed,
+        "torch's": torch.func.grad(lambda r: adapted(r, params))(rate),
+        "jvp of grad": sf.jvp(inner, (rate, params), (ones, still))[1],
+    }
+    means = {name: sf.collectives.pmean(g, mesh, "fsdp") for name, g in found.items()}
+    assert_parity(means, {**dict.fromkeys(found, wanted), "jvp of grad": second}, tol=1e-11)
+    assert_parity(sf.gather(grads), wanted_params, tol=1e-11)
+    each = sf.vmap(sf.grad(lambda r, p: loss(sf.tree.map(lambda w: r * w, p))), in_dims=(0, None))(
+        rate.expand(2), params
+    )
+    one = torch.func.grad(lambda r: plain_loss({name: r * w for name, w in plain.items()}))(rate)
+    assert_parity({"each": sf.collectives.pmean(each, mesh, "fsdp")}, {"each": one.expand(2)}, tol=1e-11)
 
 
 _MAX: dict[str, Any] = {"reduce": "max"}

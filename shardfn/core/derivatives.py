@@ -15,7 +15,7 @@ from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.lowering import entered, left
-from shardfn.core.transforms import grad, plain_gradient
+from shardfn.core.transforms import grad, of_dtensors, plain_gradient
 from shardfn.core.tree import Params
 from shardfn.core.underway import is_under_way
 
@@ -54,7 +54,10 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     inner = entered("jvp", (primals, tangents))
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
-    with ByFormulas(is_under_way()):
+    with (
+        ByFormulas(is_under_way()),
+        of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
+    ):
         return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
@@ -86,10 +89,12 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Communication: the gathers of `func`; in `pull` its reductions.
     """
     inner = entered("vjp", primals)
-    value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
+    with of_dtensors("vjp"):
+        value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
-        flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
+        with of_dtensors("vjp"):
+            flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
         pairs = zip(pytree.tree_leaves(primals), flat, strict=True)
         return pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
 

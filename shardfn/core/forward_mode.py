@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.core.errors import ShardError
 
-
 _ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("forward mode by formulas", default=None)
 
 

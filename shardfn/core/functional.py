@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import in_transform, innermost_value, materialized, part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import (
+    in_transform,
+    innermost_value,
+    materialized,
+    part_of_rank,
+    unwrap_local,
+    values_of,
+    wrap_local,
+)
 from shardfn.core.agreement import VALUES, agree, require_success
 from shardfn.core.buckets import (
     BucketOnGrid,

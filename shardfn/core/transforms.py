@@ -29,10 +29,15 @@ from shardfn.core.underway import Differentiation, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
-_CANNOT = (
+_CANNOT = (  # what torch says of DTensors, the last in forward mode
     "got mixed torch.Tensor and DTensor",
     "not supported with DTensor",
     "not have a sharding strategy registered",
+    "out variant should have at least one out arg",
+)
+_WEIGHT = (
+    'Take a weight in a loss, beside apply, from sf.gather(params)["name"] (a penalty of all of them: '
+    "sf.tree.dot(params, params))"
 )
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
@@ -139,7 +144,7 @@ def differentiator(
 
 
 @contextmanager
-def of_dtensors(verb: str) -> Iterator[None]:
+def of_dtensors(verb: str, write: str = _WEIGHT) -> Iterator[None]:
     """Within it an error of torch's about `DTensor`s, which leaves are in a loss, says what to write.
 
     Raises:
@@ -147,14 +152,13 @@ def of_dtensors(verb: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
         if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
             raise
         raise ShardError(
             f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
-            f'{str(error).splitlines()[0]}\nTake a weight in a loss, beside apply, from sf.gather(params)["name"] '
-            "(a penalty of all of them: sf.tree.dot(params, params))"
+            f"{str(error).splitlines()[0]}\n{write}"
         ) from error
 
 

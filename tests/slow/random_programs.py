@@ -48,7 +48,7 @@ import shardfn as sf
 import shardfn.compat.fsdp1
 import shardfn.compat.fsdp2
 import shardfn.compat.hfai
-import shardfn.compat.megatron  # noqa: F401
+import shardfn.compat.megatron
 from shardfn._torch import pytree
 from shardfn.core.check import agrees
 from shardfn.testing import RankError, run
@@ -177,7 +177,11 @@ def is_ours(error: Exception) -> bool:
     """An error that this library raises itself, with something to do in its text."""
     trace = traceback.extract_tb(error.__traceback__)
     raised = bool(trace) and trace[-1].filename.startswith((_OURS, _CHECKS))
-    kind = isinstance(error, sf.ShardError) or _MIXED in str(error) or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
+    kind = (
+        isinstance(error, sf.ShardError)
+        or _MIXED in str(error)
+        or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
+    )
     return kind and REMEDY.search(str(error)) is not None
 
 
@@ -195,7 +199,9 @@ def verdict(made: Program, seconds: float = SECONDS) -> Verdict:
     """Run a program on the ranks of its mesh."""
     start = time.perf_counter()
     try:
-        with patch.object(torch.utils.checkpoint, "checkpoint", _called):  # `functional_call` is over when it computes again
+        with patch.object(
+            torch.utils.checkpoint, "checkpoint", _called
+        ):  # `functional_call` is over when it computes again
             wanted = _flat(_main(made, one_process, None))
     except Exception as error:
         return Verdict(made.seed, made.kind, made.mesh, "invalid", _last(error))

@@ -77,4 +77,3 @@ def test_a_refusal_says_what_to_write() -> None:
 def test_the_same_seed_is_the_same_program() -> None:
     assert program(123) == program(123)
     assert program(123).text != program(139).text
-

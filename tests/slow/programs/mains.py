@@ -14,7 +14,17 @@ MESHES = ({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fs
 MESHES = (*MESHES, {"fsdp": 1, "tp": 4}, {"replicate": 2, "fsdp": 2, "tp": 1}, {"replicate": 2, "fsdp": 1, "tp": 2})
 SPLIT = tuple(mesh for mesh in MESHES if mesh["tp"] > 1)
 ORDINARY = ("mlp", "attention", "fused attention", "own parameters", "whole layer", "split layer", "registered")
-DERIVATIVES = ("argnums", "jvp", "vjp", "hvp", "vmap", "sf.grad(", "autograd.grad", "func.grad", "outer(")  # second, or forward
+DERIVATIVES = (
+    "argnums",
+    "jvp",
+    "vjp",
+    "hvp",
+    "vmap",
+    "sf.grad(",
+    "autograd.grad",
+    "func.grad",
+    "outer(",
+)  # second, or forward
 SMOOTH = ("mlp", "attention", "own parameters", "fused attention")
 
 
@@ -53,7 +63,12 @@ def _text(built: Model, lines: Sequence[str]) -> str:
     names = ("scaled_dot", "MultiheadAttention", "EncoderLayer")
     once = any(name in built.text for name in names) and any(word in " ".join(body) for word in DERIVATIVES)
     head = ["@torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"] if once else []
-    return "\n\n".join([built.text, "\n".join([*head, "def main(sf, mesh):", *(f"    {line}" for line in body), "    return out"])]) + "\n"
+    return (
+        "\n\n".join(
+            [built.text, "\n".join([*head, "def main(sf, mesh):", *(f"    {line}" for line in body), "    return out"])]
+        )
+        + "\n"
+    )
 
 
 def _begin(draw: Draw, built: Model, *, shard: bool = True) -> list[str]:
@@ -73,7 +88,9 @@ def _begin(draw: Draw, built: Model, *, shard: bool = True) -> list[str]:
     lines.append("x, y = sf.data.local_batch((x, y), mesh)")
     if draw.chance(0.05):
         hook = draw.choice(["o * 2", "None", "o.sin()"])
-        lines.append(f"next(m for n, m in model.named_modules() if 'layer' in n).register_forward_hook(lambda m, a, o: {hook})")
+        lines.append(
+            f"next(m for n, m in model.named_modules() if 'layer' in n).register_forward_hook(lambda m, a, o: {hook})"
+        )
     if shard:
         lines += [f"policy = {built.policy()}", "params = sf.shard(model, mesh, policy)"]
     if built.passes:
@@ -164,14 +181,14 @@ def _losses(draw: Draw) -> tuple[dict[str, int], str]:
             f"return {error} * p['{name}'].abs().sum()",
             f"return {error} + 0.01 * sf.tree.dot(p, p)",
             f"return {error} + 0.01 * sf.optim.global_norm(p)",
-            f"return 0.1 * sf.tree.dot(p, p)",
+            "return 0.1 * sf.tree.dot(p, p)",
             f"return {error} + 0.01 * sum(sf.gather(p)[n].abs().sum() for n in ['{name}'])",
             f"return {error} / (1 + sf.gather(p)['{name}'].mean())",
             f"return {error} + 0.01 * (sf.gather(p)['{name}'] @ z.flatten(0, 1).T.new_ones({WIDTH if name else 0})).sum()",
         ]
     )
     lines = [*_begin(draw, built), "def base(p, x, y):", f"    z = {_call(built)}", f"    {loss}"]
-    lines += [f"step = sf.value_and_grad(base)", *_step()]
+    lines += ["step = sf.value_and_grad(base)", *_step()]
     return _mesh(draw, built), _text(built, lines)
 
 
@@ -250,8 +267,14 @@ def _inputs(draw: Draw) -> tuple[dict[str, int], str]:
             "return base(p, x, y) + 0.1 * f.square().mean()",
         ]
     )
-    lines = [*_begin(draw, built), *_base(draw, built), "def energy(p, x):", f"    return {energy}", "def forces(p, x, y):"]
-    lines += [f"    {inner}", f"    {outer}", f"step = sf.value_and_grad(forces)", *_step()]
+    lines = [
+        *_begin(draw, built),
+        *_base(draw, built),
+        "def energy(p, x):",
+        f"    return {energy}",
+        "def forces(p, x, y):",
+    ]
+    lines += [f"    {inner}", f"    {outer}", "step = sf.value_and_grad(forces)", *_step()]
     return _mesh(draw, built), _text(built, lines)
 
 
@@ -261,10 +284,16 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
     lines = [*_begin(draw, built), *_base(draw, built), *_joint(draw, built)]
     scalar = "alpha = torch.tensor(0.3, dtype=torch.float64)"
     inner = "fast = sf.tree.map(lambda w, g: w - {} * g, p, sf.grad(base)(p, x, y))"
-    kind = draw.choice(["penalty", "maml", "learnt rate", "mixing", "two trees", "dict", "curvature", "other tree", "adversary"])
+    kind = draw.choice(
+        ["penalty", "maml", "learnt rate", "mixing", "two trees", "dict", "curvature", "other tree", "adversary"]
+    )
     if kind == "penalty":
         norm = draw.choice(["sf.optim.global_norm(g).square()", "sf.tree.dot(g, g)", "sf.optim.global_norm(g)"])
-        lines += ["def outer(p, x, y):", "    loss, g = sf.value_and_grad(base)(p, x, y)", f"    return loss + 0.1 * {norm}"]
+        lines += [
+            "def outer(p, x, y):",
+            "    loss, g = sf.value_and_grad(base)(p, x, y)",
+            f"    return loss + 0.1 * {norm}",
+        ]
         lines += ["step = sf.value_and_grad(outer)", *_step()]
     elif kind == "maml":
         rate = draw.choice(["0.1", "0.5"])
@@ -274,9 +303,11 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
         both = draw.chance(0.5)
         lines += [scalar, "def outer(p, alpha, x, y):", f"    {inner.format('alpha')}", "    return base(fast, x, y)"]
         lines += [f"loss, found = sf.value_and_grad(outer, argnums={'(0, 1)' if both else '1'})(params, alpha, x, y)"]
-        lines += ["out['alpha'] = average(float(found[1]))", "out['grads'] = sf.gather(found[0])"] if both else [
-            "out['alpha'] = average(float(found))"
-        ]
+        lines += (
+            ["out['alpha'] = average(float(found[1]))", "out['grads'] = sf.gather(found[0])"]
+            if both
+            else ["out['alpha'] = average(float(found))"]
+        )
         lines += ["out['loss'] = loss" if both else "out['loss'] = average(loss)"]
     elif kind == "mixing":
         lines += [scalar, "other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def outer(t, p, q, x, y):"]
@@ -290,19 +321,35 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
         lines += ["out['loss'], out['grads'], out['other'] = loss, sf.gather(g), sf.gather(h)"]
     elif kind == "dict":
         lines += ["both = {'a': params, 'b': sf.tree.map(lambda w: w * 0.5 + 0.1, params)}", "def outer(t, x, y):"]
-        lines += ["    return base(t['a'], x, y) + 0.5 * base(t['b'], x, y)", "loss, g = sf.value_and_grad(outer)(both, x, y)"]
+        lines += [
+            "    return base(t['a'], x, y) + 0.5 * base(t['b'], x, y)",
+            "loss, g = sf.value_and_grad(outer)(both, x, y)",
+        ]
         lines += ["out['loss'], out['grads'], out['other'] = loss, sf.gather(g['a']), sf.gather(g['b'])"]
     elif kind == "curvature":
         lines += ["v = sf.tree.map(lambda w: torch.cos(w), params)", "def outer(p, x, y):"]
-        lines += ["    return base(p, x, y) + 0.1 * sf.tree.dot(v, sf.hvp(base, (p, x, y), v))", "step = sf.value_and_grad(outer)", *_step()]
+        lines += [
+            "    return base(p, x, y) + 0.1 * sf.tree.dot(v, sf.hvp(base, (p, x, y), v))",
+            "step = sf.value_and_grad(outer)",
+            *_step(),
+        ]
     elif kind == "other tree":
-        way = draw.choice(["sf.grad(lambda q: joint(p, q, x, y))(other)", "sf.grad(lambda q, p: joint(p, q, x, y))(other, p)"])
+        way = draw.choice(
+            ["sf.grad(lambda q: joint(p, q, x, y))(other)", "sf.grad(lambda q, p: joint(p, q, x, y))(other, p)"]
+        )
         lines += ["other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def outer(p, x, y):", f"    g = {way}"]
         lines += ["    return sf.tree.dot(g, g)", "step = sf.value_and_grad(outer)", *_step()]
     else:
-        lines += ["other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def critic(q, x):", f"    return {_call(built).replace(' p,', ' q,')}"]
+        lines += [
+            "other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)",
+            "def critic(q, x):",
+            f"    return {_call(built).replace(' p,', ' q,')}",
+        ]
         lines += ["def outer(q, p, x, y):", f"    z = {_call(built)}.mean(-1, keepdim=True) + x"]
-        lines += ["    f = sf.grad(lambda z: critic(q, z).sum())(z)", "    return critic(q, z).mean() + 10 * (f.flatten(1).norm(dim=1) - 1).square().mean()"]
+        lines += [
+            "    f = sf.grad(lambda z: critic(q, z).sum())(z)",
+            "    return critic(q, z).mean() + 10 * (f.flatten(1).norm(dim=1) - 1).square().mean()",
+        ]
         lines += ["loss, (g, h) = sf.value_and_grad(outer, argnums=(0, 1))(other, params, x, y)"]
         lines += ["out['loss'], out['grads'], out['other'] = loss, sf.gather(g), sf.gather(h)"]
     return _mesh(draw, built), _text(built, lines)
@@ -318,19 +365,48 @@ def _transforms(draw: Draw) -> tuple[dict[str, int], str]:
         [
             [direction, "out['hvp'] = sf.gather(sf.hvp(base, (params, x, y), v))"],
             [direction, f"value, slope = sf.jvp({f}, (params,), (v,))", "out['slope'] = average(slope)"],
-            [direction, f"_, h = sf.jvp(lambda p: sf.grad(base)(p, x, y), (params,), (v,))", "out['hvp'] = sf.gather(h)"],
+            [
+                direction,
+                "_, h = sf.jvp(lambda p: sf.grad(base)(p, x, y), (params,), (v,))",
+                "out['hvp'] = sf.gather(h)",
+            ],
             [f"value, pull = sf.vjp({f}, params)", "out['grads'] = sf.gather(pull(torch.ones((), dtype=x.dtype))[0])"],
-            ["each = sf.vmap(sf.grad(lambda p, x, y: base(p, x[None], y[None])), in_dims=(None, 0, 0))(params, x, y)", "out['each'] = sf.gather(each)"],
+            [
+                "each = sf.vmap(sf.grad(lambda p, x, y: base(p, x[None], y[None])), in_dims=(None, 0, 0))(params, x, y)",
+                "out['each'] = sf.gather(each)",
+            ],
             [stack, f"s = sf.vmap(lambda v: sf.jvp({f}, (params,), (v,))[1])(stack)", "out['slopes'] = average(s)"],
-            [stack, "h = sf.vmap(lambda v: sf.hvp(base, (params, x, y), v))(stack)", "out['hvps'] = {n: full(w) for n, w in h.items()} if 0 else sf.gather(sf.tree.map(lambda w: w.sum(0), h))"],
-            [f"out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda x: base(params, x[None], y[None]), (x,), (x,))[1])(x, y))"],
-            [f"out['each'] = whole(sf.vmap(lambda x, y: sf.vjp(lambda x: base(params, x[None], y[None]), x)[1](torch.ones((), dtype=x.dtype))[0])(x, y))"],
-            [f"out['each'] = whole(sf.vmap(lambda x, y: base(params, x[None], y[None]))(x, y))"],
-            [f"out['each'] = whole(sf.vmap(lambda x: sf.grad(lambda x: base(params, x[None], y[:1]))(x))(x))" if 0 else "out['each'] = whole(sf.vmap(sf.grad(lambda x, y: base(params, x[None], y[None])))(x, y))"],
-            [direction, "out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda p: base(p, x[None], y[None]), (params,), (v,))[1])(x, y))"],
-            ["step = sf.value_and_grad(lambda p, x, y: sf.vmap(lambda x, y: base(p, x[None], y[None]))(x, y).square().mean())", *_step()],
+            [
+                stack,
+                "h = sf.vmap(lambda v: sf.hvp(base, (params, x, y), v))(stack)",
+                "out['hvps'] = {n: full(w) for n, w in h.items()} if 0 else sf.gather(sf.tree.map(lambda w: w.sum(0), h))",
+            ],
+            [
+                "out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda x: base(params, x[None], y[None]), (x,), (x,))[1])(x, y))"
+            ],
+            [
+                "out['each'] = whole(sf.vmap(lambda x, y: sf.vjp(lambda x: base(params, x[None], y[None]), x)[1](torch.ones((), dtype=x.dtype))[0])(x, y))"
+            ],
+            ["out['each'] = whole(sf.vmap(lambda x, y: base(params, x[None], y[None]))(x, y))"],
+            [
+                "out['each'] = whole(sf.vmap(lambda x: sf.grad(lambda x: base(params, x[None], y[:1]))(x))(x))"
+                if 0
+                else "out['each'] = whole(sf.vmap(sf.grad(lambda x, y: base(params, x[None], y[None])))(x, y))"
+            ],
+            [
+                direction,
+                "out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda p: base(p, x[None], y[None]), (params,), (v,))[1])(x, y))",
+            ],
+            [
+                "step = sf.value_and_grad(lambda p, x, y: sf.vmap(lambda x, y: base(p, x[None], y[None]))(x, y).square().mean())",
+                *_step(),
+            ],
             ["step = sf.value_and_grad(lambda p, x, y: sf.jvp(lambda q: base(q, x, y), (p,), (p,))[1])", *_step()],
-            ["ones = sf.tree.map(torch.ones_like, params)", "step = sf.value_and_grad(lambda p, x, y: sf.jvp(lambda q: base(q, x, y), (p,), (ones,))[1])", *_step()],
+            [
+                "ones = sf.tree.map(torch.ones_like, params)",
+                "step = sf.value_and_grad(lambda p, x, y: sf.jvp(lambda q: base(q, x, y), (p,), (ones,))[1])",
+                *_step(),
+            ],
         ]
     )
     lines = [*_begin(draw, built), *_base(draw, built), *body]
@@ -402,7 +478,11 @@ def _updates(draw: Draw) -> tuple[dict[str, int], str]:
     for name, text in CLASSES.items():
         if f"({name.title()}," in optimizer:
             lines[0:0] = text
-    lines += [f"optimizer = {optimizer}", "state = optimizer.init(params)", "average_of = sf.tree.map(torch.clone, params)"]
+    lines += [
+        f"optimizer = {optimizer}",
+        "state = optimizer.init(params)",
+        "average_of = sf.tree.map(torch.clone, params)",
+    ]
     way = draw.choice(["plain", "plain", "accumulate", "sum", "pure", "clip", "reshard", "mean of two"])
     lines.append("for _ in range(2):")
     if way == "accumulate":
@@ -422,12 +502,21 @@ def _updates(draw: Draw) -> tuple[dict[str, int], str]:
     if way == "clip":
         lines += ["    grads, norm = sf.optim.clip(grads, 0.1)", "    out['norm'] = norm"]
     if way == "pure":
-        lines += ["    updates, state = optimizer.update(grads, state, params)", "    params = sf.optim.apply_updates(params, updates)"]
+        lines += [
+            "    updates, state = optimizer.update(grads, state, params)",
+            "    params = sf.optim.apply_updates(params, updates)",
+        ]
     else:
         lines += ["    params, state = optimizer.step(params, grads, state)"]
     if way == "reshard":
-        lines += ["    params, average_of = (sf.reshard(t, sf.Policy()) for t in (params, average_of))", "    state = optimizer.init(params)"]
-    lines += ["    average_of = sf.tree.ema(average_of, params, decay=0.9)", "out['params'], out['ema'] = sf.gather(params), sf.gather(average_of)"]
+        lines += [
+            "    params, average_of = (sf.reshard(t, sf.Policy()) for t in (params, average_of))",
+            "    state = optimizer.init(params)",
+        ]
+    lines += [
+        "    average_of = sf.tree.ema(average_of, params, decay=0.9)",
+        "out['params'], out['ema'] = sf.gather(params), sf.gather(average_of)",
+    ]
     lines += ["out['norm of all'] = sf.optim.global_norm(params)"]
     return _mesh(draw, built), _text(built, lines)
 
@@ -449,7 +538,11 @@ def _by_hand(draw: Draw) -> tuple[dict[str, int], str]:
             ["g = sf.reduce_grads(sf.grad(base, reduce=None)(p, x, y))", "return base(p, x, y) + sf.tree.dot(g, g)"],
             ["g = sf.reduce_grads(sf.grad(base)(p, x, y))", "return base(p, x, y) + sf.tree.dot(g, g)"],
             [f"o = {optimizer}", "q, _ = o.step(p, sf.grad(base)(p, x, y), o.init(p))", "return base(q, x, y)"],
-            [f"o = {optimizer}", "u, _ = o.update(sf.grad(base)(p, x, y), o.init(p), p)", "return base(sf.tree.map(torch.add, p, u), x, y)"],
+            [
+                f"o = {optimizer}",
+                "u, _ = o.update(sf.grad(base)(p, x, y), o.init(p), p)",
+                "return base(sf.tree.map(torch.add, p, u), x, y)",
+            ],
             ["q = sf.tree.map(lambda w: 2 * w, p)", f"return base(sf.reshard(q, {other}), x, y)"],
             ["q = sf.tree.cast(p, torch.float64)", "return base(q, x, y)"],
             ["q = sf.tree.lerp(p, sf.tree.zeros_like(p), 0.1)", "return base(q, x, y)"],
@@ -470,18 +563,46 @@ def _habits(draw: Draw) -> tuple[dict[str, int], str]:
             [f"step = sf.value_and_grad(lambda p, x, y: {plain})", *_step()],
             [f"step = sf.value_and_grad(lambda p, x, y: {plain} + 0.0 * base(p, x, y).detach())", *_step()],
             ["step = sf.value_and_grad(lambda p, x, y: base(params, x, y))", *_step()],
-            ["optimizer = torch.optim.SGD(params.values(), lr=0.1)", "base(params, x, y).backward()", "optimizer.step()", "out['params'] = sf.gather(params)"],
-            ["leaves = sf.tree.map(lambda w: w.detach().requires_grad_(), params)", "base(leaves, x, y).backward()", "out['grads'] = {'head': full(leaves['head.weight'].grad)}"],
-            ["grads = sf.grad(base)(params, x, y)", "params = {n: w - 0.1 * grads[n] for n, w in params.items()}", "out['loss'] = average(base(params, x, y))"],
-            ["grads = sf.grad(base)(params, x, y)", "with torch.no_grad():", "    for n, w in params.items():", "        w.sub_(0.1 * grads[n])", "out['params'] = sf.gather(params)"],
+            [
+                "optimizer = torch.optim.SGD(params.values(), lr=0.1)",
+                "base(params, x, y).backward()",
+                "optimizer.step()",
+                "out['params'] = sf.gather(params)",
+            ],
+            [
+                "leaves = sf.tree.map(lambda w: w.detach().requires_grad_(), params)",
+                "base(leaves, x, y).backward()",
+                "out['grads'] = {'head': full(leaves['head.weight'].grad)}",
+            ],
+            [
+                "grads = sf.grad(base)(params, x, y)",
+                "params = {n: w - 0.1 * grads[n] for n, w in params.items()}",
+                "out['loss'] = average(base(params, x, y))",
+            ],
+            [
+                "grads = sf.grad(base)(params, x, y)",
+                "with torch.no_grad():",
+                "    for n, w in params.items():",
+                "        w.sub_(0.1 * grads[n])",
+                "out['params'] = sf.gather(params)",
+            ],
             ["out['grads'] = sf.gather(torch.func.grad(base)(params, x, y))"],
             ["out['values'] = whole(torch.func.vmap(lambda x: sf.apply(model, params, x[None])[0])(x))"],
             ["with torch.no_grad():", "    out['loss'] = average(base(params, x, y))"],
             ["model.load_state_dict(sf.gather(params))", f"out['loss'] = average({plain})"],
-            ["teacher = sf.shard(model, mesh, policy)", "with torch.no_grad():", f"    t = {_call(built).replace(' p,', ' teacher,')}", "step = sf.value_and_grad(lambda p, x, y: base(p, x, t.sin()))", *_step()],
-            ["step = sf.value_and_grad(lambda p, x, y: sum(w.square().sum() for w in sf.gather(p).values()))", *_step()],
+            [
+                "teacher = sf.shard(model, mesh, policy)",
+                "with torch.no_grad():",
+                f"    t = {_call(built).replace(' p,', ' teacher,')}",
+                "step = sf.value_and_grad(lambda p, x, y: base(p, x, t.sin()))",
+                *_step(),
+            ],
+            [
+                "step = sf.value_and_grad(lambda p, x, y: sum(w.square().sum() for w in sf.gather(p).values()))",
+                *_step(),
+            ],
             ["step = sf.value_and_grad(lambda p, x, y: base(p, x, y).detach())", *_step()],
-            [f"step = sf.value_and_grad(lambda p, x, y: torch.zeros((), dtype=x.dtype))", *_step()],
+            ["step = sf.value_and_grad(lambda p, x, y: torch.zeros((), dtype=x.dtype))", *_step()],
         ]
     )
     return _mesh(draw, built), _text(built, [*lines, *body])
@@ -496,15 +617,25 @@ DATA = ({"fsdp": 1}, {"fsdp": 2}, {"fsdp": 4})
 def _loop(draw: Draw, built: Model, *, syncs: Sequence[str], clips: Sequence[str]) -> list[str]:
     """Two steps of `model` with one of torch's optimizers."""
     optimizer = draw.choice(
-        ["AdamW(model.parameters(), lr=1e-2, eps=1e-4)", "SGD(model.parameters(), lr=0.1, momentum=0.9)", "Adam(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)"]
+        [
+            "AdamW(model.parameters(), lr=1e-2, eps=1e-4)",
+            "SGD(model.parameters(), lr=0.1, momentum=0.9)",
+            "Adam(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)",
+        ]
     )
-    error = _error(draw, built, f"model(x)").replace("sf.cross_entropy(model(x), y)", "F.cross_entropy(model(x).flatten(0, 1), y.flatten())")
+    error = _error(draw, built, "model(x)").replace(
+        "sf.cross_entropy(model(x), y)", "F.cross_entropy(model(x).flatten(0, 1), y.flatten())"
+    )
     lines = [f"optimizer = torch.optim.{optimizer}", "for i in range(2):", "    optimizer.zero_grad()"]
     if draw.chance(0.25):
         half = error.replace("model(x)", "model(a)").replace(" y", " b").replace("y.flatten", "b.flatten")
         first, second = syncs
         lines += ["    halves = list(zip(x.chunk(2), y.chunk(2)))", *(f"    {line}" for line in first.splitlines())]
-        lines += ["        a, b = halves[0]", f"        ({half} / 2).backward()", *(f"    {line}" for line in second.splitlines())]
+        lines += [
+            "        a, b = halves[0]",
+            f"        ({half} / 2).backward()",
+            *(f"    {line}" for line in second.splitlines()),
+        ]
         lines += ["    a, b = halves[1]", f"    ({half} / 2).backward()"]
     else:
         extra = draw.choice(["", "", "", " + 0.01 * model.head.weight.square().sum()", " * 2"])
@@ -512,7 +643,11 @@ def _loop(draw: Draw, built: Model, *, syncs: Sequence[str], clips: Sequence[str
         if not extra:
             lines.append("    out[f'loss {i}'] = average(loss.detach())")
     lines += [f"    out[f'norm {{i}}'] = full({draw.choice(clips)})"] if draw.chance(0.4) else []
-    lines += ["    out[f'grads {i}'] = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}"] if draw.chance(0.5) else []
+    lines += (
+        ["    out[f'grads {i}'] = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}"]
+        if draw.chance(0.5)
+        else []
+    )
     lines += ["    optimizer.step()"]
     lines += ["out['params'] = {n: full(p) for n, p in model.named_parameters()}"]
     lines += ["out['buffers'] = dict(model.named_buffers())"] if draw.chance(0.5) else []
@@ -531,7 +666,11 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"
 def _fsdp1(draw: Draw) -> tuple[dict[str, int], str]:
     built = _for_class(draw)
     policy = draw.choice(
-        ["None", "torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})", "torch.distributed.fsdp.wrap.ModuleWrapPolicy({Block0})"]
+        [
+            "None",
+            "torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})",
+            "torch.distributed.fsdp.wrap.ModuleWrapPolicy({Block0})",
+        ]
     )
     strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
     lines = [*_begin(draw, built, shard=False)]
@@ -548,8 +687,12 @@ def _fsdp2(draw: Draw) -> tuple[dict[str, int], str]:
     again = draw.choice(["True", "False", "2" if draw.chance(0.2) else "True"])
     lines = [*_begin(draw, built, shard=False)]
     if draw.chance(0.7):
-        lines += ["for block in [m for n, m in model.named_children() if n.startswith('layer') and not isinstance(m, nn.ModuleList)] + list(getattr(model, 'layers', [])):"]
-        lines += [f"    sf.compat.fsdp2.fully_shard(block, mesh=mesh, reshard_after_forward={again if again != '2' else 'True'})"]
+        lines += [
+            "for block in [m for n, m in model.named_children() if n.startswith('layer') and not isinstance(m, nn.ModuleList)] + list(getattr(model, 'layers', [])):"
+        ]
+        lines += [
+            f"    sf.compat.fsdp2.fully_shard(block, mesh=mesh, reshard_after_forward={again if again != '2' else 'True'})"
+        ]
     lines += ["sf.compat.fsdp2.fully_shard(model, mesh=mesh)"]
     if draw.chance(0.4):
         lines += [f"model.load_state_dict(model.state_dict(), assign={draw.choice(['True', 'True', 'False'])})"]
@@ -576,7 +719,12 @@ def _megatron(draw: Draw) -> tuple[dict[str, int], str]:
         f"model = sf.compat.megatron.TorchFullyShardedDataParallel(config, SimpleNamespace(), model, sub_modules_to_wrap={wrap})"
     ]
     loop = _loop(draw, built, syncs=("with model.no_sync():", ""), clips=(CLIP,))
-    lines += [line.replace("model.head", "model.module.head").replace("in model.named_parameters", "in model.module.named_parameters") for line in loop]
+    lines += [
+        line.replace("model.head", "model.module.head").replace(
+            "in model.named_parameters", "in model.module.named_parameters"
+        )
+        for line in loop
+    ]
     return draw.choice(DATA), _text(built, lines)
 
 
@@ -591,10 +739,16 @@ def _trainer(draw: Draw) -> tuple[dict[str, int], str]:
         optimizer = draw.choice(OPTIMIZERS[:9])
         extra = draw.choice(["", ", accumulate=2", ", clip=0.1", ", ema=0.9", ", clip=0.1, accumulate=2"])
         if draw.chance(0.25) and not built.tokens:
-            lines[-1] = f"    z = {_call(built)}; w = {draw.choice(['z[..., 0].sigmoid()', '(y[..., 0] > 0).double()'])}"
+            lines[-1] = (
+                f"    z = {_call(built)}; w = {draw.choice(['z[..., 0].sigmoid()', '(y[..., 0] > 0).double()'])}"
+            )
             lines += ["    return sf.data.Mean((w * (z - y).square().mean(-1)).sum(), w.sum())"]
         lines += [f"trainer = sf.Trainer(model, mesh, policy, optimizer={optimizer}, loss_fn=base{extra})"]
-        lines += ["for i in range(2):", "    found = trainer.step(x, y)", "    out[f'loss {i}'], out[f'norm {i}'] = found['loss'], found['grad_norm']"]
+        lines += [
+            "for i in range(2):",
+            "    found = trainer.step(x, y)",
+            "    out[f'loss {i}'], out[f'norm {i}'] = found['loss'], found['grad_norm']",
+        ]
         lines += [PARAMS.replace("model", "trainer"), "out['loss'] = trainer.evaluate(x, y)['loss']"]
         return mesh, _text(built, [line.replace("average_of", "ema") for line in lines])
     lines += ["model = sf.Trainer(model, mesh, policy)"]

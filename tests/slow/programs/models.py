@@ -136,8 +136,10 @@ def attention(draw: Draw) -> Block:
             lines.append("scores = scores.masked_fill(mask, float('-inf'))")
         lines.append(draw.choice(["out = scores.softmax(-1) @ v", "out = torch.einsum('bhij,bhjd->bhid', scores, v)"]))
     if draw.chance(0.2):
-        lines.append(draw.choice(["out = out * torch.sigmoid(out)", "out = out.flip(1)", "out = out - out.mean(1, True)"]))
-    lines.append(f"x = x + self.o(out.transpose(1, 2).{draw.choice(['flatten(2)', f'reshape(*x.shape[:2], -1)'])})")
+        lines.append(
+            draw.choice(["out = out * torch.sigmoid(out)", "out = out.flip(1)", "out = out - out.mean(1, True)"])
+        )
+    lines.append(f"x = x + self.o(out.transpose(1, 2).{draw.choice(['flatten(2)', 'reshape(*x.shape[:2], -1)'])})")
     # 4 divides nothing here that pad would not make whole.
     return Block(init, lines, rules, {"d": size}, {"heads": 4} if pads else {})
 
@@ -153,7 +155,7 @@ def fused_attention(draw: Draw) -> Block:
     lines = [
         split,
         f"q, k, v = (t.unflatten(-1, (-1, {size})).transpose(1, 2) for t in (q, k, v))",
-        f"x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))",
+        "x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))",
     ]
     rules = {"qkv.weight": "(3 heads@tp d) c@fsdp", "o.weight": "c@fsdp (heads@tp d)"}
     return Block(init, lines, rules, {"d": size})
@@ -167,7 +169,11 @@ def own_parameters(draw: Draw) -> Block:
     operation = draw.choice(["torch.tanh(h)", "F.gelu(h)", "h * h", "h - 1", "F.relu(h)"])
     if kind == "einsum":
         init = [f"self.a, self.b = {make(f'{WIDTH}, 16')}, {make(f'16, {WIDTH}')}"]
-        lines = ["h = torch.einsum('bsc,cf->bsf', x, self.a)", f"h = {operation}", "x = torch.einsum('bsf,fc->bsc', h, self.b)"]
+        lines = [
+            "h = torch.einsum('bsc,cf->bsf', x, self.a)",
+            f"h = {operation}",
+            "x = torch.einsum('bsf,fc->bsc', h, self.b)",
+        ]
     elif kind == "matmul":
         init = [f"self.a, self.b = {make(f'{WIDTH}, 16')}, {make(f'16, {WIDTH}')}"]
         lines = ["h = x @ self.a", f"h = {operation}", draw.choice(["x = h @ self.b", "x = (self.b.T @ h.mT).mT"])]
@@ -184,7 +190,10 @@ def own_parameters(draw: Draw) -> Block:
         lines = ["h = x @ self.w['a']", f"h = {operation}", "x = h @ self.w['b']"]
         up = {"w.a": "c@fsdp ff@tp", "w.b": "ff@tp c@fsdp"}
     elif kind == "heads":
-        init = [f"self.q, self.k, self.v = ({make(f'{WIDTH}, 4, 2')} for _ in range(3))", f"self.o = {make(f'4, 2, {WIDTH}')}"]
+        init = [
+            f"self.q, self.k, self.v = ({make(f'{WIDTH}, 4, 2')} for _ in range(3))",
+            f"self.o = {make(f'4, 2, {WIDTH}')}",
+        ]
         lines = [
             "q, k, v = (torch.einsum('bsc,chd->bhsd', x, w) for w in (self.q, self.k, self.v))",
             "out = torch.einsum('bhid,bhjd->bhij', q, k).softmax(-1)",
@@ -243,7 +252,11 @@ def split_layer(draw: Draw) -> Block:
         return Block(init, ["x = self.m(x)"], rules, {"d": WIDTH // 4})
     init = [f"self.a, self.b = nn.Conv1d({WIDTH}, 16, 3, padding=1), nn.Conv1d(16, {WIDTH}, 1)"]
     rules = {"a.weight": "ch@tp c@fsdp _", "b.weight": "c@fsdp ch@tp _"}
-    lines = ["h = self.a(x.mT)", draw.choice(["h = F.gelu(h)", "h = torch.tanh(h)", "h = h.softmax(-1)"]), "x = x + self.b(h).mT"]
+    lines = [
+        "h = self.a(x.mT)",
+        draw.choice(["h = F.gelu(h)", "h = torch.tanh(h)", "h = h.softmax(-1)"]),
+        "x = x + self.b(h).mT",
+    ]
     if kind == "group norm":
         init.append("self.n = nn.GroupNorm(8, 16)")
         rules["n.*"] = "ch@tp"
@@ -297,7 +310,11 @@ def only_backward(draw: Draw) -> Block:
     init = [f"self.up, self.down, self.o = nn.Linear({WIDTH}, 16), nn.Linear(16, {WIDTH}), nn.Linear({WIDTH}, {WIDTH})"]
     rules = {"up.weight": "ff@tp c@fsdp", "down.weight": "c@fsdp ff@tp"}
     meeting = draw.choice(
-        ["self.up(x) * g[..., :1]", "self.up(x) + g.mean(-1, keepdim=True)", "torch.where(g[..., :1] > 0, self.up(x), g[..., 1:2])"]
+        [
+            "self.up(x) * g[..., :1]",
+            "self.up(x) + g.mean(-1, keepdim=True)",
+            "torch.where(g[..., :1] > 0, self.up(x), g[..., 1:2])",
+        ]
     )
     where = draw.choice(["before", "meets", "meets", "split", "after", "stream", "hook", "hook meets"])
     inner = {
@@ -332,7 +349,9 @@ def by_size(draw: Draw) -> Block:
 
 def by_argument(draw: Draw) -> Block:
     """Ways that numbers, words, lists, dictionaries or attributes choose; the argument is `how`."""
-    odd = draw.choice(["h.flip(-1)", "h.cumsum(-1)", "h.softmax(-1)", "h - h.mean(-1, keepdim=True)", "h.sin()", "2 * h"])
+    odd = draw.choice(
+        ["h.flip(-1)", "h.cumsum(-1)", "h.softmax(-1)", "h - h.mean(-1, keepdim=True)", "h.sin()", "2 * h"]
+    )
     value, passes = draw.choice(
         [("how", HOW), ("how['value']", f"{{'value': {HOW}}}"), ("how[0]", f"[{HOW}]"), ("self.how", "")]
     )
@@ -349,10 +368,13 @@ def with_state(draw: Draw) -> Block:
     """What a forward keeps: buffers, counters, lists, caches in its arguments; the argument is `seen`."""
     kind = draw.choice(["buffer", "count", "seen", "seen", "table", "schedule"])
     if kind == "buffer":
-        init, lines = [f"self.register_buffer('mean', torch.zeros({WIDTH}))"], [
-            "self.mean = 0.9 * self.mean + 0.1 * self.w.detach()",
-            "x = x * (1 + self.mean) + self.w",
-        ]
+        init, lines = (
+            [f"self.register_buffer('mean', torch.zeros({WIDTH}))"],
+            [
+                "self.mean = 0.9 * self.mean + 0.1 * self.w.detach()",
+                "x = x * (1 + self.mean) + self.w",
+            ],
+        )
         return Block([*init, f"self.w = nn.Parameter(torch.randn({WIDTH}))"], lines)
     if kind == "count":
         block = mlp(draw)
@@ -477,7 +499,12 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
         prefix = f"torch.utils.checkpoint.checkpoint({call}, " if again else f"{call}("
         lines.append(f"        x = {prefix}{given}{', use_reentrant=False' * again})")
     lines.append("        return self.head(x)")
-    text = "\n\n".join([*(b.text(f"Block{i}").replace("BACK", f"Back{i}").replace("OWN", f"Own{i}") for i, b in enumerate(blocks)), "\n".join(lines)])
+    text = "\n\n".join(
+        [
+            *(b.text(f"Block{i}").replace("BACK", f"Back{i}").replace("OWN", f"Own{i}") for i, b in enumerate(blocks)),
+            "\n".join(lines),
+        ]
+    )
     fields = {"rules": repr(rules)}
     if sizes:
         fields["sizes"] = repr(sizes)
