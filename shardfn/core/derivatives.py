@@ -17,7 +17,7 @@ from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.lowering import entered, left
 from shardfn.core.transforms import grad, of_dtensors, plain_gradient
 from shardfn.core.tree import Params
-from shardfn.core.underway import is_under_way
+from shardfn.core.underway import in_forward_mode
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
@@ -55,7 +55,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
     with (
-        ByFormulas(is_under_way()),
+        ByFormulas(in_forward_mode()),
         of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
     ):
         return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
@@ -136,7 +136,7 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     inner, direction = entered("hvp", (params, tangent))
     if in_transform():
         _require_alike("hvp", inner, direction)
-    with ByFormulas(is_under_way()):
+    with ByFormulas(in_forward_mode()):
         _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
 

@@ -135,7 +135,7 @@ def differentiator(
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
             _require_reduction(reduce if connected else "mean", owner)
-        with of_dtensors("value_and_grad"):
+        with of_dtensors("value_and_grad"), _of_forward_mode(here):
             grads = _gradients(loss, trees, connected)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
@@ -159,6 +159,20 @@ def of_dtensors(verb: str, write: str = _WEIGHT) -> Iterator[None]:
         raise ShardError(
             f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
             f"{str(error).splitlines()[0]}\n{write}"
+        ) from error
+
+
+@contextmanager
+def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
+    """Within it an error of torch's about its own forward mode says what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not loss.has_forward_mode or "modified by an inplace operation" not in str(error):
+            raise
+        raise ShardError(
+            f"value_and_grad: torch cannot differentiate its forward mode here: {error}\nIn place of sf.hvp(f, (p,), v) "
+            "write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
         ) from error
 
 

@@ -24,6 +24,7 @@ class Differentiation:
         self.trees, self._others, self._leaves = trees, others, leaves
         self.around = _UNDER_WAY.get()  # those of whose losses it is a part, outermost first
         self.meets_others = False  # a tree was used that is made of what somebody outside asks for
+        self.has_forward_mode = False  # a `jvp` or `hvp` is a part of the loss
         self._inner: list[Tensor] = []  # leaves that were made for differentiations inside
 
     @cached_property
@@ -58,6 +59,13 @@ _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiatio
 def is_under_way() -> bool:
     """Whether a loss runs to be differentiated, or a transform."""
     return torch.is_grad_enabled() and (bool(_UNDER_WAY.get()) or in_transform())
+
+
+def in_forward_mode() -> bool:
+    """Note that forward mode begins; whether a loss that runs to be differentiated, or a transform, is around it."""
+    for each in _UNDER_WAY.get():
+        each.has_forward_mode = True
+    return is_under_way()
 
 
 def is_differentiated(tensors: Iterable[Tensor]) -> bool:
