@@ -495,7 +495,8 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
     for i in order:
         call = f"self.layers[{i}]" if listed else f"self.layer{i}"
         given = f"x{blocks[i].passes.replace(HOW, value)}"
-        again = recomputed and ", seen" not in given
+        # What changes state would change it twice, in torch too.
+        again = recomputed and ", seen" not in given and not any("self.calls" in x or "self.mean" in x for x in blocks[i].forward)
         prefix = f"torch.utils.checkpoint.checkpoint({call}, " if again else f"{call}("
         lines.append(f"        x = {prefix}{given}{', use_reentrant=False' * again})")
     lines.append("        return self.head(x)")

@@ -85,7 +85,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     if method is None:
         out = functional_call(model, weights, args, kwargs, tie_weights=True)
     else:
-        out = functional_call(_Method(model, method), {f"model.{n}": w for n, w in weights.items()}, args, kwargs)
+        named = {f"model.{n}": w for n, w in weights.items()}
+        out = functional_call(_Method(model, method), named, args, kwargs, tie_weights=True)
+        weights = {name.removeprefix("model."): w for name, w in named.items()}
     buffers.update({name: weights[name].detach() for name in buffers})
     return out
 
