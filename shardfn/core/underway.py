@@ -55,6 +55,11 @@ class Differentiation:
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
+def is_under_way() -> bool:
+    """Whether a loss runs that is to be differentiated."""
+    return bool(_UNDER_WAY.get())
+
+
 def is_differentiated(tensors: Iterable[Tensor]) -> bool:
     """Whether a loss that runs now, or a transform, is differentiated with respect to what a tensor is made of."""
     around = _UNDER_WAY.get()
