@@ -865,3 +865,42 @@ def test_what_has_no_derivative_is_for_trees_that_ask_outside_of_losses(mesh: De
         _inside(verb, trainer.params, grads)
     student = sf.shard(_model(), mesh, _TP)
     sf.grad(lambda p: sf.apply(_model(), p, x).mean() + sf.gather(trainer.params, to="cpu")["2.bias"].sum())(student)
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_a_loss_that_uses_no_leaf_is_an_error(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+    shift = torch.zeros(6, dtype=torch.float64)
+
+    def forgets(p: sf.Params, *_: Any) -> Tensor:
+        return model(x).square().mean()
+
+    def uses(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    for differentiate in (
+        sf.value_and_grad(forgets),
+        sf.grad(forgets, reduce=None),
+        sf.grad(lambda p: torch.zeros(())),
+        lambda p: sf.grad(forgets, argnums=(0, 1))(p, shift),
+        lambda p: sf.grad(lambda both: forgets(both["p"]))({"p": p}),
+        lambda p: sf.vmap(sf.grad(forgets), in_dims=(None, 0))(p, x),
+    ):
+        with pytest.raises(
+            sf.ShardError, match=r"depends on none of the \d leaves.*sf.apply\(model, params, x\), not mod"
+        ):
+            differentiate(params)
+    inner = sf.grad(lambda p: uses(p) + sf.optim.global_norm(sf.grad(forgets)(p)).square())(params)
+    assert_parity(sf.gather(inner), sf.gather(sf.grad(uses)(params)))
+    for fn in (
+        lambda p, s: uses(p) + 0 * s.sum(),
+        lambda p, s: uses(p),
+        lambda p, s: s.sum(),
+        lambda p, s: 0 * uses(p),
+    ):
+        sf.grad(fn, argnums=(0, 1))(params, shift)
+    assert sf.grad(lambda p, s: uses(p), argnums=1)(params, shift).eq(0).all()
+    assert sf.vmap(sf.grad(lambda p, x: uses(p) * x.sum()), in_dims=(None, 0))(params, x)["2.bias"].shape[1:] == (2,)
+    spec = sf.MeshSpec(fsdp=1, tp=1)
+    assert "depends on none" in str(sf.check(model, spec, _TP, forgets, x))

@@ -6,6 +6,7 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfn._torch import (
     in_transform,
@@ -102,7 +104,29 @@ def shard(
             "shard has no derivative, and the loss or transform around it asks for one of these tensors. Shard a tree "
             "outside, and put what is made of it into sf.tree.map(fn, params)"
         )
+    _watch_optimizers()
     return shard_own(model, mesh, policy, init=init, src=src, alike=True)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_idle)
+
+
+def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Leaves ask for no gradient: an optimizer of torch that has them gets none, and would train nothing."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(callable, (*args[1:], *kwargs.values()))) and held and all(map(_is_idle, held)):
+        name = type(optimizer).__name__
+        raise ShardError(
+            f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "
+            f"returns gradients: give them to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
+        )
+
+
+def _is_idle(leaf: Tensor) -> bool:
+    leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
+    return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
 
 
 def shard_own(

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
+from shardfn._torch import (
+    DTensorSpec,
+    in_transform,
+    kinds_of_transforms,
+    pytree,
+    spec_of,
+    unwrap_local,
+    with_locals,
+    wrap_local,
+)
 from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.collectives import into_losses, pmean, pvary
@@ -25,7 +34,7 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
-from shardfn.core.underway import Differentiation, reaches_others
+from shardfn.core.underway import Differentiation, is_under_way, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -73,7 +82,7 @@ def value_and_grad(
         parameters and those the loss does not depend on have zeros.
 
     Raises:
-        ShardError: the loss is not a scalar.
+        ShardError: the loss is not a scalar; it depends on no leaf at all, unless it is part of another one.
         TypeError: an argument holds nothing to differentiate.
 
     Communication: what `apply` needs, and one all-reduce of a scalar a data axis for the loss.
@@ -136,7 +145,7 @@ def differentiator(
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
             _require_reduction(reduce if connected else "mean", owner)
         with of_dtensors("value_and_grad"), _of_forward_mode(here):
-            grads = _gradients(loss, trees, connected)
+            grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
@@ -329,6 +338,7 @@ def _in_transform(
     chosen = [_chosen(inputs[p]) for p in positions]
     if not any(chosen):
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+    outermost = not is_under_way() and all(kind == "Vmap" for kind in kinds_of_transforms())
     passed: list[Any] = []  # what is no tensor, around the transform
     checked = ours_only("grad", loss_fn)
 
@@ -339,6 +349,8 @@ def _in_transform(
         result = checked(*given, **kwargs)
         loss, aux = result if has_aux else (result, None)
         loss, count = _objective(loss, owner)
+        if outermost and owner is not None and not loss.requires_grad:
+            raise _unused(sum(map(len, chosen)))
         flat, structure = pytree.tree_flatten((aux, count))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
@@ -449,18 +461,27 @@ def _wanted(trees: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
+    """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
     wanted = _wanted(trees)
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
-    if not loss.requires_grad:
-        found = [None] * len(wanted)
-    else:
-        collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
+    found: list[Tensor | None] = [None] * len(wanted)
+    collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
+    if loss.requires_grad:
         found = _differentiated(loss, wanted, outer, collected)
+    if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
+        raise _unused(len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
     pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
     return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
+
+
+def _unused(leaves: int) -> ShardError:
+    return ShardError(
+        f"value_and_grad: the loss depends on none of the {leaves} leaves that are differentiated, and all gradients "
+        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x)"
+    )
 
 
 def _differentiated(

@@ -57,20 +57,25 @@ _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiatio
 
 
 def is_under_way() -> bool:
-    """Whether a loss runs to be differentiated, or a transform."""
-    return torch.is_grad_enabled() and (bool(_UNDER_WAY.get()) or in_transform())
+    """Whether a loss runs that is to be differentiated."""
+    return bool(_UNDER_WAY.get())
+
+
+def is_asked_for() -> bool:
+    """Whether a loss that runs, or a transform, may ask for a derivative of what is computed now."""
+    return torch.is_grad_enabled() and (is_under_way() or in_transform())
 
 
 def in_forward_mode() -> bool:
-    """Note that forward mode begins; whether a loss that runs to be differentiated, or a transform, is around it."""
+    """Note that forward mode begins; whether somebody around may ask for a derivative of it."""
     for each in _UNDER_WAY.get():
         each.has_forward_mode = True
-    return is_under_way()
+    return is_asked_for()
 
 
 def is_differentiated(tensors: Iterable[Tensor]) -> bool:
     """Whether a loss that runs now, or a transform, is differentiated with respect to what a tensor is made of."""
-    if not is_under_way():
+    if not is_asked_for():
         return False
     around = _UNDER_WAY.get()
     given = list(tensors)
