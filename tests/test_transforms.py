@@ -791,6 +791,17 @@ def test_reshard_to_another_mesh_is_differentiable(mesh: DeviceMesh) -> None:
         assert_parity(sf.gather(sf.grad(square)(tree)), {n: 2 * w for n, w in sf.gather(params).items()}, tol=1e-12)
 
 
+def test_reshard_in_a_graph_is_differentiable() -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1, tp=1), _TP)
+
+    def loss(p: sf.Params, to: sf.Policy) -> Tensor:
+        return sf.apply(model, sf.reshard(p, to), x).square().mean()
+
+    found = sf.jit(lambda p: sf.grad(loss)(p, sf.policies.gathered(_TP)), backend="aot_eager")(params)
+    assert_parity(sf.gather(found), sf.gather(sf.grad(loss)(params, _TP)), tol=1e-12)
+
+
 def _inside(verb: str, p: sf.Params, grads: sf.Params) -> Any:
     optimizers = {
         "sgd.step": sf.optim.sgd(0.1),

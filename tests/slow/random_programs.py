@@ -64,8 +64,8 @@ REMEDY = re.compile(
     re.IGNORECASE,
 )
 _OURS = str(Path(sf.__file__).parent)
-# Of `loss.backward()` in classes: torch says so itself, of its own class too; docs/verified.md says what to write.
-_MIXED = "need to convert all torch.Tensor to DTensor"
+# What torch says of `loss.backward()`, alike without this library; docs/verified.md says what to write.
+_TORCHS = ("need to convert all torch.Tensor to DTensor", "element 0 of tensors does not require grad")
 _CHECKS = str(Path(torch.distributed.fsdp.__file__).parent)  # torch's own checks of how a model is wrapped
 
 
