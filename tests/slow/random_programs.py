@@ -177,12 +177,8 @@ def is_ours(error: Exception) -> bool:
     """An error that this library raises itself, with something to do in its text."""
     trace = traceback.extract_tb(error.__traceback__)
     raised = bool(trace) and trace[-1].filename.startswith((_OURS, _CHECKS))
-    kind = (
-        isinstance(error, sf.ShardError)
-        or _MIXED in str(error)
-        or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
-    )
-    return kind and REMEDY.search(str(error)) is not None
+    kind = isinstance(error, sf.ShardError) or (raised and isinstance(error, ValueError | TypeError | RuntimeError))
+    return any(words in str(error) for words in _TORCHS) or (kind and REMEDY.search(str(error)) is not None)
 
 
 def _last(error: Exception) -> str:
