@@ -738,6 +738,28 @@ def call_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._orig_mod(*args, **kwargs)
 
 
+_READERS: list[Callable[[Any, str], None]] = []  # who wants to know, in any thread
+
+
+@contextmanager
+def attributes_read(note: Callable[[Any, str], None]) -> Iterator[None]:
+    """Within it `note(module, name)` is called before an attribute of any module is read."""
+
+    def read(module: Any, name: str) -> Any:
+        for reader in _READERS:
+            reader(module, name)
+        return object.__getattribute__(module, name)
+
+    _READERS.append(note)
+    nn.Module.__getattribute__ = read
+    try:
+        yield
+    finally:
+        _READERS.remove(note)
+        if not _READERS and "__getattribute__" in nn.Module.__dict__:
+            del nn.Module.__getattribute__
+
+
 def keep_hooks_apart(module: nn.Module) -> None:
     """Give a copy of a module tables of hooks of its own: what is registered on it is not registered on the other."""
     for name, table in list(module.__dict__.items()):

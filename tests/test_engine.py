@@ -703,7 +703,7 @@ def test_copies_of_a_model_go_with_it(mesh: DeviceMesh) -> None:
         sf.apply(Stack().double(), params, x)
         sf.apply(model, params, x)
     gc.collect()
-    assert list(params.plan.__dict__["_idle_copies"]) == [id(model)]
+    assert list(params.plan.__dict__["_kept"]) == [id(model)]
 
 
 def growth_on_a_rank() -> int:

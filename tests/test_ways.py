@@ -1,7 +1,9 @@
 """Forwards that a run without data has to compare with one on whole values: each was a wrong number once."""
 
 import random
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -755,6 +757,56 @@ def test_runs_without_data_leave_lists_and_random_numbers_as_they_were(mesh: Dev
     torch.manual_seed(3)
     random.seed(3)
     torch.testing.assert_close(mine, model(x))
+
+
+@dataclass(slots=True)
+class Store:
+    """What collects outputs, and counts them."""
+
+    outs: list[Tensor]
+    count: int = 0
+
+    def add(self, out: Tensor) -> None:
+        self.outs.append(out)
+        self.count += 1
+
+    def all(self) -> list[Tensor]:
+        assert self.count == len(self.outs)
+        return self.outs
+
+
+KEPT: dict[int, Tensor] = {}
+
+
+def _kept_elsewhere(m: Any, x: Tensor, given: list[Any], store: Store) -> Tensor:
+    out = m.down(torch.tanh(m.up(x)))
+    given.append(out)
+    for place in (m.store, m.stores[0], store):
+        place.add(out)
+    KEPT[len(KEPT)] = out
+    return out
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 1})
+def test_runs_without_data_leave_what_is_elsewhere_as_it_was(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    KEPT.clear()
+    model = type("Way", (Parts,), {"forward": _kept_elsewhere})()
+    model.store, model.stores, store = Store([]), [Store([])], Store([])
+    given, hooked, rows = list[Tensor](), dict[str, deque[Tensor]](), 0
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+        nonlocal rows
+        rows += out.shape[0]
+        hooked.setdefault("outs", deque()).append(out)
+
+    model.down.register_forward_hook(hook)
+    model.up.register_forward_hook(partial(lambda held, *_: held.add(_[2]), by_hook := Store([])))
+    params = sf.shard(model, mesh, _of(RULES))
+    outs = [sf.apply(model, params, torch.full((4, 8), float(at)), given, store) for at in range(3)]
+    for kept in (given, store.all(), model.store.all(), model.stores[0].all(), hooked["outs"], KEPT.values()):
+        assert len(kept) == 3 and all(x is out for x, out in zip(kept, outs, strict=True))
+    assert (rows, by_hook.count, [x.is_meta for x in by_hook.outs]) == (12, 3, [False] * 3)
 
 
 class TwoUses(nn.Module):

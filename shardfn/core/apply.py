@@ -32,6 +32,7 @@ from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
+from shardfn.core.engine.guards import Guards, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
@@ -51,7 +52,9 @@ from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.underway import note_tree
 from shardfn.core.wiring import chained, owned_names, wire
 
-_SMALL = 16  # numbers up to that may choose between ways of a forward; others are counters or sizes
+_SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
+_TRIES = 2  # how many of these are asked whether they are about a call with other numbers
+_WAYS = 64  # of one kind of call that are remembered
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
 _LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 
@@ -214,17 +217,41 @@ class _Call:
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
-        """What a run without data adds to the derivation; found once a model, plan, method and kind of inputs."""
+        """What a run without data adds to the derivation; found once a kind of call, see [Note: guards]."""
         if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        modes = tuple(module.training for module in self.model.modules())
-        ranks = self.record.ranks_of_sequences
-        key = (self.method, torch.is_grad_enabled(), modes, str(structure), *(_kind(leaf, ranks) for leaf in leaves))
-        if key not in self.record.adjustments:
-            trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
-            self.record.adjustments[key] = trial.adjustments(args, kwargs)
-        return self.record.adjustments[key]
+        key = (self.method, torch.is_grad_enabled(), str(structure), *map(signature, leaves))
+        ways = self._kept().ways.setdefault(key, [])
+        for at, way in enumerate(ways):
+            if way.guards.hold(leaves):
+                if at:
+                    ways.insert(0, ways.pop(at))
+                return way.adjust
+        return self._new_way(key, ways, args, kwargs)
+
+    def _new_way(self, key: Any, ways: "list[_Way]", args: Any, kwargs: Any) -> Adjustments:
+        """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
+        broken = [way.guards.broken(leaves) for way in ways]
+        asked = {place for way in ways for place in way.asked}
+        for way, places in zip(ways[:_TRIES], broken, strict=False):
+            if not way.guards.answered(leaves) or any(
+                place.key in asked or not Watch.serves(place.now(leaves)) for place in places
+            ):
+                continue
+            more = [*places, *(place for place, _ in way.guards.loose.values())]
+            watch = trial.watched(args, kwargs, way.adjust, more)
+            asked |= {place.key for place in more} if watch is None else watch.asked
+            if watch is not None and way.guards.relaxed(watch):
+                return way.adjust
+        blanks = [place for places in broken for place in places if place.holds_tensors]
+        same = (adjust for made, adjust in reversed(self.record.adjustments.items()) if made[:2] == key[:2])
+        adjust = self.record.adjustments[key] = trial.adjustments(args, kwargs, next(same, None), blanks)
+        ways.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked))
+        del ways[_WAYS:]
+        return adjust
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
         """The forward on this rank."""
@@ -235,7 +262,7 @@ class _Call:
         masks = self._masks()
         session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
         session.masks = masks
-        idle = self._idle()
+        idle = self._kept().idle
         key = adjust, masks is not None
         copies = idle.pop(key, None)
         if copies is None or not copies.bound.up_to_date:
@@ -265,7 +292,7 @@ class _Call:
         mode = (self.method, self.model.training)
         session = Session(self.plan, self.grid, self.params, None, mode)
         session.hold()
-        history, used, idle = History(), dict[Adjustments, _Copies](), self._idle()
+        history, used, idle = History(), dict[Adjustments, _Copies](), self._kept().idle
         training = tuple(module.training for module in self.model.modules())
 
         def step(path: str, args: Any, kwargs: Any) -> Any:
@@ -328,12 +355,12 @@ class _Call:
         data = self.plan.roles.data
         return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
 
-    def _idle(self) -> "dict[tuple[Adjustments, bool], _Copies]":
-        """Copies of this model that may serve again; kept with the plan, since they may refer to the model."""
-        kept: dict[int, Any] = self.plan.__dict__.setdefault("_idle_copies", {})
+    def _kept(self) -> "_Kept":
+        """What is kept of this model with the plan, since it may refer to the model."""
+        kept: dict[int, Any] = self.plan.__dict__.setdefault("_kept", {})
         key = id(self.model)
         if key not in kept:
-            kept[key] = weakref.ref(self.model, lambda _: kept.pop(key, None)), {}  # they go when the model goes
+            kept[key] = weakref.ref(self.model, lambda _: kept.pop(key, None)), _Kept()  # it goes when the model goes
         return kept[key][1]
 
 
@@ -414,6 +441,23 @@ class _Current:
         """Scores of attention, of whose heads this rank has its part over some axes, under a `dropout_seed`."""
         assert self.session is not None and self.session.masks is not None
         return self.session.masks.scores(path, x, p, _part(grid, axes))
+
+
+@dataclass
+class _Way:
+    """What runs without data found, what has to be as it was, and which changes of that need a new run at once."""
+
+    adjust: Adjustments
+    guards: Guards
+    asked: set[Any]
+
+
+@dataclass
+class _Kept:
+    """Copies of a model that may serve again, and the ways that its forward took, by kind of call."""
+
+    idle: dict[tuple[Adjustments, bool], "_Copies"] = field(default_factory=dict)
+    ways: dict[Any, list[_Way]] = field(default_factory=dict)
 
 
 def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
@@ -503,12 +547,12 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def _kind(leaf: Any, ranks: int) -> Any:
-    """What of an input may change the way of a forward, and is looked at to decide whether a new run is needed.
+    """What of an input of an inner call of a loop is looked at: there, sizes change with every token.
 
     Activations may be split between `ranks` where they can be.
     """
     if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.dtype, leaf.requires_grad, *(size % ranks for size in leaf.shape)
+        return leaf.dtype, leaf.requires_grad, *((min(size, 2), size % ranks) for size in leaf.shape)
     if type(leaf) is int and abs(leaf) <= _SMALL:
         return leaf
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)

@@ -8,7 +8,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
 from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
+from shardfn.core.engine.guards import Place, Reads, Watch
 from shardfn.core.engine.leaving import check_kept, check_outputs
+from shardfn.core.engine.reached import Reached
 from shardfn.core.engine.records import Comparable, Framed, Whole
 from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
@@ -46,6 +48,7 @@ _ROUNDS = 24
 _TRIES = 16  # how many further runs may look for what to write when one fails
 # What the last run found belongs to the adjustments as it is.
 _ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
+_NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
 
 
 def plan(
@@ -122,19 +125,47 @@ class Trial:
         self.bytes_moved = 0
         self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
         self._whole: Whole | None = None
+        self._reached: Reached | None = None
+        self.reads = Reads()
+        self._watch: Watch | None = None
         self._buffers = dict(buffers)
         self._calls: list[InnerCall] = []
         self._differentiates = True
+        self._known: Adjustments | None = None
+        self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._failed_whole: str | None = None  # why the forward cannot be run without data on one rank
 
-    def adjustments(self, args: Any, kwargs: Any) -> Adjustments:
+    def adjustments(
+        self, args: Any, kwargs: Any, known: Adjustments | None = None, blanks: Sequence[Place] = ()
+    ) -> Adjustments:
         """What has to be added to the derived collectives.
+
+        Args:
+            args: the arguments.
+            kwargs: those with names.
+            known: what was found for others, which may do.
+            blanks: attributes that a call before has filled with tensors.
 
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
+        self._known, self._blanks = known, blanks
         return self._adjustments([("", args, kwargs)])
+
+    def watched(self, args: Any, kwargs: Any, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
+        """What runs ask of the values in some places; None when they fail."""
+        self._calls, self._whole = [("", args, kwargs)], None
+        self._watch = watch = Watch(places, pytree.tree_leaves((args, kwargs)))
+        try:
+            with outside_transforms(), outside_modes(), out_of_inference_mode():
+                self._whole = self._run_whole()
+                self._run(adjust)
+        except Exception:
+            return None
+        finally:
+            self._watch, whole, self._whole = None, self._whole, None
+        return watch if whole is not None else None
 
     def adjustments_after(self, calls: Sequence[InnerCall]) -> Adjustments:
         """The same for the last of several calls, without gradients; those before it fill caches that it reads."""
@@ -191,6 +222,8 @@ class Trial:
     def _settle(self) -> Adjustments:
         with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
             self._whole = self._whole or self._run_whole()
+            if self._known is not None and (as_known := self._found_less(replace(self._known, **_NO_ENDS))):
+                return replace(as_known, splits=self._splits())
             try:
                 adjust = self._found(Adjustments())
             except ShardError:
@@ -200,8 +233,8 @@ class Trial:
                 adjust = self._found(Adjustments())
             if self._more is not None:
                 # What varied still does, and the ends of that run are not those of this one.
-                ends, seen = dict.fromkeys(_ENDS, frozenset[Any]()), (self._drops, self.bytes_moved)
-                less = self._found_less(replace(adjust, **ends, **self._more))
+                seen = self._drops, self.bytes_moved
+                less = self._found_less(replace(adjust, **_NO_ENDS, **self._more))
                 if less is None:
                     self._drops, self.bytes_moved = seen
                 adjust = less or adjust
@@ -278,8 +311,7 @@ class Trial:
 
     def _forward(self, bound: Bound, run: Framed, begin: Callable[[], None] = lambda: None) -> Any:
         """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
-        output = None
-        calls = cast_inputs(self.plan, to_meta(self._calls, run.values))
+        output, calls = None, cast_inputs(self.plan, to_meta(self._calls, run.values))
         for leaf in pytree.tree_leaves(calls):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 run.begins_with(leaf)
@@ -287,7 +319,28 @@ class Trial:
         run.origins.name_all(calls, "input")
         run.origins.name_all(buffers, "buffer")
         bound.begin(buffers)
-        with _random_numbers_again(), run, Comparable(run.hooked), run.values.lists(), torch.enable_grad():
+        for module, copy in bound.pairs() if self._blanks else ():
+            for place in self._blanks:
+                if place.table is module.__dict__:
+                    copy.__dict__[place.name] = blank = to_meta(place.table[place.name], run.values)
+                    run.origins.name_all(blank, f"attribute {place.name} of {id(module)}")
+        self._reached = self._reached or Reached(self.model, self._calls)
+        with ExitStack() as around:
+            for mode in (
+                self._reached.undone(),
+                _random_numbers_again(),
+                self.reads.of(bound),
+                run,
+                Comparable(run.hooked),
+            ):
+                around.enter_context(mode)
+            around.enter_context(run.values.lists())
+            around.enter_context(torch.enable_grad())
+            if self._watch is not None:
+                leaves, structure = pytree.tree_flatten(calls)
+                self._watch.put(bound, leaves, run.values)
+                calls = pytree.tree_unflatten(leaves, structure)
+                around.enter_context(self._watch)
             for path, args, kwargs in calls:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)

@@ -163,6 +163,10 @@ class Bound:
         for (_, attribute, copy, _), buffer in zip(self._buffers, self._given, strict=True):
             buffers_of(copy)[attribute] = buffer
 
+    def pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        """The modules of the template, and their copies."""
+        return [(module, copy) for template, copy in self._pairs if (module := template()) is not None]
+
     def hooked(self, path: str) -> bool:
         """Whether hooks run around a module in the copy at `path`, or around it."""
         return any(has_forward_hooks(module) for module in submodule(self.root, path).modules())

@@ -44,6 +44,10 @@ class Values:
         if _counts(real) and real.numel() <= _LARGEST:
             self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether the values of a tensor are known."""
+        return x in self._known
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without data, and where its inputs are known with values beside it."""
         name = base_name(func)

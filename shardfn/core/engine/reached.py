@@ -1,0 +1,181 @@
+"""What Python code can reach and change that is no tensor: containers, objects, closures and globals. Layer 3.
+
+A run without data goes through the user's code, which may collect outputs in a list that a hook has in its closure, or
+that an object has in an attribute. `undone` puts all of it back. What modules of the tree hold themselves is not here:
+a run without data has copies of them, and of their lists (`binding.py`).
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core.shadow import OWN, class_of, unwrapped
+
+_DEPTH = 8  # how many steps are followed from a module, an argument or a hook
+_MOST = 2**12  # items of a container that are looked into
+_FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
+_PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
+
+_CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
+
+Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
+
+
+class Reached:
+    """What a model's forwards and hooks, and other values, can reach and change; and what it holds now."""
+
+    def __init__(self, model: nn.Module, *roots: Any) -> None:
+        self._found: Held = {}
+        modules = [unwrapped(module) for module in model.modules()]
+        for cls in dict.fromkeys(map(class_of, modules)):
+            _follow(_methods(cls), _DEPTH, self._found)
+        for module in modules:
+            for name, value in vars(module).items():
+                # Containers of modules are copied for runs without data, and objects in them are not.
+                inner = _items(read(value)) if isinstance(value, _CONTAINERS) else (value,)
+                for item in inner if not name.startswith(OWN) else ():
+                    _follow(item, _DEPTH, self._found)
+        _follow(roots, _DEPTH, self._found)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Afterwards all of it holds that again."""
+        try:
+            yield
+        finally:
+            for value, held in self._found.values():
+                if not alike(read(value), held):
+                    _write(value, held)
+
+
+def reach(values: Iterable[Any]) -> Held:
+    """What can be changed in place of values, and what they lead to; functions are not followed."""
+    found: Held = {}
+    for value in values:
+        if not isinstance(value, FunctionType | MethodType | partial):
+            _follow(value, _DEPTH, found)
+    return {at: (value, held) for at, (value, held) in found.items() if not isinstance(value, FunctionType | CellType)}
+
+
+def _follow(value: Any, depth: int, found: Held) -> None:
+    """Note what can be changed in place, and what it leads to."""
+    if not depth or isinstance(value, _PLAIN) or id(value) in found:
+        return
+    held = read(value)
+    if held is not None:
+        found[id(value)] = value, held
+    for item in islice(chain(_items(held), _leads_to(value)), _MOST):
+        _follow(item, depth - 1, found)
+
+
+def read(value: Any) -> Any:
+    """What something holds that can be changed in place; None of other things."""
+    if isinstance(value, dict):
+        return dict(zip(dict.keys(value), dict.values(value), strict=True))
+    if isinstance(value, _CONTAINERS):
+        base: Any = _base(value)
+        return (set if base is set else list)(base.__iter__(value))
+    if isinstance(value, CellType):
+        try:
+            return [value.cell_contents]
+        except ValueError:  # it is empty
+            return []
+    if isinstance(value, FunctionType):  # of what is its module's
+        own = {} if _is_foreign(value) else value.__globals__
+        return {name: own[name] for name in _names(value.__code__) if name in own}
+    if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)):
+        return None
+    return _attributes(value)
+
+
+def _write(value: Any, held: Any) -> None:
+    """Give something back what it held."""
+    if isinstance(value, _CONTAINERS):
+        base: Any = _base(value)
+        base.clear(value)
+        for key, item in held.items() if isinstance(held, dict) else ():
+            base.__setitem__(value, key, item)
+        if not isinstance(held, dict):
+            (base.update if base is set else base.extend)(value, held)
+    elif isinstance(value, CellType):
+        if held:
+            value.cell_contents = held[0]
+        else:
+            del value.cell_contents
+    elif isinstance(value, FunctionType):
+        value.__globals__.update(held)
+    else:
+        for name in read(value).keys() - held.keys():
+            object.__delattr__(value, name)
+        for name, item in held.items():
+            object.__setattr__(value, name, item)
+
+
+def alike(now: Any, held: Any) -> bool:
+    """Whether something holds the very values that it held."""
+    if isinstance(held, set):
+        return now == held
+    keys = list(now) == list(held) if isinstance(held, dict) else len(now) == len(held)
+    return keys and all(map(is_, _items(now), _items(held)))
+
+
+def _items(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held or ()
+
+
+def _leads_to(value: Any) -> tuple[Any, ...]:
+    """What is reached through something that is not changed itself."""
+    match value:
+        case tuple():
+            return value
+        case MethodType():
+            return value.__self__, value.__func__
+        case partial():
+            return value.func, value.args, value.keywords
+        case FunctionType() if not _is_foreign(value):
+            return *(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
+    return ()
+
+
+def _methods(cls: type) -> list[Any]:
+    """The functions of a class of the user's."""
+    own = [c for c in cls.__mro__ if not _is_foreign(c)]
+    return [value for c in own for value in vars(c).values() if isinstance(value, FunctionType)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _base(value: Any) -> Any:
+    """The container that a value is at bottom."""
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = {name: getattr(value, name) for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)}
+    try:
+        return found | object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has none
+        return found
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Whether a class or a function is of torch, of this library, or of Python's own."""
+    return (kind.__module__ or "builtins").partition(".")[0] in _FOREIGN

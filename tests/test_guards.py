@@ -1,0 +1,221 @@
+"""What a run without data was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from shardfn.core.trial import Trial
+from shardfn.testing import assert_parity, on_meshes
+
+RULES = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
+
+
+class Between(nn.Module):
+    """What `way` makes of split features, and what it may look at."""
+
+    way: Callable[..., Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.flag, self.calls, self.tau, self.name = False, 0, 1.0, ""
+        self.seen, self.table = list[Any](), dict[str, Any]()
+        self.config = SimpleNamespace(mixed=False, steps=0, outs=[])
+        self.kept: Any = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.down(type(self).way(self, torch.tanh(self.up(x)), *args, **kwargs))
+
+
+def mixed(h: Tensor) -> Tensor:
+    """Positions and features in each other's places: no rank has what one process has."""
+    return h.transpose(1, 2).reshape(h.shape)
+
+
+def of(way: Callable[..., Tensor]) -> Any:
+    return type("Way", (Between,), {"way": way})().double()
+
+
+def inputs(positions: int = 4) -> Tensor:
+    return torch.linspace(-1, 1, 2 * positions * 8, dtype=torch.float64).reshape(2, positions, 8)
+
+
+def by_flag(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if m.flag else h
+
+
+def by_absent(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if hasattr(m, "absent") else h
+
+
+def by_object(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if m.config.mixed else h
+
+
+def by_list(m: Any, h: Tensor) -> Tensor:
+    m.seen.append(1)
+    return mixed(h) if len(m.seen) > 2 else h
+
+
+def by_dict(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if m.table.get("mixed") else h
+
+
+def by_count(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return mixed(h) if m.calls > 2 else h
+
+
+def by_child(m: Any, h: Tensor) -> Tensor:
+    return mixed(h) if isinstance(m.flag, nn.Module) else h
+
+
+CHANGED: list[tuple[Callable[..., Tensor], Callable[[Any], Any]]] = [
+    (by_flag, lambda m: setattr(m, "flag", True)),
+    (by_absent, lambda m: setattr(m, "absent", 1)),
+    (by_object, lambda m: setattr(m.config, "mixed", True)),
+    (by_list, lambda m: None),
+    (by_dict, lambda m: m.table.update(mixed=1)),
+    (by_count, lambda m: None),
+    (by_child, lambda m: setattr(m, "flag", nn.Identity())),
+]
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
+    for way, change in CHANGED:
+        model, own, x = of(way), of(way), inputs()
+        params = sf.shard(model, mesh, RULES)
+        for _ in range(2):
+            assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+        change(model)
+        for _ in range(2):
+            with pytest.raises(sf.ShardError):
+                sf.apply(model, params, x)
+
+
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_sizes_that_choose_another_way(mesh: DeviceMesh) -> None:
+    model, own = of(lambda m, h: mixed(h)), of(lambda m, h: mixed(h))
+    params = sf.shard(model, mesh, RULES)
+    for positions in (1, 4, 1, 3):
+        x = inputs(positions)
+        if positions == 1:
+            assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
+        else:
+            with pytest.raises(sf.ShardError):
+                sf.apply(model, params, x)
+
+
+@dataclass
+class Given:
+    a: Any
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_numbers_that_choose_another_way(mesh: DeviceMesh) -> None:
+    def way(m: Any, h: Tensor, given: Any) -> Tensor:
+        number = given[0]["a"] if isinstance(given, list) else given.a if isinstance(given, Given) else given
+        return mixed(h) if math.sqrt(number) > 5 or number == 18 else h * number
+
+    makes: list[Callable[[float], Any]] = [float, int, lambda n: [{"a": n}], Given, lambda n: Given([n])]
+    for make in makes[:4]:
+        model, own, x = of(way), of(way), inputs()
+        params = sf.shard(model, mesh, RULES)
+        for number in (17.0, 19.0, 26.0, 18.0, 20.0):
+            if number in (18, 26):
+                with pytest.raises(sf.ShardError):
+                    sf.apply(model, params, x, make(number))
+            else:
+                assert_parity({"y": sf.apply(model, params, x, make(number))}, {"y": own(x, make(number)).detach()})
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How often runs without data look for what to add, and what is asked of numbers."""
+    found, finds, watches = [0, 0], Trial.adjustments, Trial.watched
+
+    def adjustments(self: Trial, *args: Any) -> Any:
+        found[0] += 1
+        return finds(self, *args)
+
+    def watched(self: Trial, *args: Any) -> Any:
+        found[1] += 1
+        return watches(self, *args)
+
+    Trial.adjustments, Trial.watched = adjustments, watched  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Trial.adjustments, Trial.watched = finds, watches  # type: ignore[method-assign]
+
+
+def counts(m: Any, h: Tensor, step: Any) -> Tensor:
+    m.calls += 1
+    m.config.steps += 1
+    m.config.outs.append(m.calls)
+    m.seen.append(h.detach().sum() * 0)
+    return h * (1 - 0.9**m.calls) / (m.config.steps + 1)
+
+
+def annealed(m: Any, h: Tensor, step: Any) -> Tensor:
+    h = torch.lerp(h, h * 2, step / 10) * math.exp(-step)
+    return h.mul_(step + m.tau)
+
+
+def in_two_ways(m: Any, h: Tensor, step: Any) -> Tensor:
+    m.calls += 1
+    return h * min(1.0, step / 3) if m.calls % 2 else h + 1
+
+
+def keeps(m: Any, h: Tensor, step: Any) -> Tensor:
+    m.name = f"{m.name}x"  # which is read, and short
+    h = h if m.kept is None else h + m.kept
+    m.kept = torch.full_like(h[..., :1].detach(), 0.5)
+    return h
+
+
+def assigns(m: Any, h: Tensor, step: Any) -> Tensor:
+    m.aux = h.shape[0] * 1.0
+    m.note = f"{m.aux}"
+    return h
+
+
+ECONOMICAL = [(counts, int, 1, 1), (annealed, float, 1, 1), (assigns, lambda _: 0, 1, 0), (in_two_ways, float, 3, 9)]
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2}, timeout=200)
+def test_what_is_only_counted_or_multiplied_is_no_guard(mesh: DeviceMesh) -> None:
+    for way, number, finds, watches in ECONOMICAL:
+        model, own, x = of(way), of(way), inputs()
+        params = sf.shard(model, mesh, RULES)
+        with counted() as found:
+            for step in range(10):
+                y = sf.apply(model, params, x, number(step))
+                assert_parity({"y": y}, {"y": own(x, number(step)).detach()})
+                if step == 6:
+                    by_then = list(found)
+        assert found[0] <= finds and found[1] <= watches and found == by_then, (way, found, by_then)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_tensor_that_a_call_keeps_is_served(mesh: DeviceMesh) -> None:
+    def way(m: Any, h: Tensor) -> Tensor:
+        h = h if m.kept is None else h + m.kept
+        m.kept = torch.full_like(h[..., :1].detach(), 0.5)
+        return h
+
+    model, own, x = of(way), of(way), inputs()
+    params = sf.shard(model, mesh, RULES)
+    for _ in range(3):
+        assert_parity({"y": sf.apply(model, params, x)}, {"y": own(x).detach()})
