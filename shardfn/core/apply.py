@@ -212,8 +212,8 @@ class _Call:
         """What `Policy.acts` slices and joins is found for the dims of a whole batch."""
         if self.record.ranks_of_sequences > 1 and vmap_depth():
             raise ShardError(
-                "apply: inside a vmap activations cannot be split by Policy(acts=...), which counts dims without the mapped "
-                "ones; leave acts out there: sf.reshard(params, policy without acts) before"
+                "apply: inside a vmap activations cannot be split by Policy(acts=...), which counts dims without the "
+                "mapped ones; leave acts out there: sf.reshard(params, policy without acts) before"
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:

@@ -1,8 +1,8 @@
 """Functions of torch by their formulas, where torch's own forward mode fails. Layer 1.
 
-In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch norms;
-`mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention on CPUs have no forward mode, of their gradient or
-at all, or no gradient of it. `tests/test_derivatives.py` fails when torch has mended one, which can go then.
+In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch
+norms. `mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention on CPUs have no forward mode, of their
+gradient or at all, or no gradient of it. What torch has mended can go.
 """
 
 from collections.abc import Callable, Sequence
@@ -138,8 +138,8 @@ def _batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if running_mean is not None:
         raise ShardError(
-            "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or make "
-            "it with track_running_stats=False"
+            "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or "
+            "make it with track_running_stats=False"
         )
     return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
 

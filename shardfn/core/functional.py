@@ -740,8 +740,8 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
             return answer
     if was_pending:
         raise ShardError(
-            f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces one "
-            "that is added to a number, as sum(grads) does with 0. Add gradients to each other: "
+            f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces "
+            "one that is added to a number, as sum(grads) does with 0. Add gradients to each other: "
             "sf.tree.map(torch.add, a, b)"
         )
     raise ShardError(

@@ -180,8 +180,8 @@ def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
         if not loss.has_forward_mode or "modified by an inplace operation" not in str(error):
             raise
         raise ShardError(
-            f"value_and_grad: torch cannot differentiate its forward mode here: {error}\nIn place of sf.hvp(f, (p,), v) "
-            "write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
+            f"value_and_grad: torch cannot differentiate its forward mode here: {error}\n"
+            "In place of sf.hvp(f, (p,), v) write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
         ) from error
 
 
