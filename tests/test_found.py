@@ -1,5 +1,7 @@
 """What random programs found that is nobody's alone: each was a wrong number, a crash or an error that said nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,8 +74,8 @@ class Own(nn.Module):
 
 
 @sf.register(Own)
-def own_forward(module: Own, local: dict[str, Tensor], layouts: dict, x: Tensor) -> Tensor:
-    mesh = layouts.mesh  # pyright: ignore
+def own_forward(module: Own, local: dict[str, Tensor], layouts: Any, x: Tensor) -> Tensor:
+    mesh = layouts.mesh
     x = sf.collectives.pvary(x, mesh, "tp")
     return sf.collectives.psum(torch.tanh(x @ local["up"].T) @ local["down"].T, mesh, "tp")
 
@@ -148,10 +150,10 @@ def test_checkpoints_inside_transforms(mesh: DeviceMesh, regather: bool) -> None
 
 @on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 1})
 @pytest.mark.parametrize("default", ["auto", "replicate"])
-def test_pending_gradients_that_torch_reduced(mesh: DeviceMesh, default: str) -> None:
+def test_pending_gradients_that_torch_reduced(mesh: DeviceMesh, default: Any) -> None:
     """A sum that torch has taken counted as the mean that is still to be taken."""
     model = mlp()
-    params = sf.shard(model, mesh, sf.Policy(default=default))  # pyright: ignore
+    params = sf.shard(model, mesh, sf.Policy(default=default))
     (x,) = sf.data.local_batch((X,), mesh)
     pending = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean(), reduce=None)
     parts = [pending(params, part)[1] for part in x.chunk(2)]

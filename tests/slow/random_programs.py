@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from programs import one_process
@@ -111,7 +112,7 @@ def judged(made: Program, wanted: Mapping[str, Tensor]) -> tuple[str, str]:
 def _main(made: Program, functions: ModuleType, mesh: Any) -> Any:
     """What the program returns."""
     ranks = _Ranks(mesh)
-    names = {"torch": torch, "F": F, "nn": nn, "sf": functions}
+    names: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "sf": functions}
     names |= {"average": ranks.average, "whole": ranks.whole, "full": _full, "__name__": f"program_{made.seed}"}
     torch.manual_seed(0)
     exec(compile(made.text, f"<program {made.seed}>", "exec"), names)
@@ -131,7 +132,7 @@ class _Ranks:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (self._index, value))
-        parts = {index: each for index, each in reversed(gathered)}
+        parts: dict[int, Tensor] = dict(reversed(gathered))
         for index, each in gathered:
             if each.shape != parts[index].shape or not torch.allclose(each, parts[index], 1e-9, 1e-12):
                 raise Differs("a value differs between ranks that have the same samples")
@@ -195,9 +196,8 @@ def verdict(made: Program, seconds: float = SECONDS) -> Verdict:
     """Run a program on the ranks of its mesh."""
     start = time.perf_counter()
     try:
-        with patch.object(
-            torch.utils.checkpoint, "checkpoint", _called
-        ):  # `functional_call` is over when it computes again
+        # `functional_call` is over when a checkpoint computes again.
+        with patch.object(torch.utils.checkpoint, "checkpoint", _called):
             wanted = _flat(_main(made, one_process, None))
     except Exception as error:
         return Verdict(made.seed, made.kind, made.mesh, "invalid", _last(error))

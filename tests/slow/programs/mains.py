@@ -184,7 +184,8 @@ def _losses(draw: Draw) -> tuple[dict[str, int], str]:
             "return 0.1 * sf.tree.dot(p, p)",
             f"return {error} + 0.01 * sum(sf.gather(p)[n].abs().sum() for n in ['{name}'])",
             f"return {error} / (1 + sf.gather(p)['{name}'].mean())",
-            f"return {error} + 0.01 * (sf.gather(p)['{name}'] @ z.flatten(0, 1).T.new_ones({WIDTH if name else 0})).sum()",
+            f"return {error} + 0.01 * (sf.gather(p)['{name}'] @ "
+            f"z.flatten(0, 1).T.new_ones({WIDTH if name else 0})).sum()",
         ]
     )
     lines = [*_begin(draw, built), "def base(p, x, y):", f"    z = {_call(built)}", f"    {loss}"]
@@ -211,7 +212,8 @@ def _calls(draw: Draw) -> tuple[dict[str, int], str]:
         f"    how, seen = {_how(built, 'value')}, []",
         f"    loss, grads = step(params, x{slices}, y{slices})",
         "    out[f'loss {i}'], out[f'grads {i}'] = loss, sf.gather(grads)",
-        "    out[f'seen {i}'] = {f'{j}': whole(s['x'] if isinstance(s, dict) else s).detach() for j, s in enumerate(seen)}",
+        "    out[f'seen {i}'] = {f'{j}': whole(s['x'] if isinstance(s, dict) else s).detach() "
+        "for j, s in enumerate(seen)}",
     ]
     lines.append("out['buffers'] = dict(params.buffers)")
     return mesh, _text(built, lines)
@@ -282,11 +284,21 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
     """Losses that hold derivatives with respect to trees, several trees, and plain scalars that multiply leaves."""
     built = _features(draw)
     lines = [*_begin(draw, built), *_base(draw, built), *_joint(draw, built)]
-    scalar = "alpha = torch.tensor(0.3, dtype=torch.float64)"
-    inner = "fast = sf.tree.map(lambda w, g: w - {} * g, p, sf.grad(base)(p, x, y))"
     kind = draw.choice(
         ["penalty", "maml", "learnt rate", "mixing", "two trees", "dict", "curvature", "other tree", "adversary"]
     )
+    lines += _one_tree(draw, kind) if kind in ONE_TREE else _more(draw, built, kind)
+    return _mesh(draw, built), _text(built, lines)
+
+
+ONE_TREE = ("penalty", "maml", "learnt rate", "curvature")
+SCALAR = "alpha = torch.tensor(0.3, dtype=torch.float64)"
+
+
+def _one_tree(draw: Draw, kind: str) -> list[str]:
+    """Losses that hold derivatives with respect to the parameters."""
+    inner = "fast = sf.tree.map(lambda w, g: w - {} * g, p, sf.grad(base)(p, x, y))"
+    lines: list[str] = []
     if kind == "penalty":
         norm = draw.choice(["sf.optim.global_norm(g).square()", "sf.tree.dot(g, g)", "sf.optim.global_norm(g)"])
         lines += [
@@ -301,7 +313,7 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
         lines += ["step = sf.value_and_grad(outer)", *_step()]
     elif kind == "learnt rate":
         both = draw.chance(0.5)
-        lines += [scalar, "def outer(p, alpha, x, y):", f"    {inner.format('alpha')}", "    return base(fast, x, y)"]
+        lines += [SCALAR, "def outer(p, alpha, x, y):", f"    {inner.format('alpha')}", "    return base(fast, x, y)"]
         lines += [f"loss, found = sf.value_and_grad(outer, argnums={'(0, 1)' if both else '1'})(params, alpha, x, y)"]
         lines += (
             ["out['alpha'] = average(float(found[1]))", "out['grads'] = sf.gather(found[0])"]
@@ -309,8 +321,21 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
             else ["out['alpha'] = average(float(found))"]
         )
         lines += ["out['loss'] = loss" if both else "out['loss'] = average(loss)"]
-    elif kind == "mixing":
-        lines += [scalar, "other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def outer(t, p, q, x, y):"]
+    else:
+        lines += ["v = sf.tree.map(lambda w: torch.cos(w), params)", "def outer(p, x, y):"]
+        lines += [
+            "    return base(p, x, y) + 0.1 * sf.tree.dot(v, sf.hvp(base, (p, x, y), v))",
+            "step = sf.value_and_grad(outer)",
+            *_step(),
+        ]
+    return lines
+
+
+def _more(draw: Draw, built: Model, kind: str) -> list[str]:
+    """Losses of several trees."""
+    lines: list[str] = []
+    if kind == "mixing":
+        lines += [SCALAR, "other = sf.tree.map(lambda w: w * 0.5 + 0.1, params)", "def outer(t, p, q, x, y):"]
         lines += ["    return base(sf.tree.map(lambda u, v: t * u + (1 - t) * v, p, q), x, y)"]
         lines += ["loss, (slope, g) = sf.value_and_grad(outer, argnums=(0, 1))(alpha, params, other, x, y)"]
         lines += ["out['loss'], out['alpha'], out['grads'] = loss, average(float(slope)), sf.gather(g)"]
@@ -326,13 +351,6 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
             "loss, g = sf.value_and_grad(outer)(both, x, y)",
         ]
         lines += ["out['loss'], out['grads'], out['other'] = loss, sf.gather(g['a']), sf.gather(g['b'])"]
-    elif kind == "curvature":
-        lines += ["v = sf.tree.map(lambda w: torch.cos(w), params)", "def outer(p, x, y):"]
-        lines += [
-            "    return base(p, x, y) + 0.1 * sf.tree.dot(v, sf.hvp(base, (p, x, y), v))",
-            "step = sf.value_and_grad(outer)",
-            *_step(),
-        ]
     elif kind == "other tree":
         way = draw.choice(
             ["sf.grad(lambda q: joint(p, q, x, y))(other)", "sf.grad(lambda q, p: joint(p, q, x, y))(other, p)"]
@@ -352,7 +370,7 @@ def _trees(draw: Draw) -> tuple[dict[str, int], str]:
         ]
         lines += ["loss, (g, h) = sf.value_and_grad(outer, argnums=(0, 1))(other, params, x, y)"]
         lines += ["out['loss'], out['grads'], out['other'] = loss, sf.gather(g), sf.gather(h)"]
-    return _mesh(draw, built), _text(built, lines)
+    return lines
 
 
 def _transforms(draw: Draw) -> tuple[dict[str, int], str]:
@@ -372,33 +390,35 @@ def _transforms(draw: Draw) -> tuple[dict[str, int], str]:
             ],
             [f"value, pull = sf.vjp({f}, params)", "out['grads'] = sf.gather(pull(torch.ones((), dtype=x.dtype))[0])"],
             [
-                "each = sf.vmap(sf.grad(lambda p, x, y: base(p, x[None], y[None])), in_dims=(None, 0, 0))(params, x, y)",
+                "each = sf.vmap(sf.grad(lambda p, x, y: base(p, x[None], y[None])), in_dims=(None, 0, 0))"
+                "(params, x, y)",
                 "out['each'] = sf.gather(each)",
             ],
             [stack, f"s = sf.vmap(lambda v: sf.jvp({f}, (params,), (v,))[1])(stack)", "out['slopes'] = average(s)"],
             [
                 stack,
                 "h = sf.vmap(lambda v: sf.hvp(base, (params, x, y), v))(stack)",
-                "out['hvps'] = {n: full(w) for n, w in h.items()} if 0 else sf.gather(sf.tree.map(lambda w: w.sum(0), h))",
+                "out['hvps'] = {n: full(w) for n, w in h.items()} if 0 "
+                "else sf.gather(sf.tree.map(lambda w: w.sum(0), h))",
             ],
             [
-                "out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda x: base(params, x[None], y[None]), (x,), (x,))[1])(x, y))"
+                "out['each'] = whole(sf.vmap("
+                "lambda x, y: sf.jvp(lambda x: base(params, x[None], y[None]), (x,), (x,))[1])(x, y))"
             ],
             [
-                "out['each'] = whole(sf.vmap(lambda x, y: sf.vjp(lambda x: base(params, x[None], y[None]), x)[1](torch.ones((), dtype=x.dtype))[0])(x, y))"
+                "out['each'] = whole(sf.vmap(lambda x, y: sf.vjp(lambda x: base(params, x[None], y[None]), x)"
+                "[1](torch.ones((), dtype=x.dtype))[0])(x, y))"
             ],
             ["out['each'] = whole(sf.vmap(lambda x, y: base(params, x[None], y[None]))(x, y))"],
-            [
-                "out['each'] = whole(sf.vmap(lambda x: sf.grad(lambda x: base(params, x[None], y[:1]))(x))(x))"
-                if 0
-                else "out['each'] = whole(sf.vmap(sf.grad(lambda x, y: base(params, x[None], y[None])))(x, y))"
-            ],
+            ["out['each'] = whole(sf.vmap(sf.grad(lambda x, y: base(params, x[None], y[None])))(x, y))"],
             [
                 direction,
-                "out['each'] = whole(sf.vmap(lambda x, y: sf.jvp(lambda p: base(p, x[None], y[None]), (params,), (v,))[1])(x, y))",
+                "out['each'] = whole(sf.vmap("
+                "lambda x, y: sf.jvp(lambda p: base(p, x[None], y[None]), (params,), (v,))[1])(x, y))",
             ],
             [
-                "step = sf.value_and_grad(lambda p, x, y: sf.vmap(lambda x, y: base(p, x[None], y[None]))(x, y).square().mean())",
+                "step = sf.value_and_grad("
+                "lambda p, x, y: sf.vmap(lambda x, y: base(p, x[None], y[None]))(x, y).square().mean())",
                 *_step(),
             ],
             ["step = sf.value_and_grad(lambda p, x, y: sf.jvp(lambda q: base(q, x, y), (p,), (p,))[1])", *_step()],
@@ -426,7 +446,8 @@ CLASSES = {
         "    def step(self):",
         "        for group in self.param_groups:",
         "            for p in group['params']:",
-        "                p.add_(p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-3) if p.dim() > 1 else p.grad, alpha=-group['lr'])",
+        "                p.add_(p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-3) if p.dim() > 1 else p.grad, "
+        "alpha=-group['lr'])",
     ],
     "SIGNS": [
         "class Signs(torch.optim.Optimizer):",
@@ -676,7 +697,8 @@ def _fsdp1(draw: Draw) -> tuple[dict[str, int], str]:
     lines = [*_begin(draw, built, shard=False)]
     lines += [
         f"model = sf.compat.fsdp1.FullyShardedDataParallel(model, auto_wrap_policy={policy},",
-        f"    sharding_strategy=torch.distributed.fsdp.ShardingStrategy.{strategy}, use_orig_params={draw.chance(0.5)})",
+        f"    sharding_strategy=torch.distributed.fsdp.ShardingStrategy.{strategy}, "
+        f"use_orig_params={draw.chance(0.5)})",
         *_loop(draw, built, syncs=("with model.no_sync():", ""), clips=("model.clip_grad_norm_(0.5)", CLIP)),
     ]
     return draw.choice(DATA), _text(built, lines)
@@ -688,10 +710,10 @@ def _fsdp2(draw: Draw) -> tuple[dict[str, int], str]:
     lines = [*_begin(draw, built, shard=False)]
     if draw.chance(0.7):
         lines += [
-            "for block in [m for n, m in model.named_children() if n.startswith('layer') and not isinstance(m, nn.ModuleList)] + list(getattr(model, 'layers', [])):"
-        ]
-        lines += [
-            f"    sf.compat.fsdp2.fully_shard(block, mesh=mesh, reshard_after_forward={again if again != '2' else 'True'})"
+            "for block in [m for n, m in model.named_children() "
+            "if n.startswith('layer') and not isinstance(m, nn.ModuleList)] + list(getattr(model, 'layers', [])):",
+            "    sf.compat.fsdp2.fully_shard(block, mesh=mesh, "
+            f"reshard_after_forward={again if again != '2' else 'True'})",
         ]
     lines += ["sf.compat.fsdp2.fully_shard(model, mesh=mesh)"]
     if draw.chance(0.4):
@@ -716,7 +738,8 @@ def _megatron(draw: Draw) -> tuple[dict[str, int], str]:
     lines += ["config = SimpleNamespace(transformer_impl='local', recompute_granularity=None)"]
     wrap = draw.choice(["{nn.Linear}", "{Block0}"])
     lines += [
-        f"model = sf.compat.megatron.TorchFullyShardedDataParallel(config, SimpleNamespace(), model, sub_modules_to_wrap={wrap})"
+        "model = sf.compat.megatron.TorchFullyShardedDataParallel("
+        f"config, SimpleNamespace(), model, sub_modules_to_wrap={wrap})"
     ]
     loop = _loop(draw, built, syncs=("with model.no_sync():", ""), clips=(CLIP,))
     lines += [

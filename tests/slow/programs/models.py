@@ -279,7 +279,8 @@ def registered(draw: Draw) -> Block:
         "class OWN(nn.Module):",
         "    def __init__(self):",
         "        super().__init__()",
-        f"        self.a, self.b = nn.Parameter(torch.randn(16, {WIDTH}) * 0.3), nn.Parameter(torch.randn({WIDTH}, 16) * 0.3)",
+        f"        self.a, self.b = nn.Parameter(torch.randn(16, {WIDTH}) * 0.3), "
+        f"nn.Parameter(torch.randn({WIDTH}, 16) * 0.3)",
         "    def forward(self, x):",
         "        return torch.tanh(x @ self.a.T) @ self.b.T",
         "@sf.register(OWN)",
@@ -458,15 +459,8 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
     shared = draw.chance(0.1) and len(blocks) > 1
     tokens, tied, frozen = draw.chance(0.3), draw.chance(0.4), draw.chance(0.2)
     out = 12 if tokens else draw.choice([1, 3, WIDTH])
-    rules: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    pad: dict[str, int] = {}
     listed = draw.chance(0.8)  # a ModuleList, or attributes
-    for i, block in enumerate(blocks):
-        path = f"layers.{i}" if listed else f"layer{i}"
-        rules |= {f"{path}.{name}": _renamed(rule, i) for name, rule in block.rules.items()}
-        sizes |= {_renamed(name, i): size for name, size in block.sizes.items()}
-        pad |= {_renamed(name, i): size for name, size in block.pad.items()}
+    rules, sizes, pad = _fields(blocks, listed)
     lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     if tokens:
         lines.append(f"        self.emb = nn.Embedding(12, {WIDTH})")
@@ -491,14 +485,12 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
     lines.append(f"    def {method or 'forward'}(self, x{arguments}):")
     lines.append("        x = self.emb(x)" if tokens else "        x = x * 1.0")
     order = [*range(len(blocks)), *([0] if shared else [])]
-    recomputed = draw.chance(0.1)
-    for i in order:
-        call = f"self.layers[{i}]" if listed else f"self.layer{i}"
-        given = f"x{blocks[i].passes.replace(HOW, value)}"
-        # What changes state would change it twice, in torch too.
-        again = recomputed and ", seen" not in given and not any("self.calls" in x or "self.mean" in x for x in blocks[i].forward)
-        prefix = f"torch.utils.checkpoint.checkpoint({call}, " if again else f"{call}("
-        lines.append(f"        x = {prefix}{given}{', use_reentrant=False' * again})")
+    again = draw.chance(0.1)
+    stateful = {i for i, block in enumerate(blocks) if re.search(r"self\.(calls|mean)", "".join(block.forward))}
+    lines += [
+        _called(i, blocks[i].passes.replace(HOW, value), listed, again and i not in stateful)  # torch runs it twice
+        for i in order
+    ]
     lines.append("        return self.head(x)")
     text = "\n\n".join(
         [
@@ -515,6 +507,27 @@ def model(draw: Draw, kinds: Sequence[str], *, most: int = 3, options: bool = Tr
         fields |= _options(draw, listed, len(blocks))
     passed = passes.replace(HOW, "how") + ", seen" * (", seen" in arguments)
     return Model(text, fields, tokens, passed, out, any(b.one_data_rank for b in blocks), len(blocks), method)
+
+
+def _fields(blocks: Sequence[Block], listed: bool) -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
+    """The rules, sizes and padding of all blocks."""
+    rules: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    pad: dict[str, int] = {}
+    for i, block in enumerate(blocks):
+        path = f"layers.{i}" if listed else f"layer{i}"
+        rules |= {f"{path}.{name}": _renamed(rule, i) for name, rule in block.rules.items()}
+        sizes |= {_renamed(name, i): size for name, size in block.sizes.items()}
+        pad |= {_renamed(name, i): size for name, size in block.pad.items()}
+    return rules, sizes, pad
+
+
+def _called(number: int, passes: str, listed: bool, recomputed: bool) -> str:
+    """A call of a block, given what it takes beside the stream."""
+    call = f"self.layers[{number}]" if listed else f"self.layer{number}"
+    again = recomputed and ", seen" not in passes
+    prefix = f"torch.utils.checkpoint.checkpoint({call}, " if again else f"{call}("
+    return f"        x = {prefix}x{passes}{', use_reentrant=False' * again})"
 
 
 def _renamed(rule: str, number: int) -> str:

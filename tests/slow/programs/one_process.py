@@ -476,6 +476,8 @@ compat = SimpleNamespace(
 class Trainer(nn.Module):
     """The steps of a `Trainer` on the whole batch."""
 
+    model: nn.Module
+
     def __init__(
         self,
         model: nn.Module,
