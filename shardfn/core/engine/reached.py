@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardfn.core.shadow import OWN, class_of, unwrapped
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
+_NEAR = 3  # the same, of what is looked at in every call
 _MOST = 2**12  # items of a container that are looked into
 _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
@@ -57,23 +58,22 @@ class Reached:
 
 
 def reach(values: Iterable[Any]) -> Held:
-    """What can be changed in place of values, and what they lead to; functions are not followed."""
+    """What can be changed in place of values, and what is in it; functions are not followed."""
     found: Held = {}
     for value in values:
-        if not isinstance(value, FunctionType | MethodType | partial):
-            _follow(value, _DEPTH, found)
-    return {at: (value, held) for at, (value, held) in found.items() if not isinstance(value, FunctionType | CellType)}
+        _follow(value, _NEAR, found, (*_PLAIN, FunctionType, MethodType, partial))
+    return found
 
 
-def _follow(value: Any, depth: int, found: Held) -> None:
-    """Note what can be changed in place, and what it leads to."""
-    if not depth or isinstance(value, _PLAIN) or id(value) in found:
+def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN) -> None:
+    """Note what can be changed in place, and what it leads to; not what is at the ends."""
+    if not depth or isinstance(value, ends) or id(value) in found:
         return
     held = read(value)
     if held is not None:
         found[id(value)] = value, held
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
-        _follow(item, depth - 1, found)
+        _follow(item, depth - 1, found, ends)
 
 
 def read(value: Any) -> Any:
@@ -81,8 +81,7 @@ def read(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(zip(dict.keys(value), dict.values(value), strict=True))
     if isinstance(value, _CONTAINERS):
-        base: Any = _base(value)
-        return (set if base is set else list)(base.__iter__(value))
+        return (set if isinstance(value, set) else list)(_base(value).__iter__(value))
     if isinstance(value, CellType):
         try:
             return [value.cell_contents]
@@ -99,12 +98,12 @@ def read(value: Any) -> Any:
 def _write(value: Any, held: Any) -> None:
     """Give something back what it held."""
     if isinstance(value, _CONTAINERS):
-        base: Any = _base(value)
+        base = _base(value)
         base.clear(value)
         for key, item in held.items() if isinstance(held, dict) else ():
             base.__setitem__(value, key, item)
         if not isinstance(held, dict):
-            (base.update if base is set else base.extend)(value, held)
+            (base.update if isinstance(held, set) else base.extend)(value, held)
     elif isinstance(value, CellType):
         if held:
             value.cell_contents = held[0]
