@@ -206,10 +206,11 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
 def checkpoint_nothing_in_transforms() -> None:
     """Have `torch.utils.checkpoint` only call its function inside a transform, where torch forbids its hooks."""
     module = torch.utils.checkpoint
+    autograd: Any = vars(torch._C)["_autograd"]
     generator = module._checkpoint_without_reentrant_generator
 
     def plain_in_transforms(*args: Any, **kwargs: Any) -> Any:
-        forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
         if in_transform() or forbidden is not None:  # the second in a run without data, outside of transforms
             yield
         else:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 # What takes long, for `make test-all`; the rest is `make test`.
 SLOW = frozenset(
     "test_benchmarks test_class_scripts test_compile test_experts test_families test_fsdp1_parity test_fsdp2_example "

@@ -791,7 +791,7 @@ def _kept_elsewhere(m: Any, x: Tensor, given: list[Any], store: Store) -> Tensor
 def test_runs_without_data_leave_what_is_elsewhere_as_it_was(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     KEPT.clear()
-    model = type("Way", (Parts,), {"forward": _kept_elsewhere})()
+    model: Any = type("Way", (Parts,), {"forward": _kept_elsewhere})()
     model.store, model.stores, store = Store([]), [Store([])], Store([])
     given, hooked, rows = list[Tensor](), dict[str, deque[Tensor]](), 0
 

@@ -44,7 +44,13 @@ class ByFormulas(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm and self._differentiated:
             return _batch_norm(*args, **(kwargs or {}))
-        return _FORMULAS.get(func, func)(*args, **(kwargs or {}))
+        formula: Callable[..., Any] = _FORMULAS.get(func, func)
+        return formula(*args, **(kwargs or {}))
+
+
+def _torchs(func: Callable[..., Any], *args: Any) -> Any:
+    """torch's own, whose arguments its stubs do not all know."""
+    return func(*args)
 
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -60,13 +66,13 @@ def _mse_loss(
     weight: Any = None,
 ) -> Tensor:
     if not size_average is reduce is weight is None:
-        return F.mse_loss(input, target, size_average, reduce, reduction, weight)
+        return _torchs(F.mse_loss, input, target, size_average, reduce, reduction, weight)
     return _reduced((input - target).square(), reduction)
 
 
 def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
     if weight is not None:
-        return F.huber_loss(input, target, reduction, delta, weight)
+        return _torchs(F.huber_loss, input, target, reduction, delta, weight)
     off = (input - target).abs()
     return _reduced(torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta)), reduction)
 
