@@ -44,7 +44,7 @@ class ByFormulas(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm and self._differentiated:
             return _batch_norm(*args, **(kwargs or {}))
-        formula: Callable[..., Any] = _FORMULAS.get(func, func)
+        formula: Any = _FORMULAS.get(func, func)
         return formula(*args, **(kwargs or {}))
 
 
