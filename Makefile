@@ -8,16 +8,19 @@ TORCHRUN := OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --loca
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips must not share one .venv
-.PHONY: help train test bench docs check clean
+.PHONY: help train test test-all bench docs check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--mesh fsdp=4" (ARGS=--help lists all)
 	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
-test: .venv/.with-test ## run the tests, by two workers: ARGS="-k plan"
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
+	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
+	$(PY) -m pytest --numprocesses 2 --dist loadfile -m slow $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 18 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

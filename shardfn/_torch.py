@@ -16,6 +16,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import (
@@ -44,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -154,11 +156,32 @@ def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
     return first is not None and any((at := maybe_get_level(x)) > first and at in grads for x in tensors)
 
 
-def values_of(x: Tensor) -> list[Tensor]:
-    """The tensor that transforms wrap, with all mapped dims and no derivative; of simulated ranks, each one's."""
+def differentiated_in_transform(x: Tensor) -> bool:
+    """Whether an active transform differentiates with respect to what x is made of."""
+    if is_functorch_wrapped_tensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    while is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def innermost_value(x: Tensor) -> Tensor:
+    """The tensor that transforms wrap, with all mapped dims and no derivative."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
+    return x
+
+
+def values_of(x: Tensor) -> list[Tensor]:
+    """The same; of simulated ranks, each one's."""
+    x = innermost_value(x)
     return [x._local_tensors[rank] for rank in sorted(x._ranks)] if isinstance(x, LocalTensor) else [x]
+
+
+# Zeros without memory, which forward mode makes, crash an operation that a dispatch mode hands on (torch 2.13).
+AS_TENSORS: dict[Any, Any] = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
 
 
 @cache
@@ -177,6 +200,23 @@ def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
         raise of_dtensors()
 
     handlers.setdefault(torch.ops.aten._has_same_storage_numel.default, refuse)
+
+
+@cache
+def checkpoint_nothing_in_transforms() -> None:
+    """Have `torch.utils.checkpoint` only call its function inside a transform, where torch forbids its hooks."""
+    module = torch.utils.checkpoint
+    autograd: Any = vars(torch._C)["_autograd"]
+    generator = module._checkpoint_without_reentrant_generator
+
+    def plain_in_transforms(*args: Any, **kwargs: Any) -> Any:
+        forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
+        if in_transform() or forbidden is not None:  # the second in a run without data, outside of transforms
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    module._checkpoint_without_reentrant_generator = plain_in_transforms
 
 
 def unsplit_classes(model: Any) -> Collection[str] | None:
@@ -349,9 +389,43 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
 
 
+def outside_dispatch() -> AbstractContextManager[Any]:
+    """Within it, no dispatch mode sees operations."""
+    return _disable_current_modes()
+
+
+# What calls something with the gradient of a tensor.
+HOOKING = (Tensor.register_hook, Tensor.retain_grad)
+
+
 def has_hooks(x: Tensor) -> bool:
-    """Whether something is called with the gradient of a tensor."""
-    return bool(x._backward_hooks)
+    """Whether something is called with the gradient of a tensor, or of outputs of the module that made it."""
+    return bool(x._backward_hooks) or _function_of(x) is BackwardHookFunction
+
+
+def users_backward(x: Tensor) -> type | None:
+    """The `autograd.Function` of the user's that made x."""
+    function = _function_of(x)
+    module = function.__module__ if function is not None else ""
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    torchs = module.startswith("torch.") and not module.startswith("torch._library.")  # which wraps the user's
+    return None if ours or torchs else function
+
+
+def _function_of(x: Tensor) -> type | None:
+    return getattr(x.grad_fn, "_forward_cls", None)
+
+
+def blank_gradients(x: Tensor) -> list[Tensor]:
+    """Gradients without data of all that the `autograd.Function` made that made x."""
+    node: Any = x.grad_fn
+    return [torch.empty(tuple(y.shape), dtype=y.dtype, device="meta") for y in node._input_metadata]
+
+
+def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
+    """What the backward of the `autograd.Function` that made x makes of gradients; hooks are not called."""
+    node: Any = x.grad_fn
+    return node.apply(*grads)
 
 
 def storage_number(x: Tensor) -> int:
@@ -795,6 +869,11 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad collects it
         return False
+
+
+def leaf_behind(node: Any) -> Tensor | None:
+    """The leaf whose gradient a node adds up, if it is such a node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters
 from shardfn.core import checkpoint, optim
 from shardfn.core.apply import apply
 from shardfn.core.checkpoint import from_state_dict, to_state_dict
-from shardfn.core.collectives import pmean
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
@@ -28,7 +27,7 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
-from shardfn.core.transforms import differentiator
+from shardfn.core.transforms import differentiator, of_dtensors, value_of
 from shardfn.core.tree import Params, map_local
 from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
@@ -206,13 +205,14 @@ class Trainer(nn.Module):
         loss, _, grads, weight = differentiate(params, *parts[0])
         if len(parts) == 1:
             return loss, grads
-        total = weight = torch.ones((), dtype=torch.float64) if weight is None else weight
+        total = weight = _weight(weight)
         loss, grads = _scaled(loss, grads, weight)
         for part in parts[1:]:
             more_loss, _, more, count = differentiate(params, *part)
-            more_loss, more = _scaled(more_loss, more, torch.ones_like(weight) if count is None else count)
+            weight = _weight(count)
+            more_loss, more = _scaled(more_loss, more, weight)
             loss, grads = loss + more_loss, map_local(torch.add, grads, more)
-            total = total + (1 if count is None else count)
+            total = total + weight
         return _scaled(loss, grads, 1 / total)
 
     @torch.no_grad()
@@ -222,16 +222,13 @@ class Trainer(nn.Module):
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
-            loss = loss_fn(self.params, *batch)
+            with of_dtensors("Trainer.evaluate"):
+                loss = loss_fn(self.params, *batch)
         finally:
             self.training = training
             for module, mode in modes:
                 module.training = mode
-        total, count = loss if isinstance(loss, Mean) else (loss, torch.ones_like(loss))
-        for axis in self.plan.roles.data:
-            total = pmean(total, self.mesh, axis)
-            count = pmean(torch.as_tensor(count, dtype=total.dtype, device=total.device), self.mesh, axis)
-        return {"loss": total / count, "tokens": self._tokens(batch)}
+        return {"loss": value_of(loss, self.params), "tokens": self._tokens(batch)}
 
     def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
@@ -497,6 +494,20 @@ def _scaling(loss_fn: Callable[..., Any], scaler: torch.amp.GradScaler | None) -
         return Mean(wide, loss.count) if isinstance(loss, Mean) else wide
 
     return scaled
+
+
+def _weight(count: Tensor | None) -> Tensor:
+    """Of a microbatch, in the mean over all.
+
+    Raises:
+        ShardError: the count has a derivative, so that the gradient of the quotient is no mean of gradients.
+    """
+    if count is not None and count.requires_grad:
+        raise ShardError(
+            "Trainer.step: loss_fn returns sf.data.Mean(total, count) with a count that depends on the parameters, "
+            "which accumulate > 1 cannot differentiate. Use accumulate=1, or count.detach() to leave its derivative out"
+        )
+    return torch.ones((), dtype=torch.float64) if count is None else count
 
 
 def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:

@@ -8,6 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
+# What takes long, for `make test-all`; the rest is `make test`.
+SLOW = frozenset(
+    "test_benchmarks test_class_scripts test_compile test_experts test_families test_fsdp1_parity test_fsdp2_example "
+    "test_fsdp2_options test_fsdp2_table test_generate test_jit test_safetensors test_sequence test_sweep".split()
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long."""
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Of the tables of compatible classes, how many rows are served, refused and missing."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import decoder, policy, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
+from shardfn.core.forward_mode import ByFormulas
 from shardfn.testing import assert_parity, on_meshes
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
@@ -84,7 +86,8 @@ def _jvp(at: Program) -> None:
 
 def _plain_hvp(at: Program, fn: Callable[..., Tensor], *batch: Tensor) -> Tree:
     gradient = torch.func.grad(fn)
-    return torch.func.jvp(lambda p: gradient(p, *batch), (at.plain,), (at.plain_direction,))[1]
+    with ByFormulas(True):  # see test_formulas
+        return torch.func.jvp(lambda p: gradient(p, *batch), (at.plain,), (at.plain_direction,))[1]
 
 
 def _hvp(at: Program) -> None:
@@ -96,15 +99,12 @@ def _hvp(at: Program) -> None:
 
 
 def _hvp_by_reverse_mode(at: Program) -> None:
-    """The gradient of a directional derivative. In torch 2.13 that of a layer norm is wrong, here as on one process."""
+    """The gradient of a directional derivative, which torch 2.13 has wrong for a layer norm."""
 
     def slope(p: sf.Params) -> Tensor:
         return sf.jvp(lambda q: at.loss(q, *at.local), (p,), (at.direction,))[1]
 
-    def plain(p: Tree) -> Tensor:
-        return torch.func.jvp(lambda q: at.plain_loss(q, *at.batch), (p,), (at.plain_direction,))[1]
-
-    at.same(sf.grad(slope)(at.params), torch.func.grad(plain)(at.plain))
+    at.same(sf.grad(slope)(at.params), _plain_hvp(at, at.plain_loss, *at.batch))
 
 
 def _vmap(at: Program) -> None:
@@ -311,3 +311,65 @@ def test_second_derivatives_by_inputs(mesh: DeviceMesh) -> None:
         return torch.func.grad(lambda x: torch.func.grad(lambda x: fn(x).pow(3).mean())(x).square().sum())(x)
 
     assert_parity(twice(lambda x: sf.apply(model, params, x)), twice(model), tol=1e-12)
+
+
+_X, _Y = (torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+_GAIN = torch.linspace(0.5, 1.5, 8, dtype=torch.float64)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda h: F.layer_norm(h, (8,), _GAIN, _GAIN, eps=0.1).sin(),
+    "layer_norm of two dims": lambda h: F.layer_norm(h, (4, 8)).sin(),
+    "instance_norm": lambda h: F.instance_norm(h, weight=_GAIN[:4], bias=_GAIN[:4]).sin(),
+    "batch_norm": lambda h: F.batch_norm(h, None, None, _GAIN[:4], _GAIN[:4], training=True).sin(),
+    "glu": lambda h: F.glu(h).sin(),
+    "normalize": lambda h: F.normalize(h, dim=-1).sin(),
+    "mse_loss": lambda h: F.mse_loss(h.sin(), _Y),
+    "mse_loss, none": lambda h: F.mse_loss(h.sin(), _Y, reduction="none"),
+    "huber_loss": lambda h: F.huber_loss(h, _Y, reduction="sum", delta=0.7),
+    "soft_margin_loss": lambda h: F.soft_margin_loss(h, _Y.sign()),
+    "attention": lambda h: F.scaled_dot_product_attention(h, h.sin(), h.cos(), is_causal=True),
+    "attention, scaled": lambda h: F.scaled_dot_product_attention(h, h.sin(), h.cos(), _X[:, :, :4], scale=0.3),
+    "attention, masked": lambda h: F.scaled_dot_product_attention(h, h.sin(), h, _X[:, :, :4] > 0),
+    "attention, groups": lambda h: F.scaled_dot_product_attention(
+        h.view(2, 4, 2, 4), h.view(2, 4, 2, 4)[:, :2].sin(), h.view(2, 4, 2, 4)[:, :2], enable_gqa=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_formulas(name: str) -> None:
+    """Values are torch's, and both orders of second derivatives those of differences."""
+
+    def loss(h: Tensor) -> Tensor:
+        return (FUNCTIONS[name](h) * _Y.flatten()[0]).square().sum()
+
+    v, step = _Y.cos(), 1e-5
+
+    def gradient(h: Tensor) -> Tensor:
+        h = h.detach().requires_grad_()
+        return torch.autograd.grad(loss(h), h)[0]
+
+    wanted = (gradient(_X + step * v) - gradient(_X - step * v)) / (2 * step)
+    plain = FUNCTIONS[name](_X)
+    with ByFormulas(True):
+        torch.testing.assert_close(FUNCTIONS[name](_X), plain)
+        forward_last = torch.func.jvp(torch.func.grad(loss), (_X,), (v,))[1]
+        forward_first = torch.func.grad(lambda h: torch.func.jvp(loss, (h,), (v,))[1])(_X)
+    for found in (forward_last, forward_first):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_arithmetic_on_a_tree_that_is_closed_over_says_what_to_write(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": "o@tp c@fsdp", "bias": "o@tp"}))
+    one, still = torch.ones(()), sf.tree.zeros_like(params)
+
+    def scaled(rate: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: rate * w, p), torch.ones(1, 4)).sum()
+
+    with pytest.raises(sf.ShardError, match=r"(?s)jvp: .*Pass the tree to sf\.jvp as an argument"):
+        sf.jvp(lambda rate: scaled(rate, params), (one,), (one,))
+    out, slope = sf.jvp(scaled, (one, params), (one, still))
+    assert_parity({"slope": slope}, {"slope": out})
+    with pytest.raises(sf.ShardError, match=r'(?s)vjp: .*sf\.gather\(params\)\["name"\]'):
+        sf.vjp(lambda x: (x @ params["weight"].T).sum(), torch.ones(1, 4))

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
 from shardfn.testing import assert_close, run
 
 
@@ -325,3 +326,85 @@ def _state_of_another_rank(folder: Path) -> None:
 
 def test_the_optimizer_state_of_another_rank(tmp_path: Path) -> None:
     run(_state_of_another_rank, tmp_path, ranks=2)
+
+
+class Flagged(nn.Module):
+    """Attributes of its class that the module has, too."""
+
+    tag, flag, _units = "class", False, ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+        self.tag, self._units = "own", ("Block",)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @size.setter
+    def size(self, value: int) -> None:
+        self._size = value
+
+    @cached_property
+    def cached(self) -> object:
+        return object()
+
+    def greet(self) -> str:
+        return f"{type(self).__name__}: {self.tag}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tag = f"{self.tag} seen"
+        return self.fc(2 * x if self.flag else x)
+
+
+class Adapted(nn.Module):
+    """Looks elsewhere for what it has not, as peft's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Flagged()
+        self.tag = "adapted"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _own_attributes_come_first(cls: Any) -> None:
+    model: Any = Stack(Adapted(), Flagged(), Flagged()).double()
+    plain: Any = Stack(Adapted(), Flagged(), Flagged()).double()
+    plain.load_state_dict(model.state_dict())
+    fsdp: Any = cls(model, auto_wrap_policy=ModuleWrapPolicy({Adapted, Flagged}))
+    first: Any = fsdp.emb
+    assert (first.tag, first.inner.tag, type(first.inner).tag, first._units) == ("adapted", "own", "class", ("Block",))
+    first.inner.flag = plain.emb.inner.flag = True
+    x = torch.ones(2, 5, dtype=torch.float64)
+    for each in (fsdp, plain):
+        each(x).square().mean().backward()
+    assert first.inner.flag and first.inner.tag == plain.emb.inner.tag == "own seen"
+    assert_close(_at(fsdp, "emb.inner.fc.weight").grad.full_tensor(), plain.emb.inner.fc.weight.grad)
+    unit: Any = fsdp.layers[0]
+    unit.size = 3
+    assert unit.size == unit.module.size == 3 and unit.cached is unit.cached is unit.module.cached
+    assert unit.greet() == f"{cls.__name__}: own seen"  # methods of the class are bound to what stands before
+    unit.module.greet = lambda: "patched"
+    assert unit.greet() == copy.deepcopy(unit).greet() == "patched" != fsdp.layers[1].greet()
+    assert not fsdp.layers[1].flag
+    del unit.tag
+    assert unit.tag == "class"
+    unit.module.train = lambda mode=True: seen.append(mode)
+    fsdp.state_dict = lambda: "patched"
+    seen: list[bool] = []
+    fsdp.eval()
+    assert seen == [False] and fsdp.state_dict() == "patched" and "state_dict" not in vars(model)
+
+
+@pytest.mark.parametrize("cls", [FSDP, HFAI])
+def test_what_the_module_itself_has_comes_before_what_its_class_has(cls: Any) -> None:
+    run(_own_attributes_come_first, cls, ranks=2)

@@ -589,3 +589,46 @@ def _reset() -> None:
 
 def test_a_reset_keeps_what_was_reduced() -> None:
     run(_reset, ranks=2)
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mid(self.emb(ids))))
+
+
+def _assigned(how: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=None if how == "nameless" else ("dp",))
+    plain, model = Tied().double(), Tied().double()
+    plain.load_state_dict({name: torch.randn(x.shape, dtype=x.dtype) for name, x in Tied().state_dict().items()})
+    for each in (model.mid, [model.emb, model.head] if how == "list" else model):
+        fully_shard(each, mesh=mesh)
+    outer = nn.Sequential(model)  # hooks run when any module above loads
+    new = {f"0.{name}": distribute_tensor(x.clone(), mesh, [Shard(0)]) for name, x in plain.state_dict().items()}
+    if how == "one name":
+        del new["0.emb.weight"]
+    outer.load_state_dict(new, strict=how != "one name", assign=True)
+    fully_shard(outer, mesh=mesh)
+    assert model.emb.weight is model.head.weight and len(list(model.parameters())) == 3
+    ids = torch.arange(9)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (outer, plain)]
+    for _ in range(2):
+        for each, optimizer in zip((outer, plain), optimizers, strict=True):
+            each(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_trees_close(found, plain.state_dict(), rtol=0, atol=1e-9)
+    with pytest.raises(sf.ShardError, match=r"assign=True\): '0\.\w+\.weight' is whole.* Leave assign=True out"):
+        outer.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("how", ["all", "list", "one name", "nameless"])
+def test_tied_weights_stay_tied_when_others_take_their_place(how: str) -> None:
+    run(_assigned, how, ranks=2)

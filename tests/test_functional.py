@@ -695,3 +695,24 @@ def copies_on_a_rank() -> None:
 
 def test_copies_and_pickles() -> None:
     run(copies_on_a_rank)
+
+
+@on_meshes({"fsdp": 2})
+def test_an_optimizer_of_torch_that_trains_nothing_is_an_error(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 2)
+    params = sf.shard(model, mesh, sf.Policy())
+    optimizer = torch.optim.AdamW(params.values(), lr=0.5)
+    grads = sf.grad(lambda p: sf.apply(model, p, torch.ones(3, 4)).sum())(params)
+    with pytest.raises(sf.ShardError, match=r"^AdamW.step: .*would train nothing.*sf.optim.from_torch\(AdamW"):
+        optimizer.step()
+
+    def closure() -> float:
+        for name, leaf in params.items():
+            leaf.grad = grads[name]
+        return 0.0
+
+    optimizer.step(closure)
+    optimizer.step()
+    model.requires_grad_(False)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(sf.Trainer(model, mesh, sf.Policy()).parameters(), lr=0.1).step()

@@ -153,12 +153,12 @@ def counted() -> Iterator[list[int]]:
         found[1] += 1
         return watches(self, *args)
 
-    patched: Any = Trial
-    patched.adjustments, patched.watched = adjustments, watched
+    kind: Any = Trial
+    kind.adjustments, kind.watched = adjustments, watched
     try:
         yield found
     finally:
-        patched.adjustments, patched.watched = finds, watches
+        kind.adjustments, kind.watched = finds, watches
 
 
 def counts(m: Any, h: Tensor, step: Any) -> Tensor:
@@ -193,13 +193,12 @@ def test_what_is_only_counted_or_multiplied_is_no_guard(mesh: DeviceMesh) -> Non
     for way, number, finds, watches in ECONOMICAL:
         model, own, x = of(way), of(way), inputs()
         params = sf.shard(model, mesh, RULES)
-        by_then = list[int]()
+        by_then: list[int] = []
         with counted() as found:
             for step in range(10):
                 y = sf.apply(model, params, x, number(step))
                 assert_parity({"y": y}, {"y": own(x, number(step)).detach()})
-                if step == 6:
-                    by_then = list(found)
+                by_then = list(found) if step == 6 else by_then
         assert found[0] <= finds and found[1] <= watches and found == by_then, (way, found, by_then)
 
 

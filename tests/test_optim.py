@@ -349,11 +349,100 @@ def test_torch_optimizers_that_need_whole_matrices(mesh: DeviceMesh) -> None:
             tol = 0.02 if name in names else 0.0  # torch orthogonalises in bfloat16
             torch.testing.assert_close(full[name], p, rtol=0, atol=tol)
         assert not torch.equal(full["head.weight"], detached(model)["head.weight"])
-    adafactor = sfo.from_torch(torch.optim.Adafactor)
-    with pytest.raises(sf.ShardError, match=r"torch's Adafactor cannot update .* a DTensor of shape"):
-        adafactor.init(params)
+    with pytest.raises(sf.ShardError, match=r"torch's Muon cannot update .* a DTensor of shape"):
+        sfo.from_torch(torch.optim.Muon).init(params)
     with pytest.raises(sf.ShardError, match=r"Muon looks at whole matrices; 'qkv.weight' is stored in parts"):
         sfo.masked(sfo.from_torch(torch.optim.Muon), "qkv.weight").init(sf.shard(model, mesh, POLICY))
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1})
+def test_muon_is_that_of_one_process_but_for_bfloat16(mesh: DeviceMesh) -> None:
+    """Its iteration in float64 on both sides: in bfloat16 the rounding of small singular values is amplified."""
+    rules = sf.Policy(rules={"head.weight": "out@tp? c@fsdp"})
+    model, reference = make_model(), make_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "bfloat16", Tensor.double)
+        train_torch(reference, torch.optim.Muon([reference.head.weight], lr=0.1), 3)
+        opt = sfo.masked(sfo.from_torch(torch.optim.Muon, lr=0.1), "head.weight")
+        params = sf.shard(model, mesh, rules)
+        params, _ = train(opt, params, opt.init(params), range(3), pure=False)
+    assert_parity(full_of(params), detached(reference), tol=1e-13)
+
+
+def test_every_class_of_torch_is_known_or_refused() -> None:
+    found = {x for x in vars(torch.optim).values() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)}
+    known = {*torch_classes.ELEMENTWISE, *torch_classes.WHOLE}
+    assert found - known - set(torch_classes.REFUSED) == {torch.optim.Optimizer}
+    for cls in found - known - {torch.optim.Optimizer}:
+        with pytest.raises(sf.ShardError, match=f"{cls.__name__} cannot run on shards"):
+            sfo.from_torch(cls, elementwise=True)
+
+
+class Plain(torch.optim.Optimizer):
+    """Signs of gradients, and a running sum of them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].setdefault("sum", torch.zeros_like(p))
+                p.data.add_(kept.add_(p.grad.sign()), alpha=-group["lr"])
+
+
+class OtherDefaults(torch.optim.AdamW):
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, lr=lr)
+
+
+class OtherStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Counting(Plain):
+    """Where it counts its steps is not in a tensor."""
+
+    where = "state"
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        p = self.param_groups[0]["params"][0]
+        kept: dict[Any, Any] = {"state": self.state[p], "group": self.param_groups[0], "self": vars(self)}[self.where]
+        kept["count"] = kept.get("count", 0) + 1
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_other_classes_that_are_said_to_be_elementwise(mesh: DeviceMesh) -> None:
+    start = sf.shard(make_model(), mesh, POLICY)
+    for cls, said in (
+        (Plain, {"elementwise": True}),
+        (OtherStep, {"elementwise": True, "lr": 0.1}),
+        (OtherDefaults, {}),
+    ):
+        reference = make_model()
+        given = {name: value for name, value in said.items() if name != "elementwise"}
+        train_torch(reference, cls([p for p in reference.parameters() if p.requires_grad], **given), 3)
+        opt, params = sfo.from_torch(cls, **said), copied(start)
+        params, _ = train(opt, params, opt.init(params), range(3), pure=False)
+        assert_parity(full_of(params), detached(reference), tol=1e-13)
+
+
+@pytest.mark.parametrize("cls", [Plain, OtherStep, Counting])
+def test_a_class_that_nobody_knows_is_refused(cls: type[torch.optim.Optimizer]) -> None:
+    torch.optim.SGD([torch.ones(1)])  # torch wraps its `step`
+    with pytest.raises(
+        sf.ShardError, match=rf"nothing is known of {cls.__name__}.* from_torch\({cls.__name__}, element"
+    ):
+        sfo.from_torch(cls, lr=0.1)
+
+
+@pytest.mark.parametrize("where", ["state", "group", "self"])
+def test_so_is_one_that_counts_outside_of_tensors(where: str) -> None:
+    cls = type("Counts", (Counting,), {"where": where})
+    with pytest.raises(sf.ShardError, match="Counts counts 'count' = 1, which is no tensor"):
+        sfo.from_torch(cls, elementwise=True).init({"w": torch.ones(2)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

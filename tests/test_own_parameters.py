@@ -353,7 +353,7 @@ class Hooked(Own):
 
 def test_a_hook_on_an_input_used_in_shares_is_an_error() -> None:
     policy = sf.Policy(rules={"blocks.*.up": INTO, "blocks.*.down": OUT})
-    with pytest.raises(sf.ShardError, match=r"in 'blocks\.0': a hook on an input that ranks use in shares"):
+    with pytest.raises(sf.ShardError, match=r"in 'blocks\.0': a hook on a value that ranks of .tp. use in shares"):
         sf.plan(Model(Hooked), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
 
 

@@ -696,6 +696,28 @@ def test_accumulated_means_over_unequal_counts_are_exact(mesh: DeviceMesh) -> No
 
 
 @on_meshes({"fsdp": 2})
+def test_a_learnt_count_is_exact_in_one_step_and_refused_over_several(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4, dtype=torch.float64)
+    model, (x,) = nn.Linear(4, 2).double(), sf.data.local_batch((batch,), mesh)
+    value, gate = model(batch).unbind(-1)
+    loss = (value * gate.sigmoid()).sum() / gate.sigmoid().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+
+    def loss_fn(params: sf.Params, x: Tensor) -> sf.data.Mean:
+        value, gate = sf.apply(model, params, x).unbind(-1)
+        return sf.data.Mean((value * gate.sigmoid()).sum(), gate.sigmoid().sum())
+
+    wanted = {name: p.detach() - g for (name, p), g in zip(model.named_parameters(), grads, strict=True)}
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(1.0), loss_fn=loss_fn)
+    found = {"before": trainer.evaluate(x)["loss"], "loss": trainer.step(x)["loss"], **_full(trainer)}
+    assert_parity(found, {"before": loss.detach(), "loss": loss.detach(), **wanted})
+    trainer.accumulate = 2
+    with pytest.raises(sf.ShardError, match=r"a count that depends on the parameters.*Use accumulate=1"):
+        trainer.step(x)
+
+
+@on_meshes({"fsdp": 2})
 def test_a_checkpoint_of_another_optimizer_is_refused(mesh: DeviceMesh) -> None:
     with folder() as at:
         sf.Trainer(decoder(), mesh, optimizer=sf.optim.adamw(0.1)).save(at)

@@ -1,7 +1,9 @@
 """`value_and_grad` and `grad`: arguments, auxiliary results, reductions, what a loss may do with a tree."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import assert_parity, assert_trees_close, on_meshes
+from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 
 
 def _model() -> nn.Module:
@@ -297,6 +299,234 @@ def test_trees_in_a_dict(mesh: DeviceMesh) -> None:
     assert found["q"][1] == 3 and torch.equal(found["n"], torch.zeros(2))
 
 
+class _Gates(nn.Module):
+    """Values and the learnt gates that weigh them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def _gated(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of gated squares, and of the gates."""
+    value, gate = out.unbind(-1)
+    return (value.square() * gate.sigmoid()).sum(), gate.sigmoid().sum()
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_mean_with_a_learnt_count(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+
+    def loss_fn(p: sf.Params, x: Tensor) -> sf.data.Mean:
+        return sf.data.Mean(*_gated(sf.apply(model, p, x)))
+
+    def reference(p: dict[str, Tensor], x: Tensor = x) -> Tensor:
+        total, count = _gated(torch.func.functional_call(model, p, (x,)))
+        return total / count
+
+    wanted, value = torch.func.grad_and_value(reference)(plain)
+    loss, grads = sf.value_and_grad(loss_fn)(params, local)
+    assert_parity({"loss": loss, **sf.gather(grads)}, {"loss": value, **wanted}, tol=1e-11)
+    second = torch.func.jvp(torch.func.grad(reference), (plain,), (plain,))[1]
+    assert_parity(sf.gather(sf.hvp(loss_fn, (params, local), params)), second, tol=1e-11)
+    nested = sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p, local), params))
+    assert_parity(sf.gather(nested(params)), second, tol=1e-11)
+    assert_parity(sf.gather(sf.jit(nested, backend="aot_eager")(params)), second, tol=1e-11)
+    each = sf.vmap(sf.grad(loss_fn), in_dims=(None, 0))(params, local[:, None])
+    wanted = torch.func.vmap(torch.func.grad(reference), in_dims=(None, 0))(plain, x[:, None])
+    assert_parity(sf.gather(each), wanted, tol=1e-11)
+    below = sf.grad(lambda p: sf.data.Mean((total := _gated(sf.apply(model, p, local)))[0], -total[1]))(params)
+    assert_parity(sf.gather(below), {name: -g for name, g in torch.func.grad(reference)(plain).items()}, tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_only_a_learnt_count_is_communicated_in_a_backward(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 1)
+    params = sf.shard(model, mesh, sf.Policy())
+    x = torch.ones(3, 4)
+
+    def loss_with(count: Any) -> Any:
+        return lambda p: sf.data.Mean((out := sf.apply(model, p, x)).sum(), out.sum() if count is None else count)
+
+    found = {}
+    for count in (3, 3.0, True, torch.tensor(3), torch.tensor(True), None):
+        sf.grad(loss_with(count))(params)  # the first calls compare batches
+        sf.grad(loss_with(count))(params)
+        with count_collectives() as counts:
+            sf.value_and_grad(loss_with(count))(params)
+        found[str(count)] = counts.total
+    learnt = found.pop("None")
+    assert set(found.values()) == {learnt - 1}, found
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_totals_and_counts_of_leaves(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    ranks = mesh["fsdp"].size()
+
+    def norm(p: Any) -> Tensor:
+        return p["up.weight"].square().sum()
+
+    by_leaf = sf.grad(lambda p: sf.data.Mean(_gated(sf.apply(model, p, local))[0], norm(p)))(params)
+    wanted = torch.func.grad(lambda p: _gated(torch.func.functional_call(model, p, (x,)))[0] / (ranks * norm(p)))(plain)
+    assert_parity(sf.gather(by_leaf), wanted, tol=1e-11)
+    of_leaf = sf.grad(lambda p: sf.data.Mean(norm(p), _gated(sf.apply(model, p, local))[1]))(params)
+    wanted = torch.func.grad(lambda p: ranks * norm(p) / _gated(torch.func.functional_call(model, p, (x,)))[1])(plain)
+    assert_parity(sf.gather(of_leaf), wanted, tol=1e-11)
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_plain_tensors_that_are_multiplied_with_leaves(mesh: DeviceMesh) -> None:
+    """A learnt step size, and a mixture of two trees: gradients are plain, and their mean is that of one process."""
+    torch.manual_seed(0)
+    model, other = _Gates().double(), _Gates().double()
+    rules = sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"})
+    params, others = sf.shard(model, mesh, rules), sf.shard(other, mesh, rules)
+    plain, plain_others = ({name: p.detach() for name, p in m.named_parameters()} for m in (model, other))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    rate = {"log": torch.tensor(-1.0, dtype=torch.float64), "mix": torch.tensor([0.3, 0.8], dtype=torch.float64)}
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, local).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def objective(rate: dict[str, Tensor], p: sf.Params) -> Tensor:
+        adapted = sf.tree.map(lambda w, g: w - rate["log"].exp() * g, p, sf.grad(loss)(p))
+        mixed = sf.tree.map(lambda a, b: rate["mix"][0] * a + rate["mix"][1] * b, adapted, others)
+        return loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum().full_tensor()
+
+    def reference(rate: dict[str, Tensor], p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain_loss)(p)
+        adapted = {name: w - rate["log"].exp() * grads[name] for name, w in p.items()}
+        mixed = {name: rate["mix"][0] * w + rate["mix"][1] * plain_others[name] for name, w in adapted.items()}
+        return plain_loss(mixed) * rate["log"].cos() + (rate["mix"][0] * p["up.weight"]).sum()
+
+    def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+        assert {type(g) for g in found.values()} == {Tensor}
+        assert_parity({n: sf.collectives.pmean(g, mesh, "fsdp") for n, g in found.items()}, wanted, tol=1e-11)
+
+    wanted, wanted_params = torch.func.grad(reference, argnums=(0, 1))(rate, plain)
+    same(sf.grad(objective)(rate, params), wanted)
+    found, grads = sf.grad(objective, argnums=(0, 1))(rate, params)
+    same(found, wanted)
+    assert_parity(sf.gather(grads), wanted_params, tol=1e-11)
+    _, pull, *_ = sf.vjp(lambda r: loss(sf.tree.map(lambda w: r["log"] * w, params)), rate)
+    scaled = torch.func.grad(lambda r: plain_loss({n: r["log"] * w for n, w in plain.items()}))(rate)
+    same(pull(torch.ones((), dtype=torch.float64))[0], scaled)
+    mixed = sf.grad(lambda r: loss(sf.tree.lerp(params, others, r["log"])))(rate)
+    lerp = torch.func.grad(lambda r: plain_loss({n: w.lerp(plain_others[n], r["log"]) for n, w in plain.items()}))
+    same(mixed, lerp(rate))
+    second = torch.func.grad(torch.func.grad(lambda a: plain_loss({n: a.exp() * w for n, w in plain.items()})))
+    twice = sf.grad(sf.grad(lambda a: loss(sf.tree.map(lambda w: a.exp() * w, params))))
+    same({"log": twice(rate["log"])}, {"log": second(rate["log"])})
+
+
+@on_meshes({"fsdp": 2})
+def test_pending_gradients_have_no_products_with_plain_tensors(mesh: DeviceMesh) -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    params = sf.shard(model, mesh, sf.Policy())
+
+    def loss(a: Tensor, p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(lambda w: a * w.detach(), p), x).sum()
+
+    with pytest.raises(sf.ShardError, match="a plain tensor is multiplied with leaves; use reduce='mean'"):
+        sf.grad(loss, argnums=(0, 1), reduce=None)(torch.tensor(2.0), params)
+    assert sf.grad(loss, argnums=(0, 1))(torch.tensor(2.0), params)[0].dim() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["sum", "norm", "product", "whole", "gathered", "forward", "inner value", "dot", "several products"]
+)
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_plain_losses_with_leaves_say_what_to_write(mesh: DeviceMesh, name: str) -> None:
+    model, x = _model(), torch.ones(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+
+    def plain(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    losses = {
+        "sum": lambda p: plain(p) + p["0.weight"].square().sum(),
+        "norm": lambda p: plain(p) + p["0.weight"].norm(),
+        "product": lambda p: plain(p) * p["0.bias"].sum(),
+        "whole": lambda p: (plain(p) * p["0.bias"].sum()).full_tensor(),
+        "gathered": lambda p: sf.gather(p)["0.bias"].sum() + p["0.bias"].sum(),
+        "forward": lambda p: (x @ p["0.weight"].T).sum(),
+        "inner value": lambda p: sf.value_and_grad(plain)(p)[0] + p["0.bias"].sum(),
+        "dot": lambda p: sf.tree.dot(p, p) + p["0.bias"].sum(),
+        "several products": lambda p: sf.data.Mean(plain(p), plain(p) * p["0.bias"].sum()),
+    }
+    with pytest.raises(sf.ShardError, match=r'(?s)value_and_grad: the function .* from sf\.gather\(params\)\["name"\]'):
+        sf.grad(losses[name])(params)
+    trainer = sf.Trainer(model, mesh, _TP, optimizer=sf.optim.sgd(0.1), loss_fn=lambda p: losses[name](p))
+    with pytest.raises(sf.ShardError, match=r'from sf\.gather\(params\)\["name"\]'):
+        trainer.step()
+    sf.grad(lambda p: plain(p) * sf.gather(p)["0.bias"].sum() + sf.tree.dot(p, p))(params)  # as it says
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_plain_tensors_meet_leaves_inside_transforms(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _Gates().double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"up.weight": "ff@tp c@fsdp", "down.weight": "_ ff@tp"}))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (local,) = sf.data.local_batch((x,), mesh)
+    rate = torch.tensor(0.3, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, local).square().mean()
+
+    def plain_loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def adapted(rate: Tensor, p: sf.Params) -> Tensor:
+        new = sf.tree.map(lambda w, g: (w - rate.exp() * g) * (1 - rate), p, sf.grad(loss)(p))
+        return loss(new) + sf.tree.dot(new, new) + rate.square()
+
+    def reference(rate: Tensor, p: dict[str, Tensor]) -> Tensor:
+        grads = torch.func.grad(plain_loss)(p)
+        new = {name: (w - rate.exp() * grads[name]) * (1 - rate) for name, w in p.items()}
+        return plain_loss(new) + torch.stack([w.square().sum() for w in new.values()]).sum() + rate.square()
+
+    wanted, wanted_params = torch.func.grad(reference, argnums=(0, 1))(rate, plain)
+    found, grads = sf.vjp(adapted, rate, params)[1](torch.ones_like(rate))
+    (closed,) = sf.vjp(lambda r: adapted(r, params), rate)[1](torch.ones_like(rate))
+    second = torch.func.grad(torch.func.grad(reference))(rate, plain)
+    inner = sf.grad(adapted)
+    still, ones = sf.tree.zeros_like(params), torch.ones_like(rate)
+    found = {
+        "vjp": found,
+        "closed over": closed,
+        "torch's": torch.func.grad(lambda r: adapted(r, params))(rate),
+        "jvp of grad": sf.jvp(inner, (rate, params), (ones, still))[1],
+    }
+    means = {name: sf.collectives.pmean(g, mesh, "fsdp") for name, g in found.items()}
+    assert_parity(means, {**dict.fromkeys(found, wanted), "jvp of grad": second}, tol=1e-11)
+    assert_parity(sf.gather(grads), wanted_params, tol=1e-11)
+    each = sf.vmap(sf.grad(lambda r, p: loss(sf.tree.map(lambda w: r * w, p))), in_dims=(0, None))(
+        rate.expand(2), params
+    )
+    one = torch.func.grad(lambda r: plain_loss({name: r * w for name, w in plain.items()}))(rate)
+    assert_parity({"each": sf.collectives.pmean(each, mesh, "fsdp")}, {"each": one.expand(2)}, tol=1e-11)
+
+
 _MAX: dict[str, Any] = {"reduce": "max"}
 
 
@@ -347,3 +577,341 @@ def test_a_leaf_that_the_plan_does_not_know_is_an_error(mesh: DeviceMesh) -> Non
     params["zzz"] = params["weight"]
     with pytest.raises(sf.ShardError, match="has a leaf 'zzz', which its plan does not know"):
         sf.grad(lambda p: p["weight"].sum())(params)
+
+
+Nested = Callable[[Any, Any, Any, Any], Tensor]  # (value_and_grad, forward, parameters, samples) -> loss of the samples
+
+
+def _grad(of: Any, fn: Any, **options: Any) -> Callable[..., Any]:
+    return lambda *args: of(fn, **options)(*args)[1]
+
+
+def _by_an_argument(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    return _grad(of, lambda p, x: f(p, x).sum(), argnums=1)(p, x).square().mean()
+
+
+def _closed_over(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    value, slope = of(lambda x: f(p, x).square().sum())(x)
+    return (slope.square().sum() + value) / len(x)
+
+
+def _with_aux(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(scale: Tensor) -> tuple[Tensor, Tensor]:
+        out = f(p, x * scale)
+        return out.square().mean(), out.tanh()
+
+    (value, aux), slope = of(loss, has_aux=True)(torch.ones((), dtype=x.dtype))
+    return value + slope + aux.mean()
+
+
+def _aux_alone(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def loss(shift: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        moved = (x + shift["s"]).exp()
+        return moved.mean(), f(p, moved).mean()
+
+    (value, aux), slopes = of(loss, has_aux=True)({"s": torch.zeros(6, dtype=x.dtype)})
+    return value + aux + slopes["s"].sum()
+
+
+def _laplacian(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    def second(x: Tensor) -> Tensor:
+        return _grad(of, lambda x: f(p, x).exp().sum())(x).square().sum()
+
+    return _grad(of, second)(x).mean()
+
+
+def _other_parameters(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    fixed = sf.tree.map(torch.detach, p)
+    value, grads = of(lambda q: (f(q, x) * f(p, x)).mean())(fixed)
+    return value.square() + sf.tree.dot(grads, fixed)
+
+
+def _of_a_container(of: Any, f: Any, p: Any, x: Tensor) -> Tensor:
+    both = {"shift": torch.zeros(6, dtype=x.dtype), "scale": [torch.ones((), dtype=x.dtype)]}
+    grads = _grad(of, lambda both, p: f(p, (x + both["shift"]) * both["scale"][0]).square().mean())(both, p)
+    return (grads["shift"].sum() + grads["scale"][0]) * 2
+
+
+_NESTED: tuple[Nested, ...] = (
+    _by_an_argument,
+    _closed_over,
+    _with_aux,
+    _aux_alone,
+    _laplacian,
+    _other_parameters,
+    _of_a_container,
+)
+
+
+def _plain_value_and_grad(fn: Any, argnums: int = 0, has_aux: bool = False) -> Any:
+    swapped = torch.func.grad_and_value(fn, argnums=argnums, has_aux=has_aux)
+    return lambda *args: swapped(*args)[::-1]
+
+
+def _same_as_one_process(mesh: DeviceMesh, program: Nested, model: nn.Module, around: Any = lambda fn: fn) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    params = sf.shard(model, mesh, _TP)
+    (local,) = sf.data.local_batch((x,), mesh)
+    outer = sf.value_and_grad(lambda p, x: program(sf.value_and_grad, partial(sf.apply, model), p, x))
+    loss, grads = around(outer)(params, local)
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    forward = partial(torch.func.functional_call, model)
+    wanted, named = _plain_value_and_grad(
+        lambda p: program(_plain_value_and_grad, lambda p, x: forward(p, (x,)), p, x)
+    )(plain)
+    found = {"loss": loss, **sf.gather(grads)}
+    assert_parity(
+        {k: v.reconcile() if hasattr(v, "reconcile") else v for k, v in found.items()},
+        {"loss": wanted, **named},
+        tol=1e-11,
+    )
+    assert not loss.requires_grad and not any(g.requires_grad for g in grads.values())
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_inner_derivatives_by_something_else_stay_connected(mesh: DeviceMesh) -> None:
+    for program in _NESTED:
+        try:
+            _same_as_one_process(mesh, program, _model())
+        except AssertionError as error:
+            error.add_note(f"in {program.__name__}")
+            raise
+
+
+def test_inner_derivatives_in_a_simulation_and_in_a_graph() -> None:
+    with sf.simulate(fsdp=2, tp=2) as mesh:
+        _same_as_one_process(mesh, _by_an_argument, _model())
+        _same_as_one_process(mesh, _with_aux, _model())
+    mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+    _same_as_one_process(mesh, _by_an_argument, _model(), partial(sf.jit, backend="aot_eager"))
+    _same_as_one_process(mesh, _closed_over, _model(), partial(sf.jit, backend="aot_eager"))
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_a_derivative_by_inputs_is_connected_to_what_torch_differentiates(mesh: DeviceMesh) -> None:
+    model, reference = _model(), _model()
+    trainer = sf.Trainer(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (local,) = sf.data.local_batch((x,), mesh)
+    params = trainer.params
+
+    def energy(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).sum()
+
+    for slope in (sf.grad(lambda _, x: trainer(x).sum(), argnums=1), sf.grad(energy, argnums=1)):
+        trainer.zero_grad()
+        slope(params, local).square().mean().backward()
+        reference.zero_grad()
+        torch.func.grad(lambda x: reference(x).sum())(x).square().mean().backward()
+        found = sf.gather(params.like((name, leaf.grad) for name, leaf in params.items()))
+        assert_parity(
+            found,
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()},
+            tol=1e-11,
+        )
+    with torch.no_grad():
+        assert not sf.grad(lambda x: trainer(x).sum())(local).requires_grad
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_what_only_a_loss_closes_over_keeps_no_graph(mesh: DeviceMesh) -> None:
+    """Nobody differentiates a step: its gradients are reduced on their way, and its graph is let go of."""
+    model, teacher = _model(), _model()
+    params = sf.shard(model, mesh, _TP)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return (sf.apply(model, sf.tree.map(lambda w: w * 1, p), x) - teacher(x)).square().mean()
+
+    for reduce in ("mean", None):
+        value, grads = sf.value_and_grad(loss, reduce=reduce)(params)
+        assert not value.requires_grad and not any(g.requires_grad for g in grads.values())
+    inner = sf.grad(lambda p: sf.apply(model, p, x).square().mean(), reduce=None)
+    found: list[sf.Params] = []
+
+    def first_order(p: sf.Params) -> Tensor:
+        found.append(inner(sf.tree.map(torch.detach, p)))
+        return loss(p)
+
+    sf.grad(first_order)(params)
+    assert not any(g.requires_grad for g in found[0].values())
+
+
+def test_a_loss_that_is_the_leaf_itself() -> None:
+    assert sf.grad(lambda x: x)(torch.tensor(2.0)) == 1
+
+
+_SPLIT = sf.Policy(rules={"0.weight": "ff@tp@fsdp c", "2.weight": "_ ff@tp@fsdp"})
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
+def test_reshard_is_differentiable(mesh: DeviceMesh) -> None:
+    model = decoder(kv=1 if mesh.size(1) > 2 else 2)
+    params, (x, y) = sf.shard(model, mesh, policy()), sf.data.local_batch(tokens(), mesh)
+    whole = sf.policies.gathered(policy())
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.cross_entropy(sf.apply(model, p, x), y)
+
+    def moved(p: sf.Params) -> Tensor:
+        other = sf.reshard(p, whole)
+        return (
+            loss(other)
+            + sf.gather(sf.reshard(other, sf.Policy(default="replicate")), "norm.weight")["norm.weight"].sum()
+        )
+
+    def plain(p: sf.Params) -> Tensor:
+        return loss(p) + sf.gather(p, "norm.weight")["norm.weight"].sum()
+
+    found, wanted = (sf.value_and_grad(fn)(params) for fn in (moved, plain))
+    assert {n: g.placements for n, g in found[1].items()} == {n: p.placements for n, p in params.items()}
+    assert_parity({"loss": found[0], **sf.gather(found[1])}, {"loss": wanted[0], **sf.gather(wanted[1])}, tol=1e-11)
+    second = [sf.grad(lambda p, fn=fn: sf.tree.dot(sf.grad(fn)(p), params))(params) for fn in (moved, plain)]
+    assert_parity(*map(sf.gather, second), tol=1e-10)
+    both = sf.grad(lambda p: loss(p) + sf.tree.dot(sf.grad(loss)(sf.reshard(p, whole)), sf.reshard(params, whole)))(
+        params
+    )
+    assert_parity(
+        sf.gather(both),
+        sf.gather(sf.tree.map(torch.add, sf.grad(loss)(params), sf.hvp(loss, (params,), params))),
+        tol=1e-10,
+    )
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_reshard_to_another_mesh_is_differentiable(mesh: DeviceMesh) -> None:
+    other, model = sf.make_mesh("cpu", dp=4), _model()
+    params = sf.shard(model, mesh, _TP)
+
+    def square(p: sf.Params) -> Tensor:
+        return sf.optim.global_norm(sf.reshard(p, sf.Policy(), other)).square()
+
+    for layout in (_TP, _SPLIT):
+        tree = sf.reshard(params, layout)
+        assert_parity(sf.gather(sf.grad(square)(tree)), {n: 2 * w for n, w in sf.gather(params).items()}, tol=1e-12)
+
+
+def test_reshard_in_a_graph_is_differentiable() -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, sf.make_mesh("cpu", fsdp=1, tp=1), _TP)
+
+    def loss(p: sf.Params, to: sf.Policy) -> Tensor:
+        return sf.apply(model, sf.reshard(p, to), x).square().mean()
+
+    found = sf.jit(lambda p: sf.grad(loss)(p, sf.policies.gathered(_TP)), backend="aot_eager")(params)
+    assert_parity(sf.gather(found), sf.gather(sf.grad(loss)(params, _TP)), tol=1e-12)
+
+
+def _inside(verb: str, p: sf.Params, grads: sf.Params) -> Any:
+    optimizers = {
+        "sgd.step": sf.optim.sgd(0.1),
+        "from_torch.step": sf.optim.from_torch(torch.optim.SGD, lr=0.1),
+        "chain.step": sf.optim.chain(sf.optim.sgd(0.1), sf.optim.schedule(lambda step: 1.0)),
+        "step": sf.optim.schedule(lambda step: 1.0),
+    }
+    if verb in optimizers:
+        return optimizers[verb].step(p, grads, optimizers[verb].init(p))[0]
+    if verb == "shard":
+        return sf.shard(sf.gather(p), p.mesh, sf.Policy())
+    if verb == "reduce_grads":
+        return sf.reduce_grads({"2.bias": sf.gather(p)["2.bias"]}, like=p)
+    return sf.gather(p, to="cpu" if verb.endswith("'cpu')") else "rank0")
+
+
+_INSTEAD = {
+    "sgd.step": "Write updates, state = optimizer.update",
+    "from_torch.step": "Write updates, state = optimizer.update",
+    "chain.step": "Write updates, state = optimizer.update",
+    "step": "Write updates, state = optimizer.update",
+    "shard": "Shard a tree outside",
+    "reduce_grads": "Have gradients reduced as they are made",
+    "gather(to='cpu')": r"Write sf.gather\(params\)",
+    "gather(to='rank0')": r"Write sf.gather\(params\)",
+}
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_what_has_no_derivative_is_refused_where_one_is_asked_for(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+    fixed = sf.tree.map(torch.clone, params)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def of(verb: str, used: sf.Params | None = None) -> Any:
+        def fn(p: sf.Params) -> Tensor:
+            made = sf.tree.map(lambda w: w * 1, p) if used is None else used
+            _inside(verb, made, made)
+            return loss(p)
+
+        return fn
+
+    one = torch.ones((), dtype=torch.float64)
+    for verb, instead in _INSTEAD.items():
+        for differentiate in (
+            lambda fn: sf.grad(fn)(params),
+            lambda fn: sf.vjp(fn, params)[1](one),
+            lambda fn: sf.jvp(fn, (params,), (params,)),
+            lambda fn: sf.grad(lambda p: sf.vmap(lambda s: fn(p) * s)(one[None]).sum())(params),
+            lambda fn: torch.func.grad(fn)(params),
+        ):
+            with pytest.raises(sf.ShardError, match=f"^{re.escape(verb)}.* has no derivative.*{instead}"):
+                differentiate(of(verb))
+        sf.grad(of(verb, fixed))(params)  # what nobody differentiates
+        _inside(verb, fixed, fixed)
+    with pytest.raises(sf.ShardError, match=r"^reshard: a transform goes on.*reshard it before"):
+        sf.vjp(lambda p: loss(sf.reshard(p, sf.Policy())), params)
+    with torch.no_grad():
+        sf.gather(sf.Trainer(model, mesh, _TP).params, to="cpu")
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_what_has_no_derivative_is_for_trees_that_ask_outside_of_losses(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    trainer = sf.Trainer(model, mesh, _TP)
+    grads = sf.grad(lambda p: sf.apply(model, p, x).square().mean())(trainer.params)
+    assert all(g.requires_grad for g in grads.values())
+    for verb in _INSTEAD.keys() - {"shard"}:
+        _inside(verb, trainer.params, grads)
+    student = sf.shard(_model(), mesh, _TP)
+    sf.grad(lambda p: sf.apply(_model(), p, x).mean() + sf.gather(trainer.params, to="cpu")["2.bias"].sum())(student)
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_a_loss_that_uses_no_leaf_is_an_error(mesh: DeviceMesh) -> None:
+    model, x = _model(), torch.randn(4, 6, dtype=torch.float64)
+    params = sf.shard(model, mesh, _TP)
+    shift = torch.zeros(6, dtype=torch.float64)
+
+    def forgets(p: sf.Params, *_: Any) -> Tensor:
+        return model(x).square().mean()
+
+    def uses(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    for differentiate in (
+        sf.value_and_grad(forgets),
+        sf.grad(forgets, reduce=None),
+        sf.grad(lambda p: torch.zeros(())),
+        lambda p: sf.grad(forgets, argnums=(0, 1))(p, shift),
+        lambda p: sf.grad(lambda both: forgets(both["p"]))({"p": p}),
+        lambda p: sf.vmap(sf.grad(forgets), in_dims=(None, 0))(p, x),
+    ):
+        with pytest.raises(
+            sf.ShardError, match=r"depends on none of the \d leaves.*sf.apply\(model, params, x\), not mod"
+        ):
+            differentiate(params)
+    inner = sf.grad(lambda p: uses(p) + sf.optim.global_norm(sf.grad(forgets)(p)).square())(params)
+    assert_parity(sf.gather(inner), sf.gather(sf.grad(uses)(params)))
+    for fn in (
+        lambda p, s: uses(p) + 0 * s.sum(),
+        lambda p, s: uses(p),
+        lambda p, s: s.sum(),
+        lambda p, s: 0 * uses(p),
+    ):
+        sf.grad(fn, argnums=(0, 1))(params, shift)
+    assert sf.grad(lambda p, s: uses(p), argnums=1)(params, shift).eq(0).all()
+    assert sf.vmap(sf.grad(lambda p, x: uses(p) * x.sum()), in_dims=(None, 0))(params, x)["2.bias"].shape[1:] == (2,)
+    spec = sf.MeshSpec(fsdp=1, tp=1)
+    assert "depends on none" in str(sf.check(model, spec, _TP, forgets, x))

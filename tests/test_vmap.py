@@ -241,3 +241,51 @@ def test_gradients_of_what_a_vmap_returns(mesh: DeviceMesh) -> None:
         return torch.stack([g.square().sum() for g in grads.values()]).sum()
 
     assert_parity(sf.gather(sf.grad(penalty)(params)), torch.func.grad(plain_penalty)(whole), tol=1e-11)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_trees_that_a_mapped_function_closes_over(mesh: DeviceMesh) -> None:
+    """On one data rank each transform works; on several, a penalty does, and what would mix samples is refused."""
+    model, batch = net(), samples()
+    params, whole = sf.shard(model, mesh, MEGATRON), weights_of(model)
+    (local,) = sf.data.local_batch((batch,), mesh)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x[None]).square().sum()
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x[None],)).square().sum()
+
+    def penalized(p: sf.Params) -> Tensor:
+        return sf.vmap(lambda x: loss(p, x) * sf.tree.dot(p, p))(local).mean()
+
+    def plain_penalized(p: dict[str, Tensor]) -> Tensor:
+        dot = torch.stack([w.square().sum() for w in p.values()]).sum()
+        return torch.func.vmap(lambda x: plain(p, x) * dot)(batch).mean()
+
+    assert_parity(sf.gather(sf.grad(penalized)(params)), torch.func.grad(plain_penalized)(whole), tol=1e-11)
+    found: dict[str, Any] = {
+        "jvp": lambda x: sf.jvp(lambda p: loss(p, x), (params,), (params,))[1],
+        "vjp": lambda x: sf.vjp(lambda p: loss(p, x), params)[1](torch.ones_like(x[0]))[0],
+        "hvp": lambda x: sf.hvp(loss, (params, x), params),
+        "grad": lambda x: sf.grad(loss)(params, x),
+    }
+    if mesh["fsdp"].size() > 1:
+        for name, each in found.items():
+            with pytest.raises(sf.ShardError, match=rf"{name}: a vmap goes on around it.*Pass the tree to sf.vmap too"):
+                sf.vmap(each)(local)
+        return
+    gradient = torch.func.grad(plain)
+    wanted: dict[str, Any] = {
+        "jvp": lambda x: torch.func.jvp(lambda p: plain(p, x), (whole,), (whole,))[1],
+        "vjp": lambda x: gradient(whole, x),
+        "hvp": lambda x: torch.func.jvp(lambda p: gradient(p, x), (whole,), (whole,))[1],
+        "grad": lambda x: gradient(whole, x),
+    }
+    for name, each in found.items():
+        out, right = sf.vmap(each)(local), torch.func.vmap(wanted[name])(batch)
+        out, right = ({"out": out}, {"out": right}) if isinstance(out, Tensor) else (sf.gather(out), right)
+        assert_parity(out, right, tol=1e-11)
+    with pytest.raises(sf.ShardError, match=r"or pass it to sf\.vmap as the primal is"):
+        direction = sf.vmap(lambda p, x: sf.jvp(lambda q: loss(q, x), (p,), (params,))[1], in_dims=(None, 0))
+        direction(params, local)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import (
+    checkpoint_nothing_in_transforms,
     differentiated_in_vmap,
     in_transform,
     is_traced,
@@ -24,6 +25,7 @@ from shardfn._torch import (
     outside_modes,
     pytree,
     simulated,
+    vmap_depth,
 )
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
@@ -35,6 +37,7 @@ from shardfn.core.engine.guards import Guards, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.forward_mode import as_now
 from shardfn.core.generation import History, Shell, filled
 from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
@@ -47,6 +50,7 @@ from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
+from shardfn.core.underway import note_tree
 from shardfn.core.wiring import chained, owned_names, wire
 
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
@@ -101,6 +105,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(params, Params):
         raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}")
+    note_tree(params)
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))
@@ -147,6 +152,8 @@ class _Call:
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
         self.record.calls += 1
+        if in_transform():
+            checkpoint_nothing_in_transforms()
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
         elif is_traced() and not torch.compiler.is_compiling():
@@ -159,6 +166,7 @@ class _Call:
             self._require_plain_loop()
             self._require_leaves()
             self._require_own_samples()
+            self._require_unmapped_sequences()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -199,6 +207,14 @@ class _Call:
             raise ShardError(
                 "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
                 "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
+            )
+
+    def _require_unmapped_sequences(self) -> None:
+        """What `Policy.acts` slices and joins is found for the dims of a whole batch."""
+        if self.record.ranks_of_sequences > 1 and vmap_depth():
+            raise ShardError(
+                "apply: inside a vmap activations cannot be split by Policy(acts=...), which counts dims without the "
+                "mapped ones; leave acts out there: sf.reshard(params, policy without acts) before"
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
@@ -403,12 +419,13 @@ class _Current:
         """The forward of a unit that computes again for its derivatives, also when the call is over."""
         leaves = session.leaves_of(unit)
         random = session.masks.inputs if session.masks is not None else []
+        formulas = as_now()
 
         def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
             outer, self.session = self.session, session
             drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
             try:
-                with session.only(unit, dict(zip(leaves, given, strict=False))), drops:
+                with session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
                     return inner(*args, **kwargs)
             finally:
                 self.session = outer

@@ -250,7 +250,7 @@ def _is_value(x: Any) -> bool:
 
 def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
     problems: list[str] = []
-    close = partial(_close, tolerance=tolerance)
+    close = partial(agrees, tolerance=tolerance)
     ours = [float(part_of_rank(found.loss, rank)) for rank in places.ranks()]
     theirs = float(part_of_rank(wanted.loss, 0))
     equal_loss = all(close(torch.tensor(x), torch.tensor(theirs), 0.0) for x in ours)
@@ -258,8 +258,8 @@ def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, toler
     if module is not None:
         ends = [path for path, _ in wanted.outputs]
         last = ends[ends.index(module) - 1] if module in ends[1:] else None
-        agrees = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
-        problems.append(f"the output of '{module or '(root)'}' is the first that differs{agrees}")
+        before = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
+        problems.append(f"the output of '{module or '(root)'}' is the first that differs{before}")
     if not equal_loss:
         problems.append(_loss_problem(ours[0], theirs, places, found.data, module is None))
     wrong = _different(found.grads, wanted.grads, places, close)
@@ -318,7 +318,8 @@ def _factor(given: Tensor, right: Tensor) -> float | None:
     return ratio if fits else None
 
 
-def _close(given: Tensor, right: Tensor, floor: float, tolerance: float) -> bool:
+def agrees(given: Tensor, right: Tensor, floor: float, tolerance: float) -> bool:
+    """Whether a value is the right one: by the norm of their difference, relative to its norm or to `floor`."""
     error = (given.double() - right.double()).norm().item()
     return error <= tolerance * max(right.double().norm().item(), floor)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import has_hooks
 from shardfn.core import collectives
 from shardfn.core.engine.tags import BY_ACTS
 from shardfn.core.engine.variance import Variance
@@ -313,10 +312,6 @@ class ComputeAxes:
             yield
         finally:
             for x, own in reversed(before):
-                if has_hooks(x) and variance.tag(x).axes:
-                    variance.refuse(
-                        "a hook on an input that ranks use in shares gets a part of its gradient", "gradient"
-                    )
                 variance.mark(x, replace(variance.tag(x), sources=own))
 
     def received(self, count: int) -> None:

@@ -40,6 +40,11 @@ _ADVICE = {
     f"sum a module of its own, or write sf.collectives.psum(x, mesh, axis) there; or {_PARALLEL}",
     "acts": "Compute the loss outside of the model, by sf.cross_entropy(logits, targets), or drop the entry.",
     "random": "Each way that the forward may go has to be followed by a run of its own.",
+    "backward": "Give what acts on the gradient a module of its own that returns its result, and a module that has "
+    "hooks nn.Sequential(module): parts of a gradient are added up behind what such a module returns.",
+    "zeros": "That is NaN, or has a gradient that is, and spreads to all that it meets. Keep from zero what is divided "
+    "by, or of which a root or logarithm is taken, as by x.norm(dim=-1, keepdim=True).clamp_min(1e-12), and give norms "
+    "an eps.",
     "twice": "Leave that collective out where the value is split already.",
 }
 
@@ -70,7 +75,7 @@ class Unserved(ShardError):
 def header(plan: Plan, problems: Sequence[Problem]) -> str:
     """What the problems have in common."""
     kinds = {problem.kind for problem in problems}
-    if kinds == {"gradient"}:
+    if kinds <= {"gradient", "backward"}:
         return "gradients would be partial sums"
     if kinds == {"twice"}:
         return "gradients would be added up twice"

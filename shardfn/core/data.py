@@ -30,7 +30,8 @@ class Mean(NamedTuple("_Mean", [("total", Tensor), ("count", Tensor | float)])):
 
     Attributes:
         total: a scalar with its derivative: the sum over this rank's tokens.
-        count: how many they are, a number or a scalar tensor; 0 is fine as long as another rank has some.
+        count: how many they are, a number or a scalar tensor, whose derivative counts if it has one (a mean weighted by
+            learnt gates); 0 is fine as long as another rank has some.
     """
 
     __slots__ = ()

@@ -13,9 +13,11 @@ from torch import Tensor
 from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_forward_mode
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
+from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.lowering import entered, left
-from shardfn.core.transforms import grad
+from shardfn.core.transforms import grad, of_dtensors, plain_gradient
 from shardfn.core.tree import Params
+from shardfn.core.underway import in_forward_mode
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
@@ -52,7 +54,11 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     inner = entered("jvp", (primals, tangents))
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
-    return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
+    with (
+        ByFormulas(in_forward_mode()),
+        of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
+    ):
+        return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -83,10 +89,14 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Communication: the gathers of `func`; in `pull` its reductions.
     """
     inner = entered("vjp", primals)
-    value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
+    with of_dtensors("vjp"):
+        value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
-        return left(pull(entered("vjp", cotangents)))
+        with of_dtensors("vjp"):
+            flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
+        pairs = zip(pytree.tree_leaves(primals), flat, strict=True)
+        return pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
 
     return (left(value), pulled, *left(aux))
 
@@ -126,7 +136,8 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     inner, direction = entered("hvp", (params, tangent))
     if in_transform():
         _require_alike("hvp", inner, direction)
-    _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
+    with ByFormulas(in_forward_mode()):
+        _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
 
 
@@ -160,7 +171,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
         raise_problems(verb, [] if in_transform() and tree.plan != other.plan else problems[:5])
         if tree.plan != other.plan:
             raise ShardError(
-                f"{verb}: the tangent has another layout than the primal; sf.reshard it\n{tree.plan.diff(other.plan)}"
+                f"{verb}: the tangent has another layout than the primal; sf.reshard it"
+                f"{', or pass it to sf.vmap as the primal is' * in_transform()}\n{tree.plan.diff(other.plan)}"
             )
     flat, structure = pytree.tree_flatten(primals)
     others, other_structure = pytree.tree_flatten(tangents)

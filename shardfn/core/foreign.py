@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardfn._torch import TorchDispatchMode
+from shardfn._torch import AS_TENSORS, TorchDispatchMode
 from shardfn.core.errors import ShardError
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
@@ -80,7 +80,7 @@ class _Refusing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES and (name := _called_as(islice(_callers(), 3, None))) is not None:
             raise _refused(self._verb, name)
-        return func(*args, **(kwargs or {}))
+        return AS_TENSORS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _called_as(frames: Iterable[FrameType]) -> str | None:

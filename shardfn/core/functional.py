@@ -6,15 +6,25 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardfn._torch import materialized, part_of_rank, unwrap_local, values_of, wrap_local
+from shardfn._torch import (
+    in_transform,
+    innermost_value,
+    materialized,
+    part_of_rank,
+    unwrap_local,
+    values_of,
+    wrap_local,
+)
 from shardfn.core.agreement import VALUES, agree, require_success
 from shardfn.core.buckets import (
     BucketOnGrid,
@@ -22,6 +32,7 @@ from shardfn.core.buckets import (
     empty_shards,
     gather_leaves,
     in_front,
+    in_layout,
     leaf_spec,
     new_buffers,
 )
@@ -42,6 +53,7 @@ from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
+from shardfn.core.underway import is_differentiated, note_tree
 from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
@@ -87,7 +99,34 @@ def shard(
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
+    if isinstance(model, Mapping) and is_differentiated(x for x in model.values() if isinstance(x, Tensor)):
+        raise ShardError(
+            "shard has no derivative, and the loss or transform around it asks for one of these tensors. Shard a tree "
+            "outside, and put what is made of it into sf.tree.map(fn, params)"
+        )
+    _watch_optimizers()
     return shard_own(model, mesh, policy, init=init, src=src, alike=True)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_idle)
+
+
+def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Leaves ask for no gradient: an optimizer of torch that has them gets none, and would train nothing."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(callable, (*args[1:], *kwargs.values()))) and held and all(map(_is_idle, held)):
+        name = type(optimizer).__name__
+        raise ShardError(
+            f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "
+            f"returns gradients: give them to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
+        )
+
+
+def _is_idle(leaf: Tensor) -> bool:
+    leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
+    return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
 
 
 def shard_own(
@@ -420,7 +459,7 @@ def gather(
     Raises:
         TypeError: not a tree made by `shard`.
         KeyError: a pattern matches nothing.
-        ShardError: a leaf is a pending sum; `reduce_grads` comes first.
+        ShardError: a leaf is a pending sum; `reduce_grads` comes first. `"rank0"` or `"cpu"` of what is differentiated.
 
     Communication: one all-gather a bucket (at most 64 MiB) and axis; leaf by leaf for `"rank0"` and `"cpu"`.
     """
@@ -428,6 +467,12 @@ def gather(
     if to not in ("all", "rank0", "cpu"):
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
     layouts = _selected(tree, names)
+    note_tree(tree)
+    if to != "all" and is_differentiated(tree[leaf.name] for layout in layouts for leaf in layout.leaves):
+        raise ShardError(
+            f"gather(to={to!r}) has no derivative, and the loss or transform around it asks for one. Write "
+            "sf.gather(params), and .cpu() of what it returns; or torch.no_grad() around it, to have values alone"
+        )
     places = grid(tree.mesh, tree.plan.roles.storage)
     for layout in layouts:
         for leaf in layout.leaves:
@@ -452,6 +497,12 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
     plan_ = tree.plan
     layouts = {name: plan_.leaves[name] for name in names}
+    for name, (_, leaf) in layouts.items():
+        if tuple(tree[name].shape) != leaf.shape and not in_transform():
+            raise ShardError(
+                f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}; a "
+                "function that changes shapes leaves the layouts behind: gather first, then apply it to what comes out"
+            )
     out: dict[str, Tensor] = {}
     keys = {
         name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype)
@@ -605,7 +656,7 @@ def reduce_grads(
 
     Raises:
         TypeError: plain tensors without `like`; the mean of integers; something else than a tensor.
-        ShardError: names, shapes or placements that are not the parameters'.
+        ShardError: names, shapes or placements that are not the parameters'; pending gradients that are differentiated.
 
     Communication: one reduce-scatter a bucket over the axes that split it and one all-reduce over the other data axes,
     in `reduce_dtype`.
@@ -619,6 +670,11 @@ def reduce_grads(
     owner = like if like is not None else _require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
+    if pending and is_differentiated(grads.values()):
+        raise ShardError(
+            "reduce_grads has no derivative, and the loss or transform around it asks for one. Have gradients reduced "
+            "as they are made, which has: sf.grad(loss_fn), without reduce=None"
+        )
     for name, grad in pending.items():
         if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
@@ -634,7 +690,8 @@ def reduce_grads(
                 done |= {
                     n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)
                 }
-    return owner.like((name, done[name]) for name in plan_.leaves if name in done)
+    leaves = {name: done[name] for name in plan_.leaves if name in done}
+    return Params(leaves, plan_.with_reduction("mean"), owner.mesh, owner.buffers)
 
 
 def _sort_grads(
@@ -642,6 +699,7 @@ def _sort_grads(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
     plan_ = owner.plan
+    was_pending = isinstance(grads, Params) and grads.plan.reduction is None
     pending: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
     for name, grad in grads.items():
@@ -653,7 +711,7 @@ def _sort_grads(
         if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
             raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
-            partial = _is_pending(name, grad, owner, places)
+            partial = _is_pending(name, grad, owner, places, was_pending)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
             continue
         layout = plan_.layouts[plan_.canonical[name]]
@@ -667,12 +725,25 @@ def _sort_grads(
     return pending, done
 
 
-def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid) -> bool:
-    """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one."""
+def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pending: bool) -> bool:
+    """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one.
+
+    Raises:
+        ShardError: it is neither; or it `was_pending`, and is reduced by now, which nobody who adds gradients meant.
+    """
     reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
+    split = any(places.sizes[axis] > 1 for axis in owner.plan.roles.data)
     for spec, answer in ((reduced, False), (pending, True)):
         if grad.placements == spec.placements and grad.shape == spec.shape:
+            if not answer and split and was_pending and owner.plan.leaves[name][0].trainable:
+                break
             return answer
+    if was_pending:
+        raise ShardError(
+            f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces "
+            "one that is added to a number, as sum(grads) does with 0. Add gradients to each other: "
+            "sf.tree.map(torch.add, a, b)"
+        )
     raise ShardError(
         f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "
         f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements}"
@@ -695,7 +766,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
 
     `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
     return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
-    collectives that the two imply (differentiable): all-gather, slice, all-to-all, reduce-scatter or all-reduce.
+    collectives that the two imply: all-gather, slice, all-to-all, reduce-scatter or all-reduce. Both differentiable.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn
@@ -715,28 +786,111 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         a new tree, or this rank's part of the tensor in the new layout.
 
     Raises:
-        ShardError: the layout does not fit, or the meshes have other ranks.
+        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
 
-    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again.
+    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
+    backward so are their gradients.
     """
     if isinstance(to, str):
         return relayout(x, to, mesh)
     tree = _require_params("reshard", x)
+    if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
+        raise _reshards_in_transform()
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     target_mesh = mesh if mesh is not None else tree.mesh
     made = _target_plan(tree, to, target_mesh)
-    old, new = tree.mesh.mesh.flatten().tolist(), target_mesh.mesh.flatten().tolist()
-    if sorted(old) != sorted(new):
-        raise ShardError(
-            f"reshard: the meshes have other ranks: {sorted(old)} and {sorted(new)}; save and load a checkpoint instead"
-        )
-    places = grid(target_mesh, made.roles.storage)
+    if target_mesh is not tree.mesh:
+        _require_same_ranks(tree.mesh, target_mesh)
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
-    with torch.no_grad():
-        locals_ = _moved_locals(tree, made, places)
-    return _wrapped(locals_, made, places, target_mesh, tree.buffers)
+    asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
+    return (_resharded if asks else _moved)(tree, made, target_mesh)
+
+
+def _require_same_ranks(mesh: DeviceMesh, target: DeviceMesh) -> None:
+    old, new = (sorted(each.mesh.flatten().tolist()) for each in (mesh, target))
+    if old != new:
+        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
+
+
+def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """`_moved`, differentiable."""
+    made = made.with_reduction(tree.plan.reduction or "mean")
+    floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
+    moves = _Move(tuple(floating), tree.plan, tree.mesh, made, mesh)
+    found = dict(zip(moves.after, _Resharded.apply(moves, *floating.values()), strict=True))
+    found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
+    return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
+
+
+def _reshards_in_transform() -> ShardError:
+    return ShardError(
+        "reshard: a transform goes on, in which a tree cannot change its layout; reshard it before, and pass the "
+        "result to the transform"
+    )
+
+
+class _Move(NamedTuple):
+    """Leaves of a tree on their way from one plan and mesh to another."""
+
+    names: tuple[str, ...]
+    old: Plan
+    old_mesh: DeviceMesh
+    new: Plan
+    new_mesh: DeviceMesh
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The leaves in which the new plan stores them."""
+        held = (layout for layout in self.old.layouts.values() if layout.leaves[0].name in self.names)
+        stored = {leaf.name for layout in held for leaf in self.new.layouts[layout.name].leaves}
+        return tuple(name for name in self.new.leaves if name in stored)
+
+    @property
+    def back(self) -> "_Move":
+        return _Move(self.after, self.new, self.new_mesh, self.old, self.old_mesh)
+
+
+class _Resharded(torch.autograd.Function):
+    """
+    forward   leaves [as the old plan stores them] -> the same values [as the new plan stores them]
+    backward  the same the other way
+    """
+
+    @staticmethod
+    def forward(moves: _Move, *leaves: Tensor) -> tuple[Tensor, ...]:
+        tree = Params(zip(moves.names, leaves, strict=True), moves.old, moves.old_mesh)
+        return tuple(_moved(tree, moves.new, moves.new_mesh).values())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.moves = inputs[0]
+        ctx.dtypes = [x.dtype for x in output]
+        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        moves = ctx.moves
+        places = grid(moves.new_mesh, moves.new.roles.storage)
+        unused = {name: dtype for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True) if grad is None}
+        zeros = empty_shards(moves.new, places, unused)
+        given: list[Tensor] = []
+        for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True):
+            spec = leaf_spec(moves.new, places, name, dtype)
+            given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
+        back = dict(zip(moves.back.after, _Resharded.apply(moves.back, *given), strict=True))
+        return (None, *(back[name] for name in moves.names))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        raise _reshards_in_transform()
+
+
+def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """The same values as the plan `made` stores them on a mesh."""
+    places = grid(mesh, made.roles.storage)
+    return _wrapped(_moved_locals(tree, made, places), made, places, mesh, tree.buffers)
 
 
 def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:

@@ -45,6 +45,12 @@ class Leaf:
         """All axes that split this leaf."""
         return tuple(axis for split in self.splits for axis in split)
 
+    @property
+    def padded_axes(self) -> frozenset[str]:
+        """The axes that split a padded dim."""
+        dims = zip(self.splits, self.extent, self.shape, strict=True)
+        return frozenset(axis for split, true, stored in dims if true != stored for axis in split)
+
     def local_range(self, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> tuple[tuple[int, int], ...]:
         """(start, length) of each dim on the rank at `coords`, split only over the axes in `keep` (default: all)."""
         return tuple(

@@ -94,6 +94,12 @@ class Lower(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_each(Lift, ctx.specs, grads)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """Of a tree that a mapped function closes over; what is mapped was lowered before."""
+        assert not any(isinstance(dim, int) for dim in in_dims[1:])
+        return Lower.apply(*args), (None,) * (len(args) - 1)
+
 
 class Lift(torch.autograd.Function):
     """

@@ -50,6 +50,10 @@ class Operation:
             found += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
         return found
 
+    def sums_up(self, value: Any) -> bool:
+        """Whether a value is a pending sum, or nothing but zeros, which are one of zeros."""
+        return (self.part(value) == SUM or self.zero(value)) if isinstance(value, Tensor) else value == 0
+
     def adds_padding(self, x: Tensor, dim: int, part: Part) -> bool:
         """Whether a dim that ranks split may be padded, with anything there by now: a sum over it would count that."""
         size = x.shape[dim] * self.size // part.share
@@ -77,6 +81,8 @@ def parts_after(op: Operation) -> Parts:
         return [gone] * len(op.results)
     try:
         rule = _RULES.get(op.name.rstrip("_") if op.name not in _RULES else op.name)
+        if _takes_back_a_sum(op):
+            return [SUM] * len(op.results)
         if rule is None and op.pointwise:
             rule = _pointwise
         if rule is None:
@@ -189,10 +195,20 @@ def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
     name = op.name.rstrip("_")
     if name in ("add", "sub") and len(sums) == len(op.inputs) == 2:
         return SUM
+    if name in ("where", "masked_fill"):
+        mask, *values = op.args if name == "where" else (op.args[1], op.args[0], op.args[2])
+        if op.part(mask) in (None, SAME) and all(map(op.sums_up, values)):
+            return SUM
     if name in _LINEAR and len(sums) == 1 and not any(part.split for part in parts):
         if name != "div" or (op.part(op.args[0]) == SUM and op.kwargs.get("rounding_mode") is None):
             return SUM
     raise Lost(f"{op.name} of a sum that is still pending")
+
+
+def _takes_back_a_sum(op: Operation) -> bool:
+    """Whether it is the backward of an operation, which is linear in its first argument, on a pending sum."""
+    back = op.name.endswith(("_backward", "_backward_data"))
+    return back and op.part(op.args[0]) == SUM and all(op.part(x) in (None, SAME) for x in op.inputs[1:])
 
 
 for _name in (
@@ -898,6 +914,8 @@ def _written(op: Operation) -> Part | None:
 def _index_put(op: Operation) -> Part | None:
     x, indices, values = op.args[:3]
     part, own = op.part(x), op.part(values)
+    if part == SUM and op.sums_up(values) and all(op.part(i) in (None, SAME) for i in indices if i is not None):
+        return SUM
     used = [dim for dim, index in enumerate(indices) if index is not None]
     if part is not None and part.split and part.dim not in used and used == list(range(used[0], used[-1] + 1)):
         width = max(indices[dim].dim() for dim in used)

@@ -68,6 +68,11 @@ class Part:
         """Whether it is a part of one dim, which no other rank has."""
         return self.split and self.share == 1
 
+    @property
+    def in_shares(self) -> bool:
+        """Whether ranks have the same values, and each a part of their gradient."""
+        return self.kind == "same" or (self.split and self.share > 1)
+
     def whole_shape(self, shape: Shape, size: int) -> tuple[int, ...]:
         """The shape of the whole tensor, of which a rank has `shape`."""
         if not self.split:

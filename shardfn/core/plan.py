@@ -380,6 +380,12 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
     return replace(policy, units=tuple(f"class:{class_name(u)}" if isinstance(u, type) else u for u in units))
 
 
+def _is_whole(module: str, layouts: Mapping[str, Layout], role: Roles) -> bool:
+    """Whether a module has parameters, of which no compute axis splits any."""
+    below = [layout for name, layout in layouts.items() if not module or name.startswith(f"{module}.")]
+    return bool(below) and not any(axis in layout.axes for layout in below for axis in role.compute)
+
+
 def _settings_in(answer: object) -> object:
     """The settings that a callable returned for a unit, or none."""
     return answer if isinstance(answer, Mapping) else {}
@@ -387,8 +393,9 @@ def _settings_in(answer: object) -> object:
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     """`plan` on a model that is already described."""
+    given = policy
     if forwards := registered(info.modules):
-        policy = replace(policy, compute={**policy.compute, **forwards})
+        policy = replace(given, compute={**given.compute, **forwards})
     problems: list[str] = []
     info = _without_ignored(info, policy, problems)
     role = roles(list(axes), policy.batch)
@@ -414,6 +421,9 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     local_sizes = _local_sizes(info, axes, policy, sizes, _split_factors(rules, role), problems)
     problems += _settings(policy, axes, role, info)
     raise_problems("plan", problems)
+    if forwards:  # a module whose weights are whole computes as it is
+        split = [module for module in info.modules if not _is_whole(module.name, layouts, role)]
+        policy = replace(given, compute={**given.compute, **registered(split)})
     units = _units(layouts, unit_names, role, policy, info)
     return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes)
 

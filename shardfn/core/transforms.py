@@ -1,7 +1,8 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
 from typing import Any, Literal
@@ -10,9 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import DTensorSpec, in_transform, pytree, spec_of, unwrap_local, with_locals, wrap_local
+from shardfn._torch import (
+    DTensorSpec,
+    in_transform,
+    kinds_of_transforms,
+    pytree,
+    spec_of,
+    unwrap_local,
+    with_locals,
+    wrap_local,
+)
+from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.collectives import pmean, pvary
+from shardfn.core.collectives import into_losses, pmean, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
@@ -23,9 +34,20 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
+from shardfn.core.underway import Differentiation, is_under_way, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
+_CANNOT = (  # what torch says of DTensors, the last in forward mode
+    "got mixed torch.Tensor and DTensor",
+    "not supported with DTensor",
+    "not have a sharding strategy registered",
+    "out variant should have at least one out arg",
+)
+_WEIGHT = (
+    'Take a weight in a loss, beside apply, from sf.gather(params)["name"] (a penalty of all of them: '
+    "sf.tree.dot(params, params))"
+)
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
@@ -49,7 +71,8 @@ def value_and_grad(
     Args:
         loss_fn: the function; the loss is a scalar tensor, or `(loss, aux)` with `has_aux`.
         argnums: which arguments to differentiate: trees made by `shard`, or any tree of plain tensors, whose
-            gradients are this rank's own.
+            gradients are this rank's own: their mean over the data ranks is that of one process. What a plain tensor
+            has of a product with leaves (a step size, a mixture) is of all ranks, the same on each.
         has_aux: whether `loss_fn` also returns something that is passed through.
         reduce: gradients are the mean or the sum over data ranks, with their parameters' placements; `None` leaves
             them as pending sums (`+fsdp`) to be added over microbatches and given to `reduce_grads` once.
@@ -59,7 +82,7 @@ def value_and_grad(
         parameters and those the loss does not depend on have zeros.
 
     Raises:
-        ShardError: the loss is not a scalar.
+        ShardError: the loss is not a scalar; it depends on no leaf at all, unless it is part of another one.
         TypeError: an argument holds nothing to differentiate.
 
     Communication: what `apply` needs, and one all-reduce of a scalar a data axis for the loss.
@@ -81,7 +104,8 @@ def differentiator(
 ) -> Callable[..., tuple[Tensor, Any, Any, Tensor | None]]:
     """`value_and_grad` that also says what the loss counted: f(*args) -> (loss, aux, grads, count of a `Mean` or None).
 
-    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks.
+    Means over microbatches are exact when each is weighted by its count, which is averaged over the data ranks, unless
+    the count requires a gradient.
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     average: Reduction = None if reduce is None else "mean"
@@ -108,16 +132,57 @@ def differentiator(
             inputs[position] = _differentiable(args[position], average)
         if connected:
             _require_reduction(reduce, inputs[positions[0]])
+        trees = [inputs[p] for p in positions]
+        others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
+        owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
+        here = Differentiation(trees, [args[p] for p in positions], _wanted)
         with torch.enable_grad():
-            result = loss_fn(*inputs, **kwargs)
+            with here.runs(), of_dtensors("value_and_grad"):
+                result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
-            owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
             loss, count = _objective(loss, owner)
-        grads = _gradients(loss, [inputs[p] for p in positions], connected)
+        if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
+            connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
+            _require_reduction(reduce if connected else "mean", owner)
+        with of_dtensors("value_and_grad"), _of_forward_mode(here):
+            grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
         value = _shared(_averaged(loss, owner), owner) if connected else _averaged(loss.detach(), owner)
         return value, aux, grads, count
 
     return call
+
+
+@contextmanager
+def of_dtensors(verb: str, write: str = _WEIGHT) -> Iterator[None]:
+    """Within it an error of torch's about `DTensor`s, which leaves are in a loss, says what to write.
+
+    Raises:
+        ShardError: of what is computed outside of `apply`, or of its backward.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
+            raise
+        raise ShardError(
+            f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
+            f"{str(error).splitlines()[0]}\n{write}"
+        ) from error
+
+
+@contextmanager
+def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
+    """Within it an error of torch's about its own forward mode says what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not loss.has_forward_mode or "modified by an inplace operation" not in str(error):
+            raise
+        raise ShardError(
+            f"value_and_grad: torch cannot differentiate its forward mode here: {error}\n"
+            "In place of sf.hvp(f, (p,), v) write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
+        ) from error
 
 
 def _holds_trees(tree: Any) -> bool:
@@ -133,12 +198,16 @@ def _times_ranks(grads: Any) -> Any:
 
 
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
-    several = isinstance(tree, Params) and any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
-    if reduce is None and several:
+    if reduce is None and isinstance(tree, Params) and _is_shared_out(tree):
         raise ShardError(
             "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
             "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
         )
+
+
+def _is_shared_out(tree: Params) -> bool:
+    """Whether there are several data ranks."""
+    return any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
 
 
 def _of_containers(
@@ -169,11 +238,12 @@ def _of_containers(
         }
 
     def loss_of(*values: Any, **kwargs: Any) -> Any:
-        found = rebuilt(values, lambda leaf: leaf)
+        found = rebuilt(values[: len(chosen)], lambda leaf: leaf)
         return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
 
     differentiate = differentiator(loss_of, tuple(range(len(chosen))), has_aux, reduce)
-    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), **kwargs)
+    others = (x for i, x in enumerate(args) if i not in positions)  # not used, but they may ask for a gradient
+    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), *others, **kwargs)
     trees = rebuilt(grads, lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf)
     return value, aux, [trees[p] for p in positions], count
 
@@ -216,8 +286,8 @@ def grad(
 
 def _asks(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    leaves = tree.values() if isinstance(tree, Params) else pytree.tree_leaves(tree)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    leaves = tree.values() if isinstance(tree, Params) else _tensors(tree)
+    return any(leaf.requires_grad for leaf in leaves)
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -268,6 +338,7 @@ def _in_transform(
     chosen = [_chosen(inputs[p]) for p in positions]
     if not any(chosen):
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+    outermost = not is_under_way() and all(kind == "Vmap" for kind in kinds_of_transforms())
     passed: list[Any] = []  # what is no tensor, around the transform
     checked = ours_only("grad", loss_fn)
 
@@ -278,6 +349,8 @@ def _in_transform(
         result = checked(*given, **kwargs)
         loss, aux = result if has_aux else (result, None)
         loss, count = _objective(loss, owner)
+        if outermost and owner is not None and not loss.requires_grad:
+            raise _unused(sum(map(len, chosen)))
         flat, structure = pytree.tree_flatten((aux, count))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
@@ -334,17 +407,32 @@ def _trained(plan: Plan) -> frozenset[str]:
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
-    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact."""
+    """(what to differentiate, count of a `Mean`): divided by the mean count over ranks, so that their mean is exact.
+
+    A count with a derivative is shared by the losses of all ranks, so that their mean has that of the quotient.
+    """
     count = None
     if isinstance(loss, Mean):
-        count = _averaged(torch.as_tensor(loss.count, dtype=torch.float64, device=loss.total.device).detach(), owner)
-        loss = loss.total / torch.where(count > 0, count, 1).to(loss.total.dtype)  # nothing counted: a loss of zero
-    if isinstance(loss, DTensor) and not loss.dim():
-        loss = loss.full_tensor()  # of all ranks: what `to_local` gives is a part, which counts as one of a sum
+        count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
+        count = _averaged(count, owner)
+        shared = _shared(count, owner) if count.requires_grad or in_transform() else count
+        divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
+        loss = _whole(loss.total) / divisor.to(loss.total.dtype)
+    loss = _whole(loss)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
     return loss, count
+
+
+def _whole(value: Any) -> Any:
+    """A scalar `DTensor` as a plain one of all ranks; what `to_local` gives is a part, which counts as one of a sum."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.dim() else value
+
+
+def value_of(loss: Any, owner: Params) -> Tensor:
+    """What `value_and_grad` with respect to a tree gives for a loss."""
+    return _averaged(_objective(loss, owner)[0], owner)
 
 
 def _averaged(value: Tensor, owner: Params | None) -> Tensor:
@@ -363,18 +451,37 @@ def _shared(value: Tensor, owner: Params | None) -> Tensor:
     return value
 
 
-def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool) -> list[Any]:
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _wanted(trees: Sequence[Any]) -> list[Tensor]:
+    """The leaves to differentiate with respect to."""
     flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
-    wanted = [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
+    """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
+    wanted = _wanted(trees)
     if not wanted:
         raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
-    if loss.grad_fn is None:
-        found = [None] * len(wanted)
-    else:
-        collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
+    found: list[Tensor | None] = [None] * len(wanted)
+    collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
+    if loss.requires_grad:
         found = _differentiated(loss, wanted, outer, collected)
+    if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
+        raise _unused(len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
-    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf) for tree in trees]
+    pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
+    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
+
+
+def _unused(leaves: int) -> ShardError:
+    return ShardError(
+        f"value_and_grad: the loss depends on none of the {leaves} leaves that are differentiated, and all gradients "
+        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x)"
+    )
 
 
 def _differentiated(
@@ -387,11 +494,13 @@ def _differentiated(
         return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
 
 
-def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
+def _plain(tree: Any, found: dict[int, Tensor | None], pending: bool) -> Any:
     """Gradients of a tree of plain tensors: zeros for a leaf that has none."""
 
     def gradient(leaf: Any) -> Any:
-        own = found.get(id(leaf))
+        own = plain_gradient(leaf, given := found.get(id(leaf)))
+        if pending and own is not given:
+            raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
         if own is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return own
         return torch.zeros_like(leaf, requires_grad=False)
@@ -399,9 +508,21 @@ def _plain(tree: Any, found: dict[int, Tensor | None]) -> Any:
     return pytree.tree_map(gradient, tree)
 
 
+def plain_gradient(leaf: Any, found: Any) -> Any:
+    """The gradient of a plain tensor that was multiplied with leaves: plain, of all parts of them; another as it is.
+
+    It is that of the mean of the losses, the same on all ranks; over axes that share it a mean changes no cotangent.
+    """
+    if not isinstance(found, DTensor) or isinstance(leaf, DTensor):
+        return found
+    mesh = found.device_mesh
+    return into_losses(found.full_tensor(), mesh, mesh.mesh_dim_names or ())
+
+
 def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
-    plan, reduction = tree.plan.with_reduction("mean"), tree.plan.reduction
+    reduction = tree.plan.reduction  # None: they are pending, which their plan remembers
+    plan = tree.plan.with_reduction(None if reduction is None else "mean")
     places = grid(tree.mesh, tree.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     collected = tree.gradients.settle() if tree.gradients is not None else {}

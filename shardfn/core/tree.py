@@ -5,16 +5,22 @@ context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import pytree, unwrap_local, with_local
+from shardfn.core.collectives import pvary
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.layout import clear_padding_
 from shardfn.core.mapped import outside
+from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
 
@@ -177,7 +183,66 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             others.append(structure.flatten_up_to(other))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
-    return structure.unflatten([fn(*leaves) for leaves in zip(flat, *others, strict=True)])
+    rows = zip(flat, *others, strict=True)
+    if isinstance(tree, Params) and tree.plan.vmaps is not None:
+        made = [_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)]
+    else:
+        made = [fn(*row) for row in rows]
+    if isinstance(tree, Params) and tree.plan.policy.pad:
+        made = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, made, strict=True)]
+    return structure.unflatten(made)
+
+
+def _without_padding(tree: Params, name: str, made: Any) -> Any:
+    """What is made of a leaf, with zeros where a policy pads: modules, norms and `dot` count on them."""
+    _, leaf = tree.plan.leaves.get(name, (None, None))
+    if leaf is None or leaf.shape == leaf.extent or not isinstance(made, Tensor):
+        return made
+    places = grid(tree.mesh, tree.plan.roles.storage)
+
+    def inside(coords: Mapping[str, int], values: Sequence[Tensor]) -> list[Tensor]:
+        (local,) = values
+        for keep in (None, tree.plan.roles.compute):  # a shard, or a pending gradient
+            shape = leaf.local_shape(places.sizes, coords, keep)
+            if shape == local.shape[local.dim() - len(shape) :]:  # behind dims that were stacked
+                mask = torch.ones(shape, dtype=torch.bool, device=local.device)
+                clear_padding_(leaf, mask, places.sizes, coords, keep)
+                return [mask.expand(local.shape)]
+        return [torch.ones_like(local, dtype=torch.bool)]
+
+    (mask,) = per_rank(places, inside, [unwrap_local(made).detach()])
+    return torch.where(with_local(made, mask) if isinstance(made, DTensor) else mask, made, 0)
+
+
+def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:
+    """`fn` of this rank's parts of a leaf; what it takes from elsewhere is marked where it meets them."""
+    with _Meeting(tree.mesh, tree.plan.leaves[name][1].axes, leaves) if name in tree.plan.leaves else nullcontext():
+        return fn(*leaves)
+
+
+class _Meeting(TorchFunctionMode):
+    """Within it a plain tensor that asks for a gradient (a learnt step size) has that of all parts of a leaf."""
+
+    def __init__(self, mesh: DeviceMesh, axes: Sequence[str], parts: Iterable[Any]) -> None:
+        super().__init__()
+        self._mesh, self._axes = mesh, axes
+        self._parts = {id(part): part for part in parts}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+        meets = any(id(x) in self._parts for x in flat)
+        if meets and len(flat) > 1:
+            args, kwargs = pytree.tree_unflatten([self._varied(x) for x in flat], structure)
+        out = func(*args, **(kwargs or {}))
+        if meets:
+            self._parts |= {id(x): x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+    def _varied(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in self._parts and x.requires_grad:
+            for axis in self._axes:
+                x = pvary(x, self._mesh, axis)
+        return x
 
 
 def _alike(trees: Sequence[Any]) -> list[Any]:
@@ -202,8 +267,8 @@ def _constant(tree: Params, inner: Params) -> Params:
 def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     """`fn` on this rank's part of every leaf; the results are wrapped like the leaves of `tree`.
 
-    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape. Leaves that ask for a gradient
-    are given to `fn` whole, as `map` does: their local parts are outside autograd.
+    Faster than `map` (no DTensor dispatch). `fn` must be elementwise and keep the shape. Where something asks for a
+    gradient leaves are given to `fn` whole, as `map` does: their local parts are outside autograd.
 
         >>> import torch, shardfn as sf
         >>> sf.tree.map_local(torch.neg, {"a": torch.ones(2)})
@@ -213,7 +278,9 @@ def map_local(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     def on_local(leaf: Tensor, *others: Tensor) -> Tensor:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (leaf, *others)):
             return fn(leaf, *others)
-        return with_local(leaf, fn(unwrap_local(leaf), *(unwrap_local(other) for other in others)))
+        out = fn(unwrap_local(leaf), *(unwrap_local(other) for other in others))
+        closes_over = isinstance(leaf, DTensor) and out.requires_grad  # something that asks for a gradient
+        return fn(leaf, *others) if closes_over else with_local(leaf, out)
 
     return map(on_local, tree, *rest)
 

@@ -22,6 +22,7 @@ from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
+from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
 from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.guards import Place, Reads, Watch
@@ -290,7 +291,7 @@ class Trial:
             what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
             found.mixed.append(Problem(what, "gradient"))
         failure = Failure(tuple(dict.fromkeys(found.mixed)))
-        pending = all(problem.kind == "sums" for problem in found.mixed)  # whatever else varies
+        pending = all(problem.kind in ("sums", "backward") for problem in found.mixed)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
@@ -325,7 +326,13 @@ class Trial:
                     run.origins.name_all(blank, f"attribute {place.name} of {id(module)}")
         self._reached = self._reached or Reached(self.model, self._calls)
         with ExitStack() as around:
-            for mode in (self._reached.undone(), _random_numbers_again(), self.reads.of(bound), run, Comparable()):
+            for mode in (
+                self._reached.undone(),
+                _random_numbers_again(),
+                self.reads.of(bound),
+                run,
+                Comparable(run.hooked),
+            ):
                 around.enter_context(mode)
             around.enter_context(run.values.lists())
             around.enter_context(torch.enable_grad())
@@ -386,7 +393,8 @@ class Trial:
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)
-        around = {path: _noting(variance, axes, path, path in owners, path in above) for path in self.names}
+        noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
+        around = {path: _noting(variance, axes, path, path in noted, path in above) for path in self.names}
         self._drops = _Drops(variance)
         around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
@@ -405,6 +413,7 @@ class Trial:
             if flow.failed(variance.failed_at):
                 return variance.findings
             raise self._failed(variance, error) from error
+        check_backwards(variance, output)
         check_outputs(variance, output, self._whole and self._whole.output, kept_by_acts(self.plan))
         check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
         check_kept(variance, bound.contents(), self._whole and self._whole.contents)
@@ -491,7 +500,8 @@ class _MetaWeights:
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
             sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
-            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True))
+            empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
+            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
             self._variance.begins_with(made)
             self._made[name] = made
         self._variance.origins.name(self._made[name], "weight", name)
@@ -525,7 +535,8 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
                         variance.findings.sums.add((path, at, axis))
-            return axes.note_source(out, f"module {path}") if owns else out
+            apart = not variance.tag(out).parts and acts_on_gradient(out) if isinstance(out, Tensor) else False
+            return axes.note_source(out, f"module {path}") if owns or apart else out
 
         return forward
 

@@ -2,7 +2,8 @@
 
 [Note: a module that stands before another]
 `FSDP(model)` is a new object, of a class that derives from FSDP1's and from the model's. It shares the model's tables
-of children, parameters, buffers and hooks, and reads and writes every other attribute there. So `fsdp.module is model`,
+of children, parameters, buffers and hooks, and reads and writes every other attribute there, but for those that FSDP1's
+class has; what the model itself has comes before what its class has, see `_OfModule`. So `fsdp.module is model`,
 `isinstance(fsdp.layers[0], Block)` holds as well as `isinstance(..., FSDP)`, names carry no prefix, and torch's
 `get_model_state_dict`, `get_optimizer_state_dict` and checkpoint wrappers work on it as on any module. The parameters
 are `nn.Parameter(DTensor)` shards.
@@ -17,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import chain
 from pickle import PicklingError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ from shardfn.core.shadow import WRAPPED, unwrapped
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
+_WALKS = ("named_", "parameters", "buffers", "modules", "children")  # how methods that go through a tree begin
 _FLAT = (
     "flat_param",
     "_flat_param",
@@ -72,12 +75,45 @@ class _Known:
         setattr(module.__dict__[INSTANCE], self._name, value)
 
 
+class _OfModule:
+    """An attribute of the model's class: one that the module itself has comes before it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        wrapped = None if module is None else module.__dict__.get(WRAPPED)
+        if wrapped is not None and self._name in wrapped.__dict__:
+            return wrapped.__dict__[self._name]
+        return getattr(super(self._owner, owner if module is None else module), self._name)
+
+
+class _CachedOfModule(_OfModule):
+    """The same for a value that the module keeps."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        return super().__get__(module, owner) if module is None else getattr(module.__dict__[WRAPPED], self._name)
+
+
 @functools.cache
 def _class_before(fsdp: type, model: type) -> Any:
     """The class of an instance of `fsdp` that stands before a `model`."""
     bases = (fsdp,) if issubclass(fsdp, model) else (fsdp, model)
-    own = {name: getattr(fsdp, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_stands_for": fsdp}
-    return type(model)(fsdp.__name__, bases, own)
+    own: dict[str, Any] = {name: getattr(fsdp, name) for name in ("__module__", "__qualname__", "__doc__")}
+    mine = frozenset(chain.from_iterable(vars(cls) for cls in fsdp.__mro__ if cls not in model.__mro__))
+    for name, value in _attributes(model).items():
+        if name not in mine and not hasattr(type(value), "__set__"):
+            own[name] = _CachedOfModule() if isinstance(value, functools.cached_property) else _OfModule()
+    return type(model)(fsdp.__name__, bases, own | {"_stands_for": fsdp, "_own_names": mine | {"forward"}})
+
+
+def _attributes(model: type) -> dict[str, Any]:
+    """What the classes of a model define, but for special methods and what torch reads of every module in a step."""
+    found: dict[str, Any] = {}
+    for cls in reversed(model.__mro__[:-1]):
+        left_out = ("_", *_WALKS) if cls is nn.Module else "__"
+        found |= {name: value for name, value in vars(cls).items() if not name.startswith(left_out)}
+    return found
 
 
 class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
@@ -126,6 +162,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     """
 
     _is_fsdp_managed_module = True
+    _own_names: ClassVar[frozenset[str]]  # what is set on the object itself
 
     rank = _Known(lambda own: own.mesh.get_local_rank("fsdp"))
     world_size = _Known(lambda own: own.mesh.get_group("fsdp").size())
@@ -260,13 +297,10 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _FLAT:
             raise AttributeError(arguments.why_not_flat(name))
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__[WRAPPED], name)
+        return getattr(self.__dict__[WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward" or isinstance(vars(FullyShardedDataParallel).get(name), _Known | property):
+        if name in type(self)._own_names:
             object.__setattr__(self, name, value)
             return
         if name in self.__dict__:

@@ -22,7 +22,7 @@ from shardfn.compat.fsdp2.construction import check_modules, check_whole, contai
 from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups, ignored_in
 from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
 from shardfn.compat.fsdp2.running import held_now, own_of, run
-from shardfn.compat.loading import CopiesIntoShards
+from shardfn.compat.loading import CopiesIntoShards, StayTogether
 from shardfn.compat.meshes import across, placed_mesh
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
@@ -109,7 +109,10 @@ def fully_shard(
     )
     shard_now(own, tree)
     expect_graphs("fsdp2", run, _units)
+    together = StayTogether(modules)
     for one in modules:
+        one.register_load_state_dict_pre_hook(together.before)
+        one.register_load_state_dict_post_hook(together.after)
         one.__dict__[GROUP] = own
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))

@@ -132,9 +132,8 @@ def _unit_settings(group: Group) -> dict[str, Any]:
 def _rule(parameter: Tensor, own: Group, is_shard: bool) -> str | None:
     """Where the last data axis splits a parameter: dim 0, or what `shard_placement_fn` said; None for the default."""
     axis, dim = own.data[-1], own.dims.get(id(parameter), 0)
-    if is_shard and isinstance(parameter, DTensor):
-        at = list(parameter.device_mesh.mesh_dim_names or ()).index(axis)
-        placement = parameter.placements[at]
+    if is_shard and isinstance(parameter, DTensor) and axis in (names := parameter.device_mesh.mesh_dim_names or ()):
+        placement = parameter.placements[names.index(axis)]
         dim = placement.dim if isinstance(placement, Shard) else 0
     if dim == 0 and parameter.dim() and parameter.numel() and parameter.shape[0] % own.mesh.size() == 0:
         return None

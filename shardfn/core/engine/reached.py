@@ -81,7 +81,8 @@ def read(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(zip(dict.keys(value), dict.values(value), strict=True))
     if isinstance(value, _CONTAINERS):
-        return (set if isinstance(value, set) else list)(_base(value).__iter__(value))
+        iterate: Any = _base(value).__iter__
+        return (set if isinstance(value, set) else list)(iterate(value))
     if isinstance(value, CellType):
         try:
             return [value.cell_contents]
@@ -98,7 +99,7 @@ def read(value: Any) -> Any:
 def _write(value: Any, held: Any) -> None:
     """Give something back what it held."""
     if isinstance(value, _CONTAINERS):
-        base = _base(value)
+        base: Any = _base(value)
         base.clear(value)
         for key, item in held.items() if isinstance(held, dict) else ():
             base.__setitem__(value, key, item)

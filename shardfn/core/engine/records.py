@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import TorchDispatchMode, argument_names, base_name, base_of, holds_data, is_mutable, pytree
+from shardfn._torch import (
+    HOOKING,
+    TorchDispatchMode,
+    argument_names,
+    base_name,
+    base_of,
+    holds_data,
+    is_mutable,
+    pytree,
+)
 from shardfn.core.collectives import Moved
 from shardfn.core.engine.einsums import einsum
 from shardfn.core.engine.origins import Origin, Origins, hash_of, passed_on
@@ -58,10 +67,19 @@ _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
 class Comparable(TorchFunctionMode):
-    """Has what is made of numbers begin on the CPU, so that a run without data sees of which; and `einsum` be alike."""
+    """Has what is made of numbers begin on the CPU, so that a run without data sees of which; and `einsum` be alike.
+
+    `hooked` is told of what gets a hook.
+    """
+
+    def __init__(self, hooked: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._hooked = hooked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
+        if func in HOOKING:
+            self._hooked(args[0])
         if func is torch.einsum:
             return einsum(*args)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
@@ -98,6 +116,9 @@ class Framed(TorchDispatchMode):
     def begins_with(self, x: Tensor) -> None:
         """x is a weight or an input, and what is made of it counts."""
         self._made[x] = True
+
+    def hooked(self, x: Tensor) -> None:
+        """Something will be called with the gradient of x."""
 
     def counts(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         """Whether an operation is on what is made of weights or inputs; its results are, too."""

@@ -17,7 +17,7 @@ class Tag:
     `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `sources`: the
     parameters, and inputs and outputs of modules, that its gradient goes to; none when they are not known. `split_by`:
     the column-parallel modules whose split it carries, or the modules that `Policy.acts` splits. `weight`: whether it
-    is a weight, moved at most.
+    is a weight, moved at most. `empty`: the axes that split it with padding in which there are only zeros.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -25,6 +25,7 @@ class Tag:
     sources: frozenset[str] = frozenset()
     split_by: frozenset[str] = frozenset()
     weight: bool = False
+    empty: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str | None:
@@ -48,7 +49,7 @@ class Tag:
         return shape
 
 
-Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random"]
+Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random", "backward", "zeros"]
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,16 @@ what is done with another value, see [Note: origins].
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, is_mutable, storage_number
+from shardfn._torch import base_name, base_of, has_hooks, is_mutable, storage_number, users_backward
 from shardfn.core.collectives import Moved, watching
+from shardfn.core.engine import padding
 from shardfn.core.engine.origins import OF_SHAPES, Origin, differ, passed_on
 from shardfn.core.engine.records import (
     ARRANGING,
@@ -84,6 +86,7 @@ class Variance(Framed):
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
         self.stuck: Stuck | None = None
         self.losses: list[Problem] = []  # where parts were lost, in order
+        self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
@@ -236,8 +239,28 @@ class Variance(Framed):
         if not (certain and not 0 < args[1] < 1):
             self._drawn.update(dict.fromkeys(results, all(drawn) and name in REPEATING))
 
+    def is_zero(self, x: Tensor) -> bool:
+        """Whether x is known to hold nothing but zeros."""
+        return x in self._zeros
+
+    def hooked(self, x: Tensor) -> None:
+        """Something will be called with the gradient of x: refuse that where it is a part of it."""
+        for axis, part in self.tag(x).parts.items():
+            if part.in_shares:
+                what = f"a hook on a value that ranks of '{axis}' use in shares gets a part of its gradient"
+                self.refuse(what, "backward", x)
+
+    def note_backwards(self, values: Sequence[Tensor]) -> None:
+        """Remember those that ranks use in shares, and that were made by what has a backward of the user's."""
+        for x in values:
+            if has_hooks(x):
+                self.hooked(x)
+            elif users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
+                self.with_backwards.setdefault(id(x), (x, self._path[-1][0]))
+
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, results = tensors_of((args, kwargs)), tensors_of(out)
+        self.note_backwards(inputs)
         counts = self.counts(func, args, kwargs, out)
         mine = record_of(func, args, kwargs, out, counts, self.origins.of(inputs))
         whole = self._matching(mine) if self._compared(func) else None
@@ -253,8 +276,10 @@ class Variance(Framed):
             own.update({axis: replace(part, where=self._path[-1][0]) for axis, part in fresh.items()})
             self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1][0]) for p in fresh.values()]
         weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
+        empty = self._empty(func, args, kwargs) if self._padded else frozenset[str]()
         for result, own in zip(results, parts, strict=True):
-            tag = replace(known, parts=own, weight=weight)
+            splits = frozenset(axis for axis, part in own.items() if part.split)
+            tag = replace(known, parts=own, weight=weight, empty=empty & splits)
             if is_mutable(func):
                 self._note_written(result, own)
                 self._tag_base(result, tag)
@@ -262,8 +287,23 @@ class Variance(Framed):
                 self.mark(result, tag)
         for x in inputs:  # viewed, or written into
             self._zeros.pop(x, None)
-        self._zeros.update(dict.fromkeys(results if name in ("zeros", "zeros_like", "new_zeros") else [], True))
+        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
+        self._zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+
+    def _empty(self, func: Any, args: Any, kwargs: Any) -> frozenset[str]:
+        """The axes over which results are zero in padding; refuses what is no number there."""
+        found = set[str]()
+        for axis in frozenset().union(*(self.tag(x).empty for x in tensors_of((args, kwargs)))):
+            stays, breaks = padding.after(func, args, kwargs, partial(self._is_empty, axis))
+            if breaks:
+                name = base_name(func).rstrip("_")
+                self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
+            found.update([axis] if stays else [])
+        return frozenset(found)
+
+    def _is_empty(self, axis: str, x: Tensor) -> bool:
+        return axis in self.tag(x).empty
 
     def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor], counts: bool) -> str:
         """What is done in another way than on one rank, if it is; `counts`: with what is made of weights or inputs."""

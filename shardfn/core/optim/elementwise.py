@@ -21,6 +21,7 @@ from shardfn.core.optim.trees import (
     model_names,
     pattern_of,
     require_match,
+    require_outside,
     require_some,
     require_tensors,
     slot_like,
@@ -128,6 +129,7 @@ class _Elementwise:
 
     def step(self, params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
         members = self._checked(f"{self.rule.name}.step", params, grads, state)
+        require_outside(f"{self.rule.name}.step", params, grads)
         if has_no_memory():
             self._step_recorded(params, grads, state, members)
             return params, state._replace(step=state.step + 1)

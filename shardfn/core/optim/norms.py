@@ -80,21 +80,21 @@ def dot(a: Tree, b: Tree) -> Tensor:
     if not isinstance(a, Params):
         pairs: list[tuple[Tensor, Tensor]] = []
         map_tree(lambda x, y: pairs.append((x, y)) if _is_floating(x) else None, a, b)
-        return _products([x for x, _ in pairs], [y for _, y in pairs])
+        return _products([x for x, _ in pairs], [y for _, y in pairs], _wide([x for pair in pairs for x in pair]))
     require_match("tree.dot", "the second tree", a, list(a), b)
     if _differentiated(a) or _differentiated(b):
         x, y = lower(a, vmap_depth()), lower(b, vmap_depth())
-        total = _sum_of_parts(x, lambda names: _products([x[n] for n in names], [y[n] for n in names]))
+        wide = _wide([*x.values(), *y.values()])
+        total = _sum_of_parts(x, lambda names: _products([x[n] for n in names], [y[n] for n in names], wide))
         return into_losses(total, x.mesh, x.plan.roles.data)
     names = [name for name, leaf in a.items() if _is_floating(leaf)]
     xs, ys = (unwrap_locals([tree[name] for name in names]) for tree in (a, b))
-    leaves = [a[name] for name in names]
-    return _summed("tree.dot", leaves, lambda mine: _products([xs[i] for i in mine], [ys[i] for i in mine]))
+    leaves, wide = [a[name] for name in names], _wide([*xs, *ys])  # of all: a rank may have nothing to add
+    return _summed("tree.dot", leaves, lambda mine: _products([xs[i] for i in mine], [ys[i] for i in mine], wide))
 
 
-def _products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+def _products(xs: Sequence[Tensor], ys: Sequence[Tensor], wide: torch.dtype) -> Tensor:
     """The sum of all products of elements, in a wide dtype."""
-    wide = _wide([*xs, *ys])
     parts = [(x.conj() * y).real if x.is_complex() else x.to(wide) * y.to(wide) for x, y in zip(xs, ys, strict=True)]
     return torch.stack([part.sum(dtype=wide) for part in parts]).sum() if parts else torch.zeros((), dtype=wide)
 

@@ -16,6 +16,7 @@ from shardfn.core.optim.trees import (
     Tree,
     kind_of,
     require_match,
+    require_outside,
     require_some,
     require_tensors,
     slot_like,
@@ -37,8 +38,12 @@ ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
-_REFUSED = {
+# What they do to matrices DTensor computes, as one process does.
+WHOLE = (optim.Muon,)
+REFUSED = {
     optim.LBFGS: "it needs a closure and one vector of all parameters; use sf.value_and_grad and a solver of your own",
+    optim.Adafactor: "it looks at rows and columns of whole matrices, which torch's DTensor has no operators for; use "
+    "sf.optim.adamw, or lion for less state",
     optim.SparseAdam: "it takes sparse gradients only, and gradients of shards are dense; use torch.optim.Adam",
 }
 
@@ -52,11 +57,13 @@ class TorchState(NamedTuple):
     scalars: dict[str, Tensor]
 
 
-def from_torch(cls: type[optim.Optimizer], **kwargs: Any) -> Optimizer:
+def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwargs: Any) -> Optimizer:
     """An optimizer class of torch as an `Optimizer`.
 
     torch's elementwise classes (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, NAdam, RAdam, Adamax, ASGD, Rprop) run on
-    local shards. Others see whole `DTensor`s, and work as far as torch supports that; `init` tries.
+    local shards. `torch.optim.Muon` sees whole `DTensor`s; `init` tries which it can update. Of another class, and of a
+    subclass with methods of its own, you have to know, and say, that it is elementwise: a norm of a tensor in it would
+    be that of a shard, without an error.
 
         >>> import torch, shardfn as sf
         >>> opt = sf.optim.from_torch(torch.optim.Adam, lr=0.5)
@@ -67,6 +74,7 @@ def from_torch(cls: type[optim.Optimizer], **kwargs: Any) -> Optimizer:
 
     Args:
         cls: a class like those in `torch.optim`.
+        elementwise: what `cls` does to an element depends on no other element, so that it may run on local shards.
         kwargs: its options; `lr` may be a callable of the number of updates so far.
 
     Returns:
@@ -75,15 +83,23 @@ def from_torch(cls: type[optim.Optimizer], **kwargs: Any) -> Optimizer:
     Raises:
         TypeError: not an optimizer class, or an option it does not have.
         ValueError: an option out of range.
-        ShardError: a class that cannot work on shards, with the reason; in `init`, parameters that torch cannot update.
+        ShardError: a class that cannot work on shards, with the reason, or that is not known and not said to be
+            elementwise; in `init`, parameters that torch cannot update, or state that is no tensor.
 
     Communication: none for elementwise classes; what DTensor needs for others.
     """
     if not (isinstance(cls, type) and issubclass(cls, optim.Optimizer)):
         raise TypeError(f"from_torch: expected a class of torch.optim, for example torch.optim.Adam, got {cls!r}")
-    for refused, why in _REFUSED.items():
+    for refused, why in REFUSED.items():
         if issubclass(cls, refused):
             raise ShardError(f"from_torch: {cls.__name__} cannot run on shards: {why}")
+    elementwise = elementwise or _acts_as_one_of(cls, ELEMENTWISE)
+    if not elementwise and not _acts_as_one_of(cls, WHOLE):
+        raise ShardError(
+            f"from_torch: nothing is known of {cls.__name__}, and a rank has a part of each parameter. If what it "
+            "does to an element depends on no other element (no norm of a tensor, no product of matrices), write "
+            f"from_torch({cls.__name__}, elementwise=True, ...); otherwise use one of sf.optim."
+        )
     known = [name for name in inspect.signature(cls).parameters if name != "params"]
     for name in kwargs:
         if name not in known:
@@ -95,9 +111,34 @@ def from_torch(cls: type[optim.Optimizer], **kwargs: Any) -> Optimizer:
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
         )
-    made = _FromTorch(cls, dict(kwargs))
+    made = _FromTorch(cls, dict(kwargs), elementwise)
     made.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
     return Optimizer(made.init, made.update, made.step)
+
+
+def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
+    """Whether a class is one of these, or a subclass with no methods of its own but `__init__`."""
+
+    def methods(of: type) -> list[Any]:
+        # Torch puts a wrapper around `step` when the first instance is made.
+        return [inspect.unwrap(getattr(of, name)) for name in names if callable(getattr(of, name))]
+
+    for one in known:
+        names = [name for name in dir(one) if not name.startswith("__")]
+        if issubclass(cls, one) and methods(cls) == methods(one):
+            return True
+    return False
+
+
+def _outside_tensors(optimizer: optim.Optimizer) -> dict[Any, Any]:
+    """What an optimizer remembers elsewhere than in tensors of its parameters' state."""
+    found: dict[Any, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    for group in optimizer.param_groups:
+        found |= {name: value for name, value in group.items() if name != "params"}
+    for of, state in optimizer.state.items():
+        own = state if isinstance(of, Tensor) else {of: state}
+        found |= {name: value for name, value in own.items() if not isinstance(value, Tensor | None)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -109,11 +150,8 @@ class _FromTorch:
 
     cls: type[optim.Optimizer]
     kwargs: dict[str, Any]
+    elementwise: bool
     templates: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
-
-    @property
-    def elementwise(self) -> bool:
-        return self.cls in ELEMENTWISE
 
     def make(self, weights: Sequence[Tensor], step: Tensor) -> optim.Optimizer:
         kwargs: dict[str, Any] = dict(self.kwargs)
@@ -165,7 +203,14 @@ class _FromTorch:
     def _tried(self, weight: Tensor) -> dict[str, Tensor]:
         optimizer = self.make([weight], torch.zeros((), dtype=torch.int64))
         weight.grad = torch.zeros_like(weight)
+        before = _outside_tensors(optimizer)
         optimizer.step()
+        for name, value in _outside_tensors(optimizer).items():
+            if name not in before or (before[name] is not value and before[name] != value):
+                raise ShardError(
+                    f"from_torch: {self.cls.__name__} counts {name!r} = {value!r}, which is no tensor in the state of "
+                    "a parameter and would begin anew at each step. Give trainer.parameters() to it instead."
+                )
         return {key: value for key, value in optimizer.state[weight].items() if isinstance(value, Tensor)}
 
     def update(self, grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
@@ -183,6 +228,7 @@ class _FromTorch:
 
     def step(self, params: Tree, grads: Tree, state: TorchState) -> tuple[Tree, TorchState]:
         names = self._checked("from_torch.step", params, grads, state)
+        require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
             return params, self._advance(params, grads, state, weights, pure=False)

@@ -17,6 +17,7 @@ from shardfn.core.optim.trees import (
     model_names,
     pattern_of,
     require_match,
+    require_outside,
     require_tensors,
     require_tree,
     slot_like,
@@ -30,6 +31,7 @@ def _transform(init: Callable[[Tree], Any], update: Callable[[Tree, Any, Tree], 
     """An optimizer whose `step` adds what its `update` returns."""
 
     def step(params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
+        require_outside("step", params, grads)
         with torch.no_grad():
             updates, state = update(grads, state, params)
             if updates:
@@ -182,6 +184,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         return updates, (*states, last)
 
     def step(params: Tree, grads: Tree, state: Any) -> tuple[Tree, tuple[Any, ...]]:
+        require_outside("chain.step", params, grads)
         with torch.no_grad():
             grads, states = prepared(grads, state, params)
         params, last = optimizers[-1].step(params, grads, state[-1])

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import in_transform, same_layouts, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.pattern import first_match
-from shardfn.core.tree import Params
+from shardfn.core.tree import Params, leaves
+from shardfn.core.underway import is_differentiated
 
 Tree: TypeAlias = Any  # Params, or a plain dict of tensors
 
@@ -83,10 +84,22 @@ def require_some(verb: str, params: Tree) -> None:
         )
 
 
+def require_outside(verb: str, params: Tree, grads: Tree) -> None:
+    """A step in place has no derivative."""
+    if is_differentiated(leaf for tree in (params, grads) for leaf in leaves(tree)):
+        raise ShardError(
+            f"{verb} works in place and has no derivative, and the loss or transform around it asks for one. Write "
+            "updates, state = optimizer.update(grads, state, params) and sf.optim.apply_updates(params, updates)"
+        )
+
+
 def require_match(verb: str, what: str, params: Tree, names: Sequence[str], other: Tree) -> None:
     """Check that `other` has a leaf of the parameter's layout for every name, and none that is no parameter."""
     require_tree(verb, "params", params)
     have = require_tree(verb, what, other)
+    if isinstance(have, Params) and have.plan.reduction is None and what == "grads":
+        if any(have.plan.axes[axis] > 1 for axis in have.plan.roles.data):
+            raise ShardError(f"{verb}: grads come from reduce=None and were not reduced; call sf.reduce_grads first")
     if not in_transform() and _fits(params, names, have):
         return
     problems = [f"{what} has no leaf {name!r}{did_you_mean(name, have)}" for name in names if name not in have]

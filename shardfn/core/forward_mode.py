@@ -1,0 +1,195 @@
+"""Functions of torch by their formulas, where torch's own forward mode fails. Layer 1.
+
+In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch
+norms. `mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention on CPUs have no forward mode, of their
+gradient or at all, or no gradient of it. What torch has mended can go.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.core.errors import ShardError
+
+_ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("forward mode by formulas", default=None)
+
+
+def as_now() -> AbstractContextManager[Any]:
+    """For what is computed again later: the formulas, if they are in force now."""
+    return _ACTIVE.get() or nullcontext()
+
+
+class ByFormulas(TorchFunctionMode):
+    """Within it these functions are made of others; `differentiated`: somebody asks for a gradient of what is made."""
+
+    def __init__(self, differentiated: bool) -> None:
+        super().__init__()
+        self._differentiated = differentiated
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> "ByFormulas":
+        self._tokens.append(_ACTIVE.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.reset(self._tokens.pop())
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and self._differentiated:
+            return _batch_norm(*args, **(kwargs or {}))
+        formula: Any = _FORMULAS.get(func, func)
+        return formula(*args, **(kwargs or {}))
+
+
+def _torchs(func: Callable[..., Any], *args: Any) -> Any:
+    """torch's own, whose arguments its stubs do not all know."""
+    return func(*args)
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    return losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
+
+
+def _mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    weight: Any = None,
+) -> Tensor:
+    if not size_average is reduce is weight is None:
+        return _torchs(F.mse_loss, input, target, size_average, reduce, reduction, weight)
+    return _reduced((input - target).square(), reduction)
+
+
+def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+    if weight is not None:
+        return _torchs(F.huber_loss, input, target, reduction, delta, weight)
+    off = (input - target).abs()
+    return _reduced(torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta)), reduction)
+
+
+def _soft_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    if not size_average is reduce is None:
+        return F.soft_margin_loss(input, target, size_average, reduce, reduction)
+    return _reduced(F.softplus(-target * input), reduction)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    values, gates = input.chunk(2, dim)
+    return values * gates.sigmoid()
+
+
+def _normed(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
+    """Zero mean and unit variance over dims, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(tuple(dims), keepdim=True)
+    return centered * (centered.square().mean(tuple(dims), keepdim=True) + eps).rsqrt()
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    out = _normed(input, range(-len(normalized_shape), 0), eps)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _by_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (-1, *(1,) * (out.dim() - 2))
+    out = out if weight is None else out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if running_mean is not None or not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _by_channel(_normed(input, range(2, input.dim()), eps), weight, bias).to(input.dtype)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if running_mean is not None:
+        raise ShardError(
+            "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or "
+            "make it with track_running_stats=False"
+        )
+    return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    if p != 2.0 or out is not None:
+        return F.normalize(input, p, dim, eps, out=out)
+    square = input.square().sum(dim, keepdim=True)  # a norm has no second derivative where padding is zero
+    return input / square.clamp_min(eps**2).sqrt()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+        rows = attn_mask.any(-1, keepdim=True)  # torch gives zeros where nothing is seen
+        return torch.where(rows, scores, 0).softmax(-1).masked_fill(~rows, 0) @ value
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
+
+
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    F.mse_loss: _mse_loss,
+    F.huber_loss: _huber_loss,
+    F.soft_margin_loss: _soft_margin_loss,
+    F.glu: _glu,
+    F.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
+    F.normalize: _normalize,
+    F.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,228 @@
+"""What random programs found that is nobody's alone: each was a wrong number, a crash or an error that said nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes
+
+
+class MLP(nn.Module):
+    """`f` hidden features, split over tp."""
+
+    def __init__(self, f: int = 16) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, f), nn.RMSNorm(8), nn.Linear(f, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+RULES = {"up.weight": "f@tp c@fsdp", "down.weight": "c@fsdp f@tp"}
+X = torch.randn(8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def mlp(f: int = 16) -> MLP:
+    torch.manual_seed(0)
+    return MLP(f).double()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_tree_functions_leave_padding_zero(mesh: DeviceMesh) -> None:
+    """A cosine of zero is one: modules would compute with features that are not there, and norms would count them."""
+    model = mlp(6)
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES, pad={"f": 4}))
+    (x,) = sf.data.local_batch((X,), mesh)
+    cosines = {name: w.cos() for name, w in weights(model).items()}
+    mapped = sf.tree.map(torch.cos, params)
+    assert_parity(sf.apply(model, mapped, x), functional_call(model, cosines, (x,)), tol=1e-12)
+    square = torch.stack([w.square().sum() for w in cosines.values()]).sum()
+    assert_parity(sf.tree.dot(mapped, mapped), square, tol=1e-12)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, sf.tree.map(torch.cos, p), x).square().mean()
+
+    def plain(p: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, {name: w.cos() for name, w in p.items()}, (X,)).square().mean()
+
+    assert_parity(sf.gather(sf.grad(loss)(params)), torch.func.grad(plain)(weights(model)), tol=1e-10)
+    stacked = sf.tree.map(lambda w: torch.stack([w.cos(), w.sin()]), params)
+    products = sf.vmap(lambda v, p: sf.hvp(loss, (p,), v), in_dims=(0, None))(stacked, params)
+    assert_parity(
+        sf.gather(products)["up.weight"][0], sf.gather(sf.hvp(loss, (params,), mapped))["up.weight"], tol=1e-9
+    )
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 8) / 3), nn.Parameter(torch.randn(8, 16) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up.T) @ self.down.T
+
+
+@sf.register(Own)
+def own_forward(module: Own, local: dict[str, Tensor], layouts: Any, x: Tensor) -> Tensor:
+    mesh = layouts.mesh
+    x = sf.collectives.pvary(x, mesh, "tp")
+    return sf.collectives.psum(torch.tanh(x @ local["up"].T) @ local["down"].T, mesh, "tp")
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("split", [True, False])
+def test_a_registered_forward_is_for_split_weights(mesh: DeviceMesh, split: bool) -> None:
+    """With whole weights its sum over ranks would count everything twice."""
+    torch.manual_seed(0)
+    model = Own().double()
+    rules = {"up": "f@tp c@fsdp", "down": "c@fsdp f@tp"} if split else {}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules))
+    assert_parity(sf.apply(model, params, X[:2]), model(X[:2]).detach(), tol=1e-12)
+
+
+@on_meshes({"replicate": 2, "fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_dot_where_a_rank_has_nothing_to_add(mesh: DeviceMesh) -> None:
+    """All ranks send the same dtype."""
+    model = mlp()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES, default="replicate"))
+    whole = torch.stack([w.square().sum() for w in weights(model).values()]).sum()
+    assert_parity(sf.tree.dot(params, params), whole, tol=1e-12)
+    scale = sf.shard({"scale": torch.full([], 3.0, dtype=torch.float64)}, mesh, sf.Policy())
+    assert_parity(sf.tree.dot(scale, scale), torch.tensor(9.0, dtype=torch.float64), tol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 1})
+@pytest.mark.parametrize("regather", [True, False])
+def test_checkpoints_inside_transforms(mesh: DeviceMesh, regather: bool) -> None:
+    """torch forbids their hooks there, where units compute again in any case."""
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    rules = {f"layers.*.{name}": rule for name, rule in RULES.items()}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, regather=regather))
+    (x,) = sf.data.local_batch((X,), mesh)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def plain(p: dict[str, Tensor]) -> Tensor:
+        out = X
+        for i, layer in enumerate(model.layers):
+            own = {name.removeprefix(f"layers.{i}."): w for name, w in p.items() if name.startswith(f"layers.{i}.")}
+            out = functional_call(layer, own, (out,))
+        return out.square().mean()
+
+    direction = sf.tree.map(torch.cos, params)
+    cosines = {name: w.cos() for name, w in weights(model).items()}
+    wanted = torch.func.jvp(torch.func.grad(plain), (weights(model),), (cosines,))[1]
+    assert_parity(sf.gather(sf.hvp(loss, (params, x), direction)), wanted, tol=1e-9)
+    # Zeros without memory, of forward mode, crashed under the mode that watches a function's first run.
+    _, product = sf.jvp(lambda p: sf.grad(loss)(p, x), (params,), (direction,))
+    assert_parity(sf.gather(product), wanted, tol=1e-9)
+    _, pull = sf.vjp(lambda p: loss(p, x), params)
+    gradient = torch.func.grad(plain)(weights(model))
+    assert_parity(sf.gather(pull(torch.ones((), dtype=torch.float64))[0]), gradient, tol=1e-10)
+    slopes = sf.grad(lambda p: sf.jvp(lambda q: loss(q, x), (p,), (direction,))[1])(params)
+    assert_parity(sf.gather(slopes), wanted, tol=1e-9)
+    assert_parity(sf.gather(sf.grad(loss)(params, x)), gradient, tol=1e-10)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 1})
+@pytest.mark.parametrize("default", ["auto", "replicate"])
+def test_pending_gradients_that_torch_reduced(mesh: DeviceMesh, default: Any) -> None:
+    """A sum that torch has taken counted as the mean that is still to be taken."""
+    model = mlp()
+    params = sf.shard(model, mesh, sf.Policy(default=default))
+    (x,) = sf.data.local_batch((X,), mesh)
+    pending = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean(), reduce=None)
+    parts = [pending(params, part)[1] for part in x.chunk(2)]
+    averaged = sf.tree.map(lambda a, b: (a + b) / 2, *parts)
+    summed = sf.tree.map(lambda *grads: sum(grads) / 2, *parts)
+    wanted = torch.func.grad(lambda p: functional_call(model, p, (X,)).square().mean())(weights(model))
+    reduced = sf.reduce_grads(averaged)
+    assert_parity(sf.gather(reduced), wanted, tol=1e-12)
+    assert_parity(sf.gather(sf.reduce_grads(reduced)), wanted, tol=1e-12)
+    try:  # whether torch reduces them depends on the other placements
+        assert_parity(sf.gather(sf.reduce_grads(summed)), wanted, tol=1e-12)
+    except sf.ShardError as error:
+        assert "no pending sum any more" in str(error) and "sf.tree.map(torch.add, a, b)" in str(error)
+    optimizer = sf.optim.sgd(0.1)
+    for grads in (summed, averaged) if sf.data.rank(mesh)[1] > 1 else ():
+        with pytest.raises(sf.ShardError, match=r"call sf\.reduce_grads first"):
+            optimizer.step(params, grads, optimizer.init(params))
+    by_torch = sf.tree.map(lambda g: g.redistribute(g.device_mesh, [Replicate()] * g.device_mesh.ndim), averaged)
+    if sf.data.rank(mesh)[1] > 1 and default == "replicate":
+        with pytest.raises(sf.ShardError, match="no pending sum any more"):
+            sf.reduce_grads(by_torch)
+    optimizer.step(params, reduced, optimizer.init(params))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_positions_that_are_split_in_a_vmap(mesh: DeviceMesh) -> None:
+    """Half of them came out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MLP(), MLP()).double()
+    policy = sf.Policy(rules={f"*.{name}": rule for name, rule in RULES.items()}, acts={"*": "b s@tp c"})
+    params = sf.shard(model, mesh, policy)
+    assert_parity(sf.apply(model, params, X), model(X).detach(), tol=1e-12)
+    with pytest.raises(sf.ShardError, match=r"inside a vmap .* leave acts out"):
+        sf.vmap(lambda x: sf.apply(model, params, x[None])[0])(X)
+    plain = sf.reshard(params, sf.Policy(rules=policy.rules))
+    assert_parity(sf.vmap(lambda x: sf.apply(model, plain, x[None])[0])(X), model(X).detach(), tol=1e-12)
+
+
+@on_meshes({"fsdp": 2})
+def test_shapes_that_a_tree_function_changed(mesh: DeviceMesh) -> None:
+    params = sf.shard(mlp(), mesh, sf.Policy())
+    with pytest.raises(sf.ShardError, match=r"gather: 'up.weight' has shape \(2, 16, 8\), its .* \(16, 8\)"):
+        sf.gather(sf.tree.map(lambda w: torch.stack([w, w]), params.select("up.weight")))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_third_derivative_that_torch_has_not(mesh: DeviceMesh) -> None:
+    """A norm in the forward, under a gradient of a forward-mode derivative; what the error says to write is right."""
+    model = mlp()
+    params = sf.shard(model, mesh, sf.Policy())
+    direction = sf.tree.map(torch.cos, params)
+
+    def loss(p: sf.Params) -> Tensor:
+        out = sf.apply(model, p, X).unflatten(-1, (-1, 2)).transpose(1, 2)
+        out = out / out.norm(dim=-1, keepdim=True)
+        return ((out @ out.mT).softmax(-1) @ out).square().mean()
+
+    def by_forward_mode(p: sf.Params) -> Tensor:
+        return sf.tree.dot(direction, sf.hvp(loss, (p,), direction))
+
+    def by_reverse_mode(p: sf.Params) -> Tensor:
+        product = sf.grad(lambda p: sf.tree.dot(sf.grad(loss)(p), direction))(p)
+        return sf.tree.dot(direction, product)
+
+    found = sf.gather(sf.grad(by_reverse_mode)(params))
+    assert all(bool(g.isfinite().all()) for g in found.values())
+    try:
+        other = sf.gather(sf.grad(by_forward_mode)(params))
+    except sf.ShardError as error:
+        assert "sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)" in str(error)
+    else:
+        assert_parity(other, found, tol=1e-8)
