@@ -219,6 +219,11 @@ def checkpoint_nothing_in_transforms() -> None:
     module._checkpoint_without_reentrant_generator = plain_in_transforms
 
 
+def is_of_transformers(cls: type) -> bool:
+    """Whether a class is one of the models of transformers."""
+    return hasattr(cls, "_no_split_modules")
+
+
 def unsplit_classes(model: Any) -> Collection[str] | None:
     """The classes of a transformers model whose modules stay in one piece; None for another model."""
     found = getattr(model, "_no_split_modules", None)

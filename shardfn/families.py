@@ -7,13 +7,14 @@ attention module. All of it becomes an ordinary `Policy`, whose rules can be pri
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardfn._torch import unsplit_classes
+from shardfn._torch import children_of, is_of_transformers, unsplit_classes
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
 from shardfn.core.family_forwards import ATTENTIONS, MODULES, identity_expert, tensor_parallel_experts
@@ -42,6 +43,7 @@ _OUT_OF_FF = set("fc2 c_proj dense_4h_to_h wo down_proj lin2 output.dense".split
 
 _HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_AROUND = ("base_layer", "base", "original_module", "modules_to_save")  # where adapters have the layers they are around
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -72,8 +74,11 @@ def from_transformers(
         >>> sf.policies.from_transformers(model).rules["model.layers.*.self_attn.q_proj.weight"]
         '(heads@tp d) _@fsdp'
 
+    A model around that of transformers, as peft's or a compiled one, gets the rules of the one inside, under its own
+    names. peft's adapters of low rank (LoRA) are split as the linears beside which they stand.
+
     Args:
-        model: a `PreTrainedModel`, also on the meta device.
+        model: a `PreTrainedModel`, also on the meta device, or a model that holds one and has its `config`.
         axis: the mesh axis of tensor parallelism; None for none.
         data_axis: the axis that shards the other dim, or several in the mesh's order; None replicates it. One of
             another name than the usual ones (`fsdp`, `dp`, `data`) splits the batch, too: `Policy.batch`.
@@ -87,23 +92,65 @@ def from_transformers(
     Raises:
         ShardError: the plan has a style that is not known here; `expert_axis`, and it names no experts; activations
             are to be split, and there is no `axis` or no blocks to split them between.
-        TypeError: the model has no configuration.
+        TypeError: there is no model of transformers.
+
+    Warns:
+        UserWarning: no rule has `axis`.
     """
-    if not hasattr(model, "config") or unsplit_classes(model) is None:
-        raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
+    path, base = _inside(model)
     data = [data_axis] if isinstance(data_axis, str) else list(data_axis or ())
-    policy = _Reading(model, axis, data, expert_axis).policy()
-    if not sequence_parallel:
-        return policy
+    policy = _Reading(base, axis, data, expert_axis).policy()
+    if axis is not None and not any(f"@{axis}" in rule for rule in policy.rules.values()):
+        warnings.warn(
+            f"from_transformers: {class_of(base).__name__} has no tp_plan, and no layers that are known by their "
+            f"names: nothing is split over '{axis}', whose ranks would all compute the same. Write rules, "
+            "| sf.Policy(rules={...}), or axis=None for a mesh without tensor parallelism.",
+            stacklevel=2,
+        )
+    if sequence_parallel:
+        policy |= Policy(acts=dict.fromkeys(_boundaries(base, policy, axis), f"b s@{axis}? ..."))
+    return _below(path, policy) if path else policy
+
+
+def _inside(model: nn.Module) -> tuple[str, nn.Module]:
+    """The model of transformers in one that hands attributes on to it, as peft's and compiled ones do; and its path.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if hasattr(model, "config"):
+        for path, module in model.named_modules():
+            if is_of_transformers(class_of(module)):
+                return path, module
+    raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
+
+
+def _below(path: str, policy: Policy) -> Policy:
+    """The policy of a model for one that holds it at a path."""
+    moved: dict[str, Any] = {
+        name: {f"{path}.{pattern}": value for pattern, value in getattr(policy, name).items()}
+        for name in ("rules", "acts", "compute", "local_sizes")
+    }
+    if policy.units != "auto":
+        moved["units"] = tuple(f"{path}.{pattern}" for pattern in policy.units)
+    return Policy(**{name: moved.get(name, getattr(policy, name)) for name in policy.given})
+
+
+def _boundaries(model: nn.Module, policy: Policy, axis: str | None) -> Sequence[str]:
+    """The modules between which activations are split along the sequence.
+
+    Raises:
+        ShardError: there are none, or no axis.
+    """
     if axis is None:
         raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
-    blocks = _lists_of_blocks(model) if policy.units == "auto" else policy.units
+    blocks: Any = _lists_of_blocks(model) if policy.units == "auto" else policy.units
     if not blocks:
         raise ShardError(
             f"from_transformers(sequence_parallel=True): {type(model).__name__} has no list of like blocks; say "
             f"between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})"
         )
-    return policy | Policy(acts=dict.fromkeys(blocks, f"b s@{axis}? ..."))
+    return blocks
 
 
 class _Reading:
@@ -177,7 +224,7 @@ class _Reading:
         """What linears in the blocks of the model are, by the ends of their paths."""
         for block in _block_modules(self.model):
             for path, module in self.modules.items():
-                if not path.startswith(f"{block}.") or kind_of(_linear_in(module)[1]) not in OUT_DIM:
+                if not path.startswith(f"{block}.") or not any(_linears_in(module)):
                     continue
                 last, two = path.rpartition(".")[2], ".".join(path.split(".")[-2:])
                 attends = re.search(r"att", path[len(block) :].rpartition(".")[0], re.IGNORECASE) is not None
@@ -203,14 +250,16 @@ class _Reading:
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
-            elif kind_of(_linear_in(module)[1]) in OUT_DIM:
-                self._linear(path, *_linear_in(module), style)
+            elif any(_linears_in(module)):
+                for inside, linear in _linears_in(module):
+                    self._linear(path, inside, linear, style)
             else:
                 self.problems.append(f"{path!r}: style {style!r} is for linears, and it is a {type(module).__name__}")
         elif style in _TABLES:
-            split = self._vocab(module) if style == "embedding_rowwise" else "_"
-            other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
-            self._put(self.rules, f"{path}.weight", f"{split} {other}")
+            for inside, table in _held_in(module):
+                split = self._vocab(table) if style == "embedding_rowwise" else "_"
+                other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
+                self._put(self.rules, f"{path}{inside}.weight", f"{split} {other}")
         elif style not in _DERIVED | _BY_NUMBER | {_EXPERTS}:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
@@ -232,6 +281,23 @@ class _Reading:
         self._put(self.rules, f"{path}{inside}.weight", f"{split} {other}" if first else f"{other} {split}")
         if style in _GATHERED:
             self._put(self.acts, f"{path}{inside}", "... _")
+        if inside.endswith(".base_layer"):
+            self._low_rank(f"{path}{inside}".removesuffix(".base_layer"), split, style)
+
+    def _low_rank(self, path: str, split: str, style: str) -> None:
+        """peft's halves beside a linear: B's outputs are split as those of the linear, A's inputs as its inputs."""
+        columns = style in _COLUMNS
+        for which in ("lora_A", "lora_B"):
+            halves: Any = children_of(self.modules[path]).get(which)
+            linears = {} if halves is None else {name: x for name, x in halves.items() if kind_of(x) in OUT_DIM}
+            for name, half in linears.items():
+                out = OUT_DIM[kind_of(half)]
+                dims = ["_", "_"]
+                if columns == (which == "lora_B"):
+                    dims[out if columns else 1 - out] = split
+                self._put(self.rules, f"{path}.{which}.{name}.weight", " ".join(dims))
+                if which == "lora_B" and style in _GATHERED:
+                    self._put(self.acts, f"{path}.{which}.{name}", "... _")
 
     def _parameter(self, name: str, style: str) -> None:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
@@ -393,13 +459,24 @@ _WHOLE: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _linear_in(module: nn.Module) -> tuple[str, nn.Module]:
-    """A linear, or the one that an adapter is around: `q_proj.base_layer` of peft, or `q_proj.base`; and its place."""
-    for name in ("base_layer", "base") if kind_of(module) not in OUT_DIM else ():
-        inner = getattr(module, name, None)
-        if isinstance(inner, nn.Module) and kind_of(inner) in OUT_DIM:
-            return f".{name}", inner
-    return "", module
+def _held_in(module: Any) -> Iterator[tuple[str, Any]]:
+    """A layer, or those that an adapter is around, and their places.
+
+    `q_proj.base_layer` of peft, or `q_proj.base`; peft's copies that are trained whole, and what they are copies of.
+    """
+    around = [name for name in _AROUND if name in children_of(module)]
+    if kind_of(module) != "other" or not around:
+        yield "", module
+        return
+    for name in around:
+        inner = children_of(module)[name]
+        for key, each in inner.items() if isinstance(inner, nn.ModuleDict) else [("", inner)]:
+            place = f".{name}.{key}" if key else f".{name}"
+            yield from ((place + path, found) for path, found in _held_in(each))
+
+
+def _linears_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((path, found) for path, found in _held_in(module) if kind_of(found) in OUT_DIM)
 
 
 def _starred(name: str) -> str:

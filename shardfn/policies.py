@@ -10,6 +10,7 @@ Every preset returns an ordinary `Policy`: merge it with `|`, or pass the fields
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -348,6 +349,8 @@ def from_parallelize_plan(
     styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
     if not isinstance(styles, Mapping):
         raise TypeError(f"from_parallelize_plan: expected module path -> style, got {type(plan).__name__}")
+    if not styles:
+        warnings.warn(f"from_parallelize_plan: the plan is empty: nothing is split over '{axis}'", stacklevel=2)
     problems: list[str] = []
     rules: dict[str, str] = {}
     acts: dict[str, str] = {}

@@ -1,5 +1,6 @@
 """Models of transformers by `from_transformers`: logits, loss, every gradient and three steps as on one rank."""
 
+import copy
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, Family, InDouble
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -285,3 +287,100 @@ def test_padded_heads_meet_the_keys_of_their_group(mesh: DeviceMesh, pad: dict[s
     params = sf.shard(model, mesh, policy)
     loss = family.loss(sf.apply(model, params, input_ids=inputs["input_ids"]), ids)
     torch.testing.assert_close(loss, family.loss(model(**inputs), ids), rtol=1e-5, atol=1e-5)
+
+
+class _LoraLinear(nn.Module):
+    """As peft's: a linear, and beside it halves of low rank by the name of the adapter."""
+
+    def __init__(self, base: Any, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer = base
+        out, into = (base.weight.shape[i] for i in ((1, 0) if type(base).__name__ == "Conv1D" else (0, 1)))
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(into, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class _Copied(nn.Module):
+    """As peft's: a layer, and a copy that is trained whole."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_to_save["default"](x)
+
+
+class _Tuner(nn.Module):
+    """As peft's `LoraModel`, and with another one around it as its `PeftModel`: what it lacks is the model's."""
+
+    def __init__(self, inner: str, model: nn.Module) -> None:
+        super().__init__()
+        setattr(self, inner, model)
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(self.__dict__["inner"]), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.inner)(*args, **kwargs)
+
+
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
+
+
+def _adapted(family: Family) -> nn.Module:
+    model = family.make().requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in _ADAPTED:
+                setattr(module, name, _LoraLinear(child))
+            elif name in ("embed_tokens", "lm_head") and family is FAMILIES["Llama"]:
+                setattr(module, name, _Copied(child) if name == "embed_tokens" else _LoraLinear(child))
+    return _Tuner("base_model", _Tuner("model", model)).double()
+
+
+def _adapters_train(mesh: DeviceMesh, name: str, sequence: bool) -> None:
+    family = FAMILIES[name]
+    model = _adapted(family)
+    policy = sf.policies.from_transformers(model, sequence_parallel=sequence)
+    inputs, ids = _batch(family, torch.float64)
+    with InDouble():
+        loss = family.loss(model(**inputs), ids)
+        loss.backward()
+        local, local_ids = sf.data.local_batch((inputs, ids), mesh)
+        params = sf.shard(model, mesh, policy)
+        found, grads = sf.value_and_grad(lambda p: family.loss(sf.apply(model, p, **local), local_ids))(params)
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_parity(
+        {"loss": found, **{name: x for name, x in sf.gather(grads).items() if name in trained}},
+        {"loss": loss.detach(), **trained},
+        tol=1e-9,
+    )
+    split = [layout.name for layout in params.plan.layouts.values() if "tp" in layout.axes]
+    assert all(name.startswith("base_model.model.") for name in split) and len(trained) > 8
+    assert any("lora_A" in name for name in split) and any("lora_B" in name for name in split)
+
+
+@pytest.mark.parametrize(("name", "sequence"), [("Llama", False), ("Llama", True), ("GPT-2", False)])
+@on_meshes(*MESHES)
+def test_models_inside_adapters(mesh: DeviceMesh, name: str, sequence: bool) -> None:
+    _adapters_train(mesh, name, sequence)
+
+
+def test_a_model_of_which_nothing_is_split_is_said() -> None:
+    made = transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    )
+    with pytest.warns(UserWarning, match=r"ResNetForImageClassification has no tp_plan(.|\n)*axis=None"):
+        assert not sf.policies.from_transformers(made).rules
+    assert not sf.policies.from_transformers(made, axis=None).rules
+    with pytest.warns(UserWarning, match="the plan is empty"):
+        sf.policies.from_parallelize_plan({})

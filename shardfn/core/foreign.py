@@ -88,6 +88,8 @@ def _called_as(frames: Iterable[FrameType]) -> str | None:
     name = None
     for frame in frames:
         file = frame.f_code.co_filename
+        if frame.f_code.co_name == "__torch_function__":  # a mode that hands on what others call
+            continue
         if not file.startswith(_TORCH):
             return None if file.startswith(_OURS) else name
         if f"{_TORCH}/distributed/" in file and frame.f_code.co_name != "wrapper":
