@@ -56,6 +56,7 @@ from shardfn.testing import RankError, run
 
 TOLERANCE = 1e-8
 SECONDS = 60.0  # for one program
+COMPILING = 300.0  # for one that compiles; each rank runs a compiler of C++
 VERDICTS = ("equal", "refused", "WRONG", "unclear", "hang", "invalid")
 BAD = ("WRONG", "unclear", "hang")
 # What a refusal says to do.
@@ -192,8 +193,14 @@ def _last(error: Exception) -> str:
 # All ranks
 
 
-def verdict(made: Program, seconds: float = SECONDS) -> Verdict:
+def compiles(made: Program) -> bool:
+    """Whether a program takes a compiler's time."""
+    return "sf.jit(" in made.text
+
+
+def verdict(made: Program, seconds: float | None = None) -> Verdict:
     """Run a program on the ranks of its mesh."""
+    seconds = seconds or (COMPILING if compiles(made) else SECONDS)
     start = time.perf_counter()
     try:
         # `functional_call` is over when a checkpoint computes again.
