@@ -199,7 +199,7 @@ def _largest_live_bytes(regather: bool) -> tuple[int, int, int]:
 
     Crossing.gather = counted
     try:
-        # The first unit has a gradient of its input too; of one that is asked for outside, the result would keep a graph.
+        # The first unit has a gradient of its input too; asked for outside, the result would keep a graph.
         step = sf.value_and_grad(lambda p, x: sf.apply(model, p, x.detach().requires_grad_()).square().mean())
         for _ in range(3):
             step(params, torch.randn(3, 64))

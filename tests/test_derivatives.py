@@ -373,3 +373,24 @@ def test_arithmetic_on_a_tree_that_is_closed_over_says_what_to_write(mesh: Devic
     assert_parity({"slope": slope}, {"slope": out})
     with pytest.raises(sf.ShardError, match=r'(?s)vjp: .*sf\.gather\(params\)\["name"\]'):
         sf.vjp(lambda x: (x @ params["weight"].T).sum(), torch.ones(1, 4))
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 1})
+def test_a_function_of_none_of_the_leaves_is_refused(mesh: DeviceMesh) -> None:
+    model, x = nn.Linear(4, 2), torch.ones(1, 4)
+    p = sf.shard(model, mesh, sf.Policy())
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    for verb, call in {
+        "jvp": lambda: sf.jvp(lambda p: (loss(p, x), None), (p,), (p,), has_aux=True),
+        "vjp": lambda: sf.vjp(lambda p: {"a": model(x), "n": 1}, p),
+        "hvp": lambda: sf.hvp(loss, (p, x), p),
+    }.items():
+        with pytest.raises(sf.ShardError, match=rf"{verb}: the loss depends on none of the 2 leaves.*not model\(x\)"):
+            call()
+    _, slope = sf.jvp(loss, (p, x), (p, torch.ones_like(x)))  # which depends on x
+    assert slope != 0
+    out, pull = sf.vjp(lambda x, p: sf.jvp(lambda x: model(x), (x,), (x,))[1], x, p)
+    assert pull(torch.ones_like(out))[1]["weight"].full_tensor().abs().sum() == 0  # a part of it depends on x

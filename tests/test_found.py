@@ -226,3 +226,35 @@ def test_a_third_derivative_that_torch_has_not(mesh: DeviceMesh) -> None:
         assert "sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)" in str(error)
     else:
         assert_parity(other, found, tol=1e-8)
+
+
+class Stack(nn.Module):
+    """A layer, and a linear that reads what it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([mlp()]), nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers[0](x))
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_a_batch_of_one_whose_positions_are_split(mesh: DeviceMesh) -> None:
+    """The first dim of [1, s, c] was taken for the split one; the same inside a vmap of samples."""
+    model = Stack()
+    rules = {f"layers.*.{name}": rule for name, rule in RULES.items()}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, acts={"layers.*": "b s@tp c"}))
+    for samples in (1, 8, 1):
+        assert_parity(sf.apply(model, params, X[:samples]), model(X[:samples]), tol=1e-12)
+    assert_parity(sf.vmap(lambda x: sf.apply(model, params, x[None])[0])(X), model(X), tol=1e-12)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x[None]).square().mean()
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x[None],)).square().mean()
+
+    each = sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, X)
+    wanted = torch.func.vmap(torch.func.grad(plain), in_dims=(None, 0))(weights(model), X)
+    assert_parity(sf.gather(each), wanted, tol=1e-10)

@@ -25,7 +25,6 @@ from shardfn._torch import (
     outside_modes,
     pytree,
     simulated,
-    vmap_depth,
 )
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
@@ -166,7 +165,6 @@ class _Call:
             self._require_plain_loop()
             self._require_leaves()
             self._require_own_samples()
-            self._require_unmapped_sequences()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -207,14 +205,6 @@ class _Call:
             raise ShardError(
                 "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
                 "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
-            )
-
-    def _require_unmapped_sequences(self) -> None:
-        """What `Policy.acts` slices and joins is found for the dims of a whole batch."""
-        if self.record.ranks_of_sequences > 1 and vmap_depth():
-            raise ShardError(
-                "apply: inside a vmap activations cannot be split by Policy(acts=...), which counts dims without the "
-                "mapped ones; leave acts out there: sf.reshard(params, policy without acts) before"
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:

@@ -5,19 +5,26 @@ collective has a derivative in both directions.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn._torch import in_transform, prepare_forward_mode, pytree, refuse_forward_mode
+from shardfn._torch import (
+    differentiated_in_transform,
+    in_transform,
+    prepare_forward_mode,
+    pytree,
+    refuse_forward_mode,
+)
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.lowering import entered, left
-from shardfn.core.transforms import grad, of_dtensors, plain_gradient
+from shardfn.core.transforms import grad, of_dtensors, plain_gradient, unused
 from shardfn.core.tree import Params
-from shardfn.core.underway import in_forward_mode
+from shardfn.core.underway import in_forward_mode, is_under_way
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
@@ -51,6 +58,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     if not in_transform():
         _require_alike("jvp", primals, tangents)
     prepare_forward_mode()
+    checked = _using("jvp", func, primals, has_aux)
     inner = entered("jvp", (primals, tangents))
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
@@ -58,7 +66,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
         ByFormulas(in_forward_mode()),
         of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
     ):
-        return left(torch.func.jvp(ours_only("jvp", func), *inner, has_aux=has_aux))
+        return left(torch.func.jvp(checked, *inner, has_aux=has_aux))
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -88,9 +96,10 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     Communication: the gathers of `func`; in `pull` its reductions.
     """
+    checked = _using("vjp", func, primals, has_aux)
     inner = entered("vjp", primals)
     with of_dtensors("vjp"):
-        value, pull, *aux = torch.func.vjp(ours_only("vjp", func), *inner, has_aux=has_aux)
+        value, pull, *aux = torch.func.vjp(checked, *inner, has_aux=has_aux)
 
     def pulled(cotangents: Any) -> Any:
         with of_dtensors("vjp"):
@@ -131,7 +140,7 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     params, *batch = primals
     if not in_transform():
         _require_alike("hvp", params, tangent)
-    gradient = grad(func)
+    gradient = grad(_using("hvp", func, params, False))
     prepare_forward_mode()
     inner, direction = entered("hvp", (params, tangent))
     if in_transform():
@@ -139,6 +148,28 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     with ByFormulas(in_forward_mode()):
         _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
+
+
+def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> Callable[..., Any]:
+    """The function, with collectives of ours only; of the outermost transform a result depends on what it is given.
+
+    Raises:
+        ShardError: none does, as with `model(x)` where `apply` is meant.
+    """
+    checked = ours_only(verb, func)
+    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=_is_tree) if _is_tree(x))
+    if in_transform() or is_under_way() or not leaves:
+        return checked
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = checked(*args, **kwargs)
+        results = pytree.tree_leaves(out[0] if has_aux else out)
+        if not any(isinstance(x, Tensor) and differentiated_in_transform(x) for x in results):
+            raise unused(verb, leaves)
+        return out
+
+    return call
 
 
 @refuse_forward_mode

@@ -350,7 +350,7 @@ def _in_transform(
         loss, aux = result if has_aux else (result, None)
         loss, count = _objective(loss, owner)
         if outermost and owner is not None and not loss.requires_grad:
-            raise _unused(sum(map(len, chosen)))
+            raise unused("value_and_grad", sum(map(len, chosen)))
         flat, structure = pytree.tree_flatten((aux, count))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
@@ -471,15 +471,16 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> l
     if loss.requires_grad:
         found = _differentiated(loss, wanted, outer, collected)
     if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
-        raise _unused(len(wanted))
+        raise unused("value_and_grad", len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
     pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
     return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
 
 
-def _unused(leaves: int) -> ShardError:
+def unused(verb: str, leaves: int) -> ShardError:
+    """The error of a function that computes with other parameters than those it is given."""
     return ShardError(
-        f"value_and_grad: the loss depends on none of the {leaves} leaves that are differentiated, and all gradients "
+        f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
         "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x)"
     )
 

@@ -185,7 +185,7 @@ class Whole(Framed):
         self.output: Any = None
         self.assigned: Any = None  # to attributes of modules
         self.contents: Any = None  # of lists that modules have
-        self.left: dict[tuple[str, int], tuple[Origin, ...]] = {}  # those of the outputs of a call
+        self.left: dict[tuple[str, int], list[tuple[Origin, torch.Size]]] = {}  # of the outputs of a call
 
     @contextmanager
     def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
@@ -196,7 +196,7 @@ class Whole(Framed):
             yield
 
     def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
-        self.left[frame] = self.origins.of(results)
+        self.left[frame] = [(o, x.shape) for o, x in zip(self.origins.of(results), results, strict=True)]
 
     def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
         """A collective that the model does itself made `out` of x."""

@@ -46,7 +46,7 @@ from shardfn.core.engine.records import (
 )
 from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
 from shardfn.core.operations import Operation, made_here, parts_after
-from shardfn.core.parts import SAME, Part, after_collective
+from shardfn.core.parts import SAME, Part, Shape, after_collective, even
 
 
 class Variance(Framed):
@@ -143,11 +143,21 @@ class Variance(Framed):
             self.end()
 
     def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
-        """Of a forward that is not the module's own, outputs are what they are in the whole run."""
-        origins = self._whole.left.get(frame, ()) if self._whole is not None and frame[0] in self._ours else ()
-        for x, origin in zip(results, origins, strict=True) if len(results) == len(origins) else ():
+        """Of a forward that is not the module's own, outputs are what and where they are in the whole run."""
+        wholes = self._whole.left.get(frame, ()) if self._whole is not None and frame[0] in self._ours else ()
+        for x, (origin, shape) in zip(results, wholes, strict=True) if len(results) == len(wholes) else ():
             same = any(x is other for other in given) and self.origins.of([x]) != (origin,)
             self.origins.put([x], [None if same else origin])
+            self._place(x, shape)
+
+    def _place(self, x: Tensor, whole: Shape) -> None:
+        """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
+        tag = self.tag(x)
+        for axis, part in tag.parts.items() if len(tag.parts) == 1 else ():
+            ways = [part, *(even(dim, size) for dim, size in enumerate(x.shape))] if part.alone else []
+            fits = [way for way in ways if way.whole_shape(x.shape, self.sizes[axis]) == whole]
+            if fits and fits[0] is not part:
+                self.mark(x, replace(tag, parts={axis: fits[0]}))
 
     def differ(self, mine: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
         """Whether values are known to be others than some of the whole run."""

@@ -465,9 +465,25 @@ def _itself(model: nn.Module, *_: Any, **__: Any) -> Any:
     return model
 
 
+def _tied(model: nn.Module, *_: Any, **__: Any) -> Any:
+    """The same, whose shared parameters stay shared when others take their place."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+
+    def share(*_: Any) -> None:
+        for first, *others in names.values():
+            for other in others:
+                path, _, attribute = other.rpartition(".")
+                setattr(model.get_submodule(path), attribute, model.get_parameter(first))
+
+    model.register_load_state_dict_post_hook(share)
+    return _itself(model)
+
+
 compat = SimpleNamespace(
     fsdp1=SimpleNamespace(FullyShardedDataParallel=_itself),
-    fsdp2=SimpleNamespace(fully_shard=_itself),
+    fsdp2=SimpleNamespace(fully_shard=_tied),
     hfai=SimpleNamespace(FullyShardedDataParallel=_itself),
     megatron=SimpleNamespace(TorchFullyShardedDataParallel=lambda _config, _ddp, model, **__: _itself(model)),
 )
