@@ -108,6 +108,15 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
     if not in_transform():  # where DTensors are wrapped, so that nothing of them can be read
         pairs = [(name, params[name], have[name]) for name in names if name in have and name in params]
         problems += [f"{what}[{name!r}] {why}" for name, param, leaf in pairs if (why := _mismatch(param, leaf))]
+    elif isinstance(params, Params) and isinstance(have, Params):
+        known = [name for name in names if name in have and name in params.plan.leaves and name in have.plan.leaves]
+        layouts = [(name, *(tree.plan.leaves[name][1] for tree in (params, have))) for name in known]
+        problems += [
+            f"{what}[{name!r}] has layout {other.rule}, the first {own.rule}; pass trees that come from outside of a "
+            "vmap to sf.vmap too, with None in in_dims"
+            for name, own, other in layouts
+            if own != other
+        ]
     shown = problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5)
     raise_problems(verb, shown)
 
