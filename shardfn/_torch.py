@@ -801,6 +801,11 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(map(bool, hooks))
 
 
+def forward_hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """The tables of hooks around the forward of each module, which fill later."""
+    return [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+
+
 def compiles_itself_no_more(module: nn.Module) -> None:
     """Undo `module.compile()`."""
     module._compiled_call_impl = None

@@ -258,3 +258,57 @@ def test_a_batch_of_one_whose_positions_are_split(mesh: DeviceMesh) -> None:
     each = sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, X)
     wanted = torch.func.vmap(torch.func.grad(plain), in_dims=(None, 0))(weights(model), X)
     assert_parity(sf.gather(each), wanted, tol=1e-10)
+
+
+class Telling(MLP):
+    """It also puts its hidden features into a list that it is given."""
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
+        h = torch.tanh(self.up(self.norm(x)))
+        if kept is not None:
+            kept.append(h)
+        return x + self.down(h)
+
+
+@pytest.mark.parametrize("how", ["hook", "later", "argument"])
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_split_values_that_leave_in_a_list_are_whole(mesh: DeviceMesh, how: str) -> None:
+    torch.manual_seed(0)
+    model = Telling().double()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    (x,) = sf.data.local_batch((X,), mesh)
+    kept: list[Tensor] = []
+    if how == "later":
+        sf.apply(model, params, x)
+    if how != "argument":
+        model.up.register_forward_hook(lambda module, args, out: kept.append(out))
+    more = {"kept": kept} if how == "argument" else {}
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        kept.clear()
+        return sf.apply(model, p, x, **more).square().mean() + kept[0].square().mean()
+
+    def plain(p: dict[str, Tensor]) -> Tensor:
+        kept.clear()
+        return functional_call(model, p, (X,), more).square().mean() + kept[0].square().mean()
+
+    found = [sf.gather(sf.grad(loss)(params, x)) for _ in range(2)]
+    for each in found:
+        assert_parity(each, torch.func.grad(plain)(weights(model)), tol=1e-11)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_leaves_in_a_list_as_a_part_is_refused(mesh: DeviceMesh) -> None:
+    model = mlp()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    kept: list[Any] = []
+    model.down.register_forward_pre_hook(lambda module, args: kept.append(args[0].shape[-1]))
+    with pytest.raises(sf.ShardError, match="8 leaves the forward, which is 16 on one rank"):
+        sf.apply(model, params, X)
+    model, kept = mlp(), []
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    model.up.register_forward_hook(lambda module, args, out: kept.append(out.sum(-1)))
+    for _ in range(2):
+        sf.apply(model, params, X)
+        model(X)
+        assert_parity(kept[-2], kept[-1], tol=1e-12)

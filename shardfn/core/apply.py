@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import (
     checkpoint_nothing_in_transforms,
     differentiated_in_vmap,
+    forward_hooks,
     in_transform,
     is_traced,
     kinds_of_transforms,
@@ -214,8 +215,10 @@ class _Call:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         caches = [leaf for leaf in leaves if stays(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
-        key = (self.method, torch.is_grad_enabled(), str(structure), *kinds)
-        ways = self._kept().ways.setdefault(key, [])
+        kept = self._kept()
+        hooks = [(id(own), signature(hook, sizes=False)) for own in filter(None, kept.hooks) for hook in own.values()]
+        key = (self.method, torch.is_grad_enabled(), str(structure), *hooks, *kinds)
+        ways = kept.ways.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
         goes_on = any(map(filled, caches))
@@ -357,7 +360,8 @@ class _Call:
         kept: dict[int, Any] = self.plan.__dict__.setdefault("_kept", {})
         key = id(self.model)
         if key not in kept:
-            kept[key] = weakref.ref(self.model, lambda _: kept.pop(key, None)), _Kept()  # it goes when the model goes
+            gone = weakref.ref(self.model, lambda _: kept.pop(key, None))  # it goes when the model goes
+            kept[key] = gone, _Kept(forward_hooks(self.model))
         return kept[key][1]
 
 
@@ -454,6 +458,7 @@ class _Way:
 class _Kept:
     """Copies of a model that may serve again, and the ways that its forward took, by kind of call."""
 
+    hooks: list[dict[int, Any]]
     idle: dict[tuple[Adjustments, bool], "_Copies"] = field(default_factory=dict)
     ways: dict[Any, list[_Way]] = field(default_factory=dict)
 

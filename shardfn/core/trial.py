@@ -327,7 +327,7 @@ class Trial:
         self._reached = self._reached or Reached(self.model, self._calls)
         with ExitStack() as around:
             for mode in (
-                self._reached.undone(),
+                self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values())),
                 _random_numbers_again(),
                 self.reads.of(bound),
                 run,
@@ -345,6 +345,10 @@ class Trial:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
         return output
+
+    def _collected(self) -> list[Any]:
+        """What the last run has put elsewhere than into modules."""
+        return self._reached.collected if self._reached is not None else []
 
     def _run_whole(self) -> Whole | None:
         """The forward with whole weights; None when that cannot be run without data."""
@@ -368,7 +372,7 @@ class Trial:
         try:
             with watched(whole.note_collective):
                 whole.output = self._forward(bound, whole)
-            whole.assigned, whole.contents = bound.assigned(), bound.contents()
+            whole.assigned, whole.contents, whole.collected = bound.assigned(), bound.contents(), self._collected()
         except Exception as error:
             self._failed_whole = f"{whole.failed_at or type(self.model).__name__!r}: {error}"
             return None  # the run with parts tells what cannot be done
@@ -417,6 +421,7 @@ class Trial:
         check_outputs(variance, output, self._whole and self._whole.output, kept_by_acts(self.plan))
         check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
         check_kept(variance, bound.contents(), self._whole and self._whole.contents)
+        check_kept(variance, self._collected(), self._whole and self._whole.collected)
         axes.agree()
         variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
         self.bytes_moved = axes.bytes_moved

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import repeat
 from operator import is_
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -245,8 +245,8 @@ def signature(leaf: Any, sizes: bool) -> Any:
     """What of a leaf of the arguments is always looked at; numbers and objects have places of their own."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape) if sizes else leaf.dim(), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, FunctionType):
-        return leaf.__code__
+    if isinstance(leaf, FunctionType | MethodType):
+        return leaf.__code__ if isinstance(leaf, FunctionType) else leaf.__func__
     return (type(leaf), leaf) if isinstance(leaf, _WORDS) else type(leaf)
 
 

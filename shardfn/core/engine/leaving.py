@@ -22,9 +22,9 @@ def check_kept(variance: Variance, values: Any, whole: Any) -> None:
     `whole`: the same of a run with whole values.
     """
     _compare_numbers(variance, values, whole)
-    _compare_origins(variance, values, whole, "is kept in a module")
+    _compare_origins(variance, values, whole, "is kept")
     if whole is not None and pytree.tree_structure(values) != pytree.tree_structure(whole):
-        what = "modules keep something else than on one rank: control flow depends on sizes of this one"
+        what = "the forward keeps something else than on one rank: control flow depends on sizes of this one"
         variance.findings.mixed.append(Problem(what, "sizes"))
     for tensor in tensors_in(values, depth=4):
         tag = variance.tag(tensor)
@@ -33,8 +33,8 @@ def check_kept(variance: Variance, values: Any, whole: Any) -> None:
                 _check_output(variance, tag, axis, part, None, tuple(tensor.shape), ())
             elif tag.wants or tensor.requires_grad:
                 what = (
-                    f"a value of shape {tuple(tensor.shape)} that ranks of '{axis}' use in shares is kept in an "
-                    "attribute, where its gradient would be a part of a sum: return it, or detach it"
+                    f"a value of shape {tuple(tensor.shape)} that ranks of '{axis}' use in shares is kept, "
+                    "where its gradient would be a part of a sum: return it, or detach it"
                 )
                 variance.findings.mixed.append(Problem(what, "gradient"))
 

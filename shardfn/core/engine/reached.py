@@ -24,6 +24,7 @@ _NEAR = 3  # the same, of what is looked at in every call
 _MOST = 2**12  # items of a container that are looked into
 _FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
 _PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
+_ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are not followed
 
 _CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
 
@@ -35,6 +36,9 @@ class Reached:
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
         self._found: Held = {}
+        self.collected: list[
+            Any
+        ] = []  # what the last run has put into it that outlives a forward: tensors and whole numbers
         modules = [unwrapped(module) for module in model.modules()]
         for cls in dict.fromkeys(map(class_of, modules)):
             _follow(_methods(cls), _DEPTH, self._found)
@@ -47,13 +51,18 @@ class Reached:
         _follow(roots, _DEPTH, self._found)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Afterwards all of it holds that again."""
+    def undone(self, given: Iterable[Any]) -> Iterator[None]:
+        """Afterwards all of it holds that again, and what can be reached from what a run is given."""
+        own = reach(given)
+        self.collected = []
         try:
             yield
         finally:
-            for value, held in self._found.values():
-                if not alike(read(value), held):
+            for value, held in [*self._found.values(), *own.values()]:
+                now = read(value)
+                if not alike(now, held):
+                    before = set(map(id, _items(held)))
+                    self.collected += [x for item in _items(now) if id(item) not in before for x in _kept(item, _NEAR)]
                     _write(value, held)
 
 
@@ -61,7 +70,7 @@ def reach(values: Iterable[Any]) -> Held:
     """What can be changed in place of values, and what is in it; functions are not followed."""
     found: Held = {}
     for value in values:
-        _follow(value, _NEAR, found, (*_PLAIN, FunctionType, MethodType, partial))
+        _follow(value, _NEAR, found, _ENDS)
     return found
 
 
@@ -74,6 +83,15 @@ def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN
         found[id(value)] = value, held
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
         _follow(item, depth - 1, found, ends)
+
+
+def _kept(value: Any, depth: int) -> Iterator[Any]:
+    """The tensors and whole numbers in a value; other numbers, which may be times, are nobody's."""
+    if isinstance(value, Tensor) or type(value) is int:
+        yield value
+    elif depth and not isinstance(value, _ENDS):
+        for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):
+            yield from _kept(item, depth - 1)
 
 
 def read(value: Any) -> Any:

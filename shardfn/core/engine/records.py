@@ -185,6 +185,7 @@ class Whole(Framed):
         self.output: Any = None
         self.assigned: Any = None  # to attributes of modules
         self.contents: Any = None  # of lists that modules have
+        self.collected: Any = None  # into what else a forward can reach
         self.left: dict[tuple[str, int], list[tuple[Origin, torch.Size]]] = {}  # of the outputs of a call
 
     @contextmanager
