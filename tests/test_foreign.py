@@ -59,3 +59,38 @@ def test_errors_of_the_function_itself_stay() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         sf.vjp(broken, torch.ones(3, 4))
     assert not isinstance(caught.value, sf.ShardError)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})
+def test_what_a_part_of_a_leaf_cannot_tell_is_refused(mesh: DeviceMesh) -> None:
+    """The first run of a function is watched; where leaves are whole everything is allowed."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    rules = {"0.weight": "f@tp c@fsdp", "2.weight": "_@fsdp f@tp"}
+    params, x = sf.shard(model, mesh, sf.Policy(rules=rules)), torch.ones(2, 6)
+    samples = torch.ones(4, 1, 6)
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    def clipped(p: sf.Params, x: Tensor) -> sf.Params:
+        return sf.tree.map(lambda g: g / (1 + g.norm()), sf.grad(loss)(p, x))
+
+    def stepped(p: sf.Params) -> Tensor:
+        return loss(sf.tree.map(lambda w, g: torch.clamp(w - 0.1 * g, -1, 1), p, sf.grad(loss)(p, x)), x)
+
+    wrong: list[Callable[[], Any]] = [
+        lambda: sf.jvp(lambda p: torch.stack([w.square().sum() for w in p.values()]).sum(), (params,), (params,)),
+        lambda: sf.hvp(lambda p: loss(p, x) + p["0.weight"].abs().mean(), (params,), params),
+        lambda: sf.vjp(lambda p: x @ p["0.weight"].T, params),
+        lambda: sf.jvp(lambda p: (p["0.weight"] * 2)[0], (params,), (params,)),
+        lambda: sf.vmap(clipped, in_dims=(None, 0))(params, samples),
+    ]
+    for at, call in enumerate(wrong):
+        if mesh.size() == 1 or (at == 4 and mesh["fsdp"].size() > 1):  # gradients of samples are whole over data axes
+            call()
+            continue
+        with pytest.raises(sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather\(params\)"):
+            call()
+    sf.jvp(stepped, (params,), (params,))
+    sf.jvp(lambda p: loss(p, x) + sf.tree.dot(p, p) + sf.gather(p)["0.weight"].norm(), (params,), (params,))
+    sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, samples)

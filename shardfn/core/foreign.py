@@ -1,29 +1,41 @@
-"""Collectives that are not ours, inside transforms: found, and refused by name. Layer 1.
+"""What a function inside a transform cannot do itself: found in its first run, and refused by name. Layer 3.
 
-Those of `torch.distributed` have no derivative and no mapped form. Under `vmap` they give unreduced or uninitialised
-data, under `jvp` a tangent of zero, under `grad` a gradient without the other ranks: all of that without an error.
+Collectives of `torch.distributed` have no derivative and no mapped form. Under `vmap` they give unreduced or
+uninitialised data, under `jvp` a tangent of zero, under `grad` a gradient without the other ranks: all of that without
+an error. And the leaves of trees are this rank's plain parts there: a sum over one, a product of matrices, a row of it
+are not those of the leaf.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from itertools import islice
 from pathlib import Path
 from types import CellType, FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import AS_TENSORS, TorchDispatchMode
+from shardfn._torch import AS_TENSORS, TorchDispatchMode, pytree
 from shardfn.core.errors import ShardError
+from shardfn.core.tree import has_parts, watched_parts
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 # What was watched, once, since every operation pays for it: by code, which functions made again and again share.
 _WATCHED: set[tuple[Any, ...]] = set()
+_APPLY = str(Path(__file__).with_name("apply.py"))
+_KEEPING = frozenset(  # what is done element by element, or is not about elements, beside torch's pointwise operations
+    "radd iadd isub imul rmul rsub rdiv idiv truediv rtruediv itruediv floordiv rfloordiv rpow ipow mod rmod "
+    "pos invert and or xor detach clone to type type_as float double half bfloat16 contiguous cpu cuda "
+    "requires_grad zeros_like ones_like empty_like full_like rand_like randn_like stack unsqueeze dim size "
+    "stride is_floating_point is_complex get set repr format register_hook retain_grad grad backward".split()
+)
 
 
 def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,11 +49,12 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _WATCHES.get() or code in _WATCHED:
+        key = *code, has_parts((args, kwargs))
+        if _WATCHES.get() or key in _WATCHED:
             return func(*args, **kwargs)
         token = _WATCHES.set(True)
         try:
-            with _Refusing(verb):
+            with watched_parts((args, kwargs)) as parts, _Refusing(verb), _OfParts(verb, parts):
                 out = func(*args, **kwargs)
         except RuntimeError as error:  # some of them torch refuses itself, without their name
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -51,7 +64,7 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _WATCHES.reset(token)
         if code[0] is not None:
-            _WATCHED.add(code)
+            _WATCHED.add(key)
         return out
 
     return call
@@ -81,6 +94,57 @@ class _Refusing(TorchDispatchMode):
         if func.namespace in _NAMESPACES and (name := _called_as(islice(_callers(), 3, None))) is not None:
             raise _refused(self._verb, name)
         return AS_TENSORS.get(func, func)(*args, **(kwargs or {}))
+
+
+class _OfParts(TorchFunctionMode):
+    """Refuses what is not done element by element with parts of leaves."""
+
+    def __init__(self, verb: str, parts: Any) -> None:
+        super().__init__()
+        self._verb, self._parts = verb, parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and x in self._parts]
+        if not given or _is_ours():
+            return func(*args, **(kwargs or {}))
+        name, leaf = getattr(func, "__name__", "").strip("_"), self._parts[given[0]]
+        if not (name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))):
+            raise ShardError(
+                f"{self._verb}: {name} of {leaf!r} would be that of this rank's part, which is all that a leaf is "
+                "inside a transform. Use sf.tree.dot or sf.optim.global_norm of trees, or the whole leaf: "
+                f"sf.gather(params)[{leaf!r}]"
+            )
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._parts[x] = leaf
+        return out
+
+
+def _is_ours() -> bool:
+    """Whether code of this library does the operation that is under way, or a model within `apply`."""
+    innermost = True
+    for frame in islice(_callers(), 3, None):
+        file = frame.f_code.co_filename
+        if file == __file__:  # the function that is watched
+            return False
+        if file.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
+            continue
+        if file == _APPLY or (innermost and file.startswith(_OURS)):
+            return True
+        innermost = False
+    return False
+
+
+@cache
+def _is_pointwise(name: str) -> bool:
+    found = getattr(torch.ops.aten, name, None)
+    return found is not None and any(torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
+
+
+def _adds_dims(index: Any) -> bool:
+    """Whether an index takes everything."""
+    return all(at is None or at is ... or at == slice(None) for at in (index if isinstance(index, tuple) else (index,)))
 
 
 def _called_as(frames: Iterable[FrameType]) -> str | None:

@@ -5,7 +5,8 @@ context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
@@ -36,6 +38,9 @@ _INSTEAD = {
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
     **dict.fromkeys(("train", "eval", "zero_grad"), "params holds only tensors; call it on the model"),
 }
+
+
+_PARTS: ContextVar[WeakIdKeyDictionary | None] = ContextVar("parts of leaves", default=None)
 
 
 class Params(dict[str, Any]):
@@ -75,6 +80,19 @@ class Params(dict[str, Any]):
         self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
         self.holds_back: Callable[[str], bool] | None = None  # whether a unit's gradients stay unreduced in `.grad`
         self.scale_of_gradients: Callable[[str], float] | None = None  # by which a backward multiplies those of a unit
+        if plan.vmaps is not None and (watched := _PARTS.get()) is not None:
+            self._note_parts(watched)
+
+    def _note_parts(self, parts: WeakIdKeyDictionary) -> None:
+        for name, leaf in self._parts():
+            parts[leaf] = name
+
+    def _parts(self) -> Iterator[tuple[str, Tensor]]:
+        """The leaves of which this rank has a part, inside a transform."""
+        for name, leaf in self.items() if self.plan.vmaps is not None else ():
+            known = self.plan.leaves.get(name)
+            if known is not None and isinstance(leaf, Tensor) and any(self.plan.axes[a] > 1 for a in known[1].axes):
+                yield name, leaf
 
     def like(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Params":
         """Other leaves under the same plan, mesh and buffers."""
@@ -129,6 +147,29 @@ class Params(dict[str, Any]):
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.axes.items())
         rows = "".join(f"\n  {name}: {self.plan.leaves[name][1].rule}" for name in self if name in self.plan.leaves)
         return f"Params on {mesh}, {len(self)} leaves{rows}"
+
+
+def _trees(given: Any) -> list[Params]:
+    found = pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, Params))
+    return [tree for tree in found if isinstance(tree, Params)]
+
+
+def has_parts(given: Any) -> bool:
+    """Whether there are trees among what is given of whose leaves this rank has parts, inside a transform."""
+    return any(True for tree in _trees(given) for _ in tree._parts())
+
+
+@contextmanager
+def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
+    """Within it the parts of leaves of trees that are given, or made, inside a transform, are noted by their names."""
+    parts = WeakIdKeyDictionary()
+    for tree in _trees(given):
+        tree._note_parts(parts)
+    token = _PARTS.set(parts)
+    try:
+        yield parts
+    finally:
+        _PARTS.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
