@@ -802,8 +802,9 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def forward_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """The tables of hooks around the forward of each module, which fill later."""
-    return [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    """The tables of hooks around the forward of each module, and of all modules, which fill later."""
+    own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    return [*own, torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks]
 
 
 def compiles_itself_no_more(module: nn.Module) -> None:

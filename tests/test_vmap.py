@@ -275,7 +275,7 @@ def test_trees_that_a_mapped_function_closes_over(mesh: DeviceMesh) -> None:
     right = torch.stack([(own[name] * w).flatten(1).sum(1) for name, w in whole.items()]).sum(0)
     assert_parity(products(params, params, local), *sf.data.local_batch((right,), mesh), tol=1e-11)
     if mesh["fsdp"].size() > 1:
-        with pytest.raises(sf.ShardError, match=r"(?s)tree.dot: .*from outside of a vmap to sf.vmap"):
+        with pytest.raises(sf.ShardError, match=r"(?s)tree.dot: .*from outside of a vmap to sf.vmap too"):
             sf.vmap(lambda p, x: sf.tree.dot(sf.grad(loss)(p, x), params), in_dims=(None, 0))(params, local)
         for name, each in found.items():
             with pytest.raises(sf.ShardError, match=rf"{name}: a vmap goes on around it.*Pass the tree to sf.vmap too"):

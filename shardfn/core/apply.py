@@ -10,16 +10,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import (
     checkpoint_nothing_in_transforms,
     differentiated_in_vmap,
-    forward_hooks,
     in_transform,
     is_traced,
     kinds_of_transforms,
@@ -33,7 +34,7 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.blanks import stays
-from shardfn.core.engine.guards import Guards, Watch, signature
+from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
@@ -53,6 +54,7 @@ from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
 from shardfn.core.underway import note_tree
 from shardfn.core.wiring import chained, owned_names, wire
 
+_asks_of = attrgetter("requires_grad")
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers
 _WAYS = 64  # of one kind of call that are remembered
@@ -120,6 +122,7 @@ class _Record:
 
     plan: Plan
     names: Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
+    frozen: Sequence[Tensor] = ()  # the model's parameters of which the tree has no gradients
     ranks_of_sequences: int = 1  # between how many ranks `Policy.acts` splits activations
     calls: int = 0
     adjustments: dict[Any, Adjustments] = field(default_factory=dict)
@@ -165,6 +168,7 @@ class _Call:
         try:
             self._require_plain_loop()
             self._require_leaves()
+            self._require_frozen()
             self._require_own_samples()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
@@ -199,6 +203,14 @@ class _Call:
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
 
+    def _require_frozen(self) -> None:
+        """What asked for no gradient when the tree was made has none."""
+        if torch.is_grad_enabled() and any(map(_asks_of, self.record.frozen)):
+            raise ShardError(
+                "apply: parameters that asked for no gradient when sf.shard made the tree do now, and would get none. "
+                "Write model.load_state_dict(sf.gather(params)), and shard the model again"
+            )
+
     def _require_own_samples(self) -> None:
         """Inside torch's own vmap a gradient adds up samples of different data ranks."""
         several = any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
@@ -216,8 +228,9 @@ class _Call:
         caches = [leaf for leaf in leaves if stays(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
         kept = self._kept()
-        hooks = [(id(own), signature(hook, sizes=False)) for own in filter(None, kept.hooks) for hook in own.values()]
-        key = (self.method, torch.is_grad_enabled(), str(structure), *hooks, *kinds)
+        if not kept.structure.is_of(self.model):
+            kept = self._kept(anew=True)
+        key = (self.method, torch.is_grad_enabled(), str(structure), *kept.structure.hooks(), *kinds)
         ways = kept.ways.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
@@ -271,7 +284,10 @@ class _Call:
         copies.begin(session, buffers)
         try:
             with session.hooks(traced=copies.bound.compiles):
-                return leaving(getattr(copies.bound.root, self.method)(*args, **kwargs), adjust, self.grid, self.plan)
+                output = getattr(copies.bound.root, self.method)(*args, **kwargs)
+                if torch.is_grad_enabled() and not (session.in_transform or is_traced() or copies.bound.untouched):
+                    copies.bound.write_back_later(output)
+                return leaving(output, adjust, self.grid, self.plan)
         finally:
             session.close()
             if masks is not None:
@@ -355,13 +371,16 @@ class _Call:
         data = self.plan.roles.data
         return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
 
-    def _kept(self) -> "_Kept":
-        """What is kept of this model with the plan, since it may refer to the model."""
+    def _kept(self, anew: bool = False) -> "_Kept":
+        """What is kept of this model with the plan, since it may refer to the model; `anew` of a model that changed."""
         kept: dict[int, Any] = self.plan.__dict__.setdefault("_kept", {})
         key = id(self.model)
-        if key not in kept:
+        if anew:
+            self.record.names = owned_names(self.model, self.plan)
+            self.record.adjustments.clear()
+        if anew or key not in kept:
             gone = weakref.ref(self.model, lambda _: kept.pop(key, None))  # it goes when the model goes
-            kept[key] = gone, _Kept(forward_hooks(self.model))
+            kept[key] = gone, _Kept(Structure(self.model))
         return kept[key][1]
 
 
@@ -458,7 +477,7 @@ class _Way:
 class _Kept:
     """Copies of a model that may serve again, and the ways that its forward took, by kind of call."""
 
-    hooks: list[dict[int, Any]]
+    structure: Structure
     idle: dict[tuple[Adjustments, bool], "_Copies"] = field(default_factory=dict)
     ways: dict[Any, list[_Way]] = field(default_factory=dict)
 
@@ -568,5 +587,11 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
     for record in records:
         if record.plan == plan:
             return record
-    records.append(_Record(plan, owned_names(model, plan), ranks_of_acts(plan)))
+    records.append(_Record(plan, owned_names(model, plan), _frozen(model, plan), ranks_of_acts(plan)))
     return records[-1]
+
+
+def _frozen(model: nn.Module, plan: Plan) -> list[Tensor]:
+    """Parameters that were frozen when the tree was made; those that are shards themselves are looked at elsewhere."""
+    named = [(plan.canonical.get(name, ""), p) for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]

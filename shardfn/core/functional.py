@@ -747,6 +747,8 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
     raise ShardError(
         f"reduce_grads: '{name}' has shape {tuple(grad.shape)} and placements {grad.placements}; the parameter has "
         f"{tuple(reduced.shape)} and {reduced.placements}, its pending gradient {pending.placements}"
+        + ". Write g.sum(0) for the mean over samples, and divide by their number"
+        * (Partial("avg") in grad.placements)
     )
 
 

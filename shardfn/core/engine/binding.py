@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import (
     Compiler,
+    after_backward,
     buffers_of,
     call_wrapped,
     children_of,
@@ -31,6 +32,7 @@ from shardfn._torch import (
     keep_containers_apart,
     keep_hooks_apart,
     parameters_of,
+    pytree,
     refresh_flat_weights,
     set_tables,
 )
@@ -330,6 +332,22 @@ class Bound:
             elif value is not _DELETED:
                 module.__dict__[name] = value
         self._write_back_buffers(buffers)
+
+    def write_back_later(self, output: Any) -> None:
+        """Give the template what hooks assign in a backward of an output, to copies that somebody holds until then."""
+        held = [(template, copy, dict(copy.__dict__)) for template, copy in self._pairs]
+
+        def write_back() -> None:
+            for template, copy, was in held:
+                module, now = template(), copy.__dict__
+                for name in now.keys() - _OWN if module is not None else ():
+                    if name not in was or was[name] is not now[name]:
+                        was[name] = now[name]
+                        module.__dict__[name] = self._original(now[name])
+
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                x.register_hook(lambda _: after_backward(write_back))
 
     def _write_back_buffers(self, buffers: dict[str, Tensor]) -> None:
         values = (buffers_of(copy).get(attribute) for _, attribute, copy, _ in self._buffers)

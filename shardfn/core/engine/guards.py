@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import attributes_read, children_of, pytree
+from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.core.engine.binding import Bound
 from shardfn.core.engine.blanks import stays
 from shardfn.core.engine.reached import Held, alike, reach, read
@@ -34,6 +34,7 @@ from shardfn.core.engine.values import Values
 from shardfn.core.shadow import class_of
 
 _NOTHING = object()
+_dict_of = attrgetter("__dict__")
 _NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
 
@@ -96,6 +97,31 @@ def _is_declared(module: nn.Module, name: str) -> bool:
     """Whether a class has a name, or a module a parameter or buffer."""
     tables = (module.__dict__["_parameters"], module.__dict__["_buffers"])
     return hasattr(class_of(module), name) or any(name in table for table in tables)
+
+
+class Structure:
+    """The modules that a model is made of, their classes and forwards, and the hooks around them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [table for module in model.modules() if (table := children_of(module))]
+        self._hooks = forward_hooks(model)
+        self._was = self._now(model)
+
+    def _now(self, model: nn.Module) -> list[Any]:
+        children = [*chain.from_iterable(map(dict.values, self._tables))]
+        inside = [model, *(child for child in children if child is not None)]
+        kinds = [*map(type, inside)]
+        own = map(dict.get, map(_dict_of, inside), repeat("forward"))
+        return [*children, *kinds, *own, *(kind.forward for kind in dict.fromkeys(kinds))]
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the model is made as it was."""
+        now = self._now(model)
+        return len(now) == len(self._was) and all(map(is_, now, self._was))
+
+    def hooks(self) -> list[Any]:
+        """The hooks that there are now, each with where it is."""
+        return [(id(own), signature(hook, sizes=False)) for own in filter(None, self._hooks) for hook in own.values()]
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfn._torch import forward_hooks
 from shardfn.core.shadow import OWN, class_of, unwrapped
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
@@ -45,9 +46,11 @@ class Reached:
         for module in modules:
             for name, value in vars(module).items():
                 # Containers of modules are copied for runs without data, and objects in them are not.
-                inner = _items(read(value)) if isinstance(value, _CONTAINERS) else (value,)
+                inner = _items(read(value)) if type(value) in (list, dict, set) else (value,)
                 for item in inner if not name.startswith(OWN) else ():
                     _follow(item, _DEPTH, self._found)
+        for hooks in forward_hooks(model):
+            _follow(tuple(hooks.values()), _DEPTH, self._found)
         _follow(roots, _DEPTH, self._found)
 
     @contextmanager

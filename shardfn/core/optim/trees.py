@@ -112,8 +112,8 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
         known = [name for name in names if name in have and name in params.plan.leaves and name in have.plan.leaves]
         layouts = [(name, *(tree.plan.leaves[name][1] for tree in (params, have))) for name in known]
         problems += [
-            f"{what}[{name!r}] has layout {other.rule}, the first {own.rule}; pass trees that come from outside of a "
-            "vmap to sf.vmap too, with None in in_dims"
+            f"{what}[{name!r}] has layout {other.rule}, the first {own.rule}; sf.reshard one of the trees before, and "
+            "pass trees from outside of a vmap to sf.vmap too, with None in in_dims"
             for name, own, other in layouts
             if own != other
         ]
