@@ -1,5 +1,6 @@
 """What random programs found that is nobody's alone: each was a wrong number, a crash or an error that said nothing."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -270,17 +271,20 @@ class Telling(MLP):
         return x + self.down(h)
 
 
-@pytest.mark.parametrize("how", ["hook", "later", "argument"])
+@pytest.mark.parametrize("how", ["hook", "later", "argument", "deque"])
 @on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
 def test_split_values_that_leave_in_a_list_are_whole(mesh: DeviceMesh, how: str) -> None:
     torch.manual_seed(0)
     model = Telling().double()
     params = sf.shard(model, mesh, sf.Policy(rules=RULES))
     (x,) = sf.data.local_batch((X,), mesh)
-    kept: list[Tensor] = []
+    kept: Any = []
     if how == "later":
         sf.apply(model, params, x)
-    if how != "argument":
+    if how == "deque":
+        model.up.kept = kept = deque(maxlen=4)
+        model.up.register_forward_hook(lambda module, args, out: module.kept.append(out))
+    elif how != "argument":
         model.up.register_forward_hook(lambda module, args, out: kept.append(out))
     more = {"kept": kept} if how == "argument" else {}
 
@@ -312,3 +316,89 @@ def test_what_leaves_in_a_list_as_a_part_is_refused(mesh: DeviceMesh) -> None:
         sf.apply(model, params, X)
         model(X)
         assert_parity(kept[-2], kept[-1], tol=1e-12)
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 1})
+def test_what_a_backward_assigns_to_a_module_is_kept(mesh: DeviceMesh) -> None:
+    """Hooks get the copies of modules with which a call computes."""
+
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norms = nn.Linear(8, 16), nn.Linear(16, 8), torch.zeros((), dtype=torch.float64)
+
+        def note(self, grad: Tensor) -> None:
+            self.norms = self.norms + grad.norm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.down(torch.tanh(self.up(x)))
+            if out.requires_grad:
+                out.register_hook(self.note)
+            return out
+
+    torch.manual_seed(0)
+    model, own = Seen().double(), Seen().double()
+    for each in (model, own):
+        each.down.register_full_backward_hook(lambda module, into, out: setattr(module, "seen", out[0].sum()))
+    own.load_state_dict(model.state_dict())
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    for _ in range(2):
+        sf.grad(lambda p: sf.apply(model, p, X).square().sum())(params)
+        own(X).square().sum().backward()
+        assert_parity([model.norms, model.down.seen], [own.norms, own.down.seen], tol=1e-11)
+
+
+@pytest.mark.parametrize("change", ["child", "forward", "class"])
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_model_that_is_changed_after_a_call(mesh: DeviceMesh, change: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "f@tp c@fsdp", "2.weight": "c@fsdp f@tp"}))
+    assert_parity(sf.apply(model, params, X), model(X), tol=1e-12)
+
+    def changed(kind: type[nn.Module]) -> None:
+        act = kind(dim=-1) if kind is nn.Softmax else kind()
+        if change == "child":
+            model[1] = act
+        elif change == "forward":
+            model[1].forward = act.forward
+        else:
+            model[1].__class__ = kind
+            vars(model[1]).update(vars(act))
+
+    changed(nn.Sigmoid)
+    assert_parity(sf.apply(model, params, X), model(X), tol=1e-12)
+    changed(nn.Softmax)
+    with pytest.raises(sf.ShardError, match="_softmax along dim 2, of which each rank has a part"):
+        sf.apply(model, params, X)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_a_loss_that_is_differentiated_by_a_plain_argument_is_that_of_all_ranks(mesh: DeviceMesh) -> None:
+    model, shift = mlp(), torch.zeros(8, dtype=torch.float64)
+    params = sf.shard(model, mesh, sf.Policy())
+    (x,) = sf.data.local_batch((X,), mesh)
+
+    def loss(p: sf.Params, shift: Tensor, x: Tensor) -> sf.data.Mean:
+        out = sf.apply(model, p, x + shift).square()
+        return sf.data.Mean(out[x > 0].sum(), (x > 0).sum())
+
+    value, grad = sf.value_and_grad(loss, argnums=1)(params, shift, x)
+    shift.requires_grad_()
+    right = model(X + shift).square()[X > 0].mean()
+    (wanted,) = torch.autograd.grad(right, shift)
+    assert_parity([value, sf.collectives.pmean(grad, mesh, "fsdp")], [right.detach(), wanted], tol=1e-12)
+
+
+@on_meshes({"fsdp": 2, "tp": 1})
+def test_parameters_that_are_unfrozen_after_shard_are_refused(mesh: DeviceMesh) -> None:
+    model = mlp()
+    model.up.requires_grad_(False)
+    params = sf.shard(model, mesh, sf.Policy())
+    sf.grad(lambda p: sf.apply(model, p, X).square().mean())(params)
+    model.up.requires_grad_(True)
+    with pytest.raises(sf.ShardError, match=r"would get none. Write model.load_state_dict\(sf.gather\(params\)\)"):
+        sf.grad(lambda p: sf.apply(model, p, X).square().mean())(params)
+    model.load_state_dict(sf.gather(params))
+    grads = sf.grad(lambda p: sf.apply(model, p, X).square().mean())(sf.shard(model, mesh, sf.Policy()))
+    assert sf.gather(grads)["up.weight"].abs().sum() > 0
