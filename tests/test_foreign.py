@@ -90,7 +90,7 @@ def test_what_a_part_of_a_leaf_cannot_tell_is_refused(mesh: DeviceMesh) -> None:
             call()
             continue
         with pytest.raises(
-            sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather\(params\)"
+            sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather"
         ):
             call()
     sf.jvp(stepped, (params,), (params,))
