@@ -89,9 +89,7 @@ def test_what_a_part_of_a_leaf_cannot_tell_is_refused(mesh: DeviceMesh) -> None:
         if mesh.size() == 1 or (at == 4 and mesh["fsdp"].size() > 1):  # gradients of samples are whole over data axes
             call()
             continue
-        with pytest.raises(
-            sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather"
-        ):
+        with pytest.raises(sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather"):
             call()
     sf.jvp(stepped, (params,), (params,))
     sf.jvp(lambda p: loss(p, x) + sf.tree.dot(p, p) + sf.gather(p)["0.weight"].norm(), (params,), (params,))

@@ -216,7 +216,12 @@ def _calls(draw: Draw) -> tuple[dict[str, int], str]:
         "for j, s in enumerate(seen)}",
     ]
     lines.append("out['buffers'] = dict(params.buffers)")
-    return mesh, _text(built, lines)
+    text = _text(built, lines)
+    if "seen.append" in text:  # no container that torch's pytrees know
+        text = "class Seen(list):\n    pass\n\n" + text.replace(
+            ", []\n        loss, grads", ", Seen()\n        loss, grads"
+        )
+    return mesh, text
 
 
 def _decoding(draw: Draw) -> tuple[dict[str, int], str]:
@@ -586,7 +591,7 @@ def _habits(draw: Draw) -> tuple[dict[str, int], str]:
             ["step = sf.value_and_grad(lambda p, x, y: base(params, x, y))", *_step()],
             [
                 "optimizer = torch.optim.SGD(params.values(), lr=0.1)",
-                "base(params, x, y).backward()",
+                f"{plain}.backward()",
                 "optimizer.step()",
                 "out['params'] = sf.gather(params)",
             ],

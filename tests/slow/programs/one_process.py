@@ -344,13 +344,15 @@ class Optimizer:
             grads, states[i] = rule(grads, params, states[i], step)
         return grads, (step, states)
 
-    @torch.no_grad()
     def step(self, params: Params, grads: Params, state: Any) -> tuple[Params, Any]:
-        """In place."""
+        """In place, unless it is differentiated."""
         updates, state = self.update(grads, state, params)
-        for name, leaf in params.items():
-            if name in params.trains:
-                leaf.add_(updates[name])
+        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads.values()):
+            return params.like((name, leaf + updates[name]) for name, leaf in params.items()), state
+        with torch.no_grad():
+            for name, leaf in params.items():
+                if name in params.trains:
+                    leaf.add_(updates[name])
         return params, state
 
 
