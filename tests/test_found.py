@@ -383,11 +383,13 @@ def test_a_loss_that_is_differentiated_by_a_plain_argument_is_that_of_all_ranks(
         out = sf.apply(model, p, x + shift).square()
         return sf.data.Mean(out[x > 0].sum(), (x > 0).sum())
 
-    value, grad = sf.value_and_grad(loss, argnums=1)(params, shift, x)
+    found = sf.value_and_grad(loss, argnums=1)(params, shift, x)
+    closed = sf.value_and_grad(lambda shift: loss(params, shift, x))(shift)
     shift.requires_grad_()
     right = model(X + shift).square()[X > 0].mean()
     (wanted,) = torch.autograd.grad(right, shift)
-    assert_parity([value, sf.collectives.pmean(grad, mesh, "fsdp")], [right.detach(), wanted], tol=1e-12)
+    for value, grad in (found, closed):
+        assert_parity([value, sf.collectives.pmean(grad, mesh, "fsdp")], [right.detach(), wanted], tol=1e-12)
 
 
 @on_meshes({"fsdp": 2, "tp": 1})
@@ -402,3 +404,18 @@ def test_parameters_that_are_unfrozen_after_shard_are_refused(mesh: DeviceMesh) 
     model.load_state_dict(sf.gather(params))
     grads = sf.grad(lambda p: sf.apply(model, p, X).square().mean())(sf.shard(model, mesh, sf.Policy()))
     assert sf.gather(grads)["up.weight"].abs().sum() > 0
+
+
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 1})
+def test_a_tree_that_asks_and_is_closed_over_has_a_gradient_through_one(mesh: DeviceMesh) -> None:
+    model = mlp()
+    p = sf.shard(model, mesh, sf.Policy())
+    q = sf.tree.map(lambda w: (0.5 * w).detach().requires_grad_(), p)
+    grads = sf.grad(lambda p: (sf.apply(model, p, X) * sf.apply(model, q, X)).square().mean())(p)
+    sf.tree.dot(grads, grads).backward()
+    own = {name: w.clone().requires_grad_() for name, w in weights(model).items()}
+    other = {name: (0.5 * w).requires_grad_() for name, w in weights(model).items()}
+    loss = (functional_call(model, own, (X,)) * functional_call(model, other, (X,))).square().mean()
+    wanted = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+    torch.stack([w.square().sum() for w in wanted]).sum().backward()
+    assert_parity({n: w.grad.full_tensor() for n, w in q.items()}, {n: w.grad for n, w in other.items()}, tol=1e-10)

@@ -136,11 +136,11 @@ def differentiator(
         others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
         owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
         here = Differentiation(trees, [args[p] for p in positions], _wanted)
-        over = owner if owner is not None or here.around else _first_tree(others)  # whose data ranks have the batch
         with torch.enable_grad():
             with here.runs(), of_dtensors("value_and_grad"):
                 result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
+            over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
             loss, count = _objective(loss, over)
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
@@ -184,11 +184,6 @@ def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
             f"value_and_grad: torch cannot differentiate its forward mode here: {error}\n"
             "In place of sf.hvp(f, (p,), v) write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
         ) from error
-
-
-def _first_tree(values: Sequence[Any]) -> Params | None:
-    leaves = (x for value in values for x in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Params)))
-    return next((x for x in leaves if isinstance(x, Params)), None)
 
 
 def _holds_trees(tree: Any) -> bool:

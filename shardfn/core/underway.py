@@ -25,6 +25,7 @@ class Differentiation:
         self.around = _UNDER_WAY.get()  # those of whose losses it is a part, outermost first
         self.meets_others = False  # a tree was used that is made of what somebody outside asks for
         self.has_forward_mode = False  # a `jvp` or `hvp` is a part of the loss
+        self.used: Any = None  # the first tree that the loss computes with
         self._inner: list[Tensor] = []  # leaves that were made for differentiations inside
 
     @cached_property
@@ -93,6 +94,8 @@ def reaches_others(tensors: Iterable[Tensor], own: Collection[int]) -> bool:
 def note_tree(tree: Mapping[str, Tensor]) -> None:
     """A loss uses a tree: is it made of what somebody outside of all losses asks for?"""
     around = _UNDER_WAY.get()
+    if around and around[0].used is None:
+        around[0].used = tree
     if not around or around[0].meets_others or any(tree is own for own in around[0].trees):
         return
     if torch.is_grad_enabled() and not in_transform():
