@@ -476,8 +476,8 @@ def _tied(model: nn.Module, *_: Any, **__: Any) -> Any:
     def share(*_: Any) -> None:
         for first, *others in names.values():
             for other in others:
-                path, _, attribute = other.rpartition(".")
-                setattr(model.get_submodule(path), attribute, model.get_parameter(first))
+                *path, attribute = other.split(".")
+                setattr(model.get_submodule(".".join(path)), attribute, model.get_parameter(first))
 
     model.register_load_state_dict_post_hook(share)
     return _itself(model)
