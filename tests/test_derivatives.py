@@ -261,7 +261,7 @@ CASES = [
 ]
 
 
-@on_meshes(*MESHES)
+@on_meshes(*MESHES, timeout=240)
 @pytest.mark.parametrize("regather", [True, False])
 def test_transforms_equal_one_process(mesh: DeviceMesh, regather: bool) -> None:
     at = Program(mesh, regather=regather)

@@ -165,7 +165,8 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
     def call(*args: Any, **kwargs: Any) -> Any:
         out = checked(*args, **kwargs)
         results = pytree.tree_leaves(out[0] if has_aux else out)
-        if not any(isinstance(x, Tensor) and differentiated_in_transform(x) for x in results):
+        tensors = [x for x in results if isinstance(x, Tensor)]  # of split logits something else is said
+        if all(type(x) is Tensor and not differentiated_in_transform(x) for x in tensors):
             raise unused(verb, leaves)
         return out
 

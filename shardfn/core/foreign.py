@@ -29,7 +29,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 # What was watched, once, since every operation pays for it: by code, which functions made again and again share.
 _WATCHED: set[tuple[Any, ...]] = set()
-_APPLY = str(Path(__file__).with_name("apply.py"))
+_ON_PARTS = frozenset(str(Path(__file__).with_name(name)) for name in ("apply.py", "shard_map.py"))
 _KEEPING = frozenset(  # what is done element by element, or is not about elements, beside torch's pointwise operations
     "radd iadd isub imul rmul rsub rdiv idiv truediv rtruediv itruediv floordiv rfloordiv rpow ipow mod rmod "
     "pos invert and or xor detach clone to type type_as float double half bfloat16 contiguous cpu cuda "
@@ -122,7 +122,7 @@ class _OfParts(TorchFunctionMode):
 
 
 def _is_ours() -> bool:
-    """Whether code of this library does the operation that is under way, or a model within `apply`."""
+    """Whether code of this library does the operation that is under way, or what is within `apply` or a `shard_map`."""
     innermost = True
     for frame in islice(_callers(), 3, None):
         file = frame.f_code.co_filename
@@ -130,7 +130,7 @@ def _is_ours() -> bool:
             return False
         if file.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
             continue
-        if file == _APPLY or (innermost and file.startswith(_OURS)):
+        if file in _ON_PARTS or (innermost and file.startswith(_OURS)):
             return True
         innermost = False
     return False
