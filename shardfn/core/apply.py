@@ -282,11 +282,10 @@ class _Call:
             copies = _Copies(self.model, self.plan, self.grid, self.record.names, *key)
         buffers = self.params.buffers
         copies.begin(session, buffers)
+        output = None
         try:
             with session.hooks(traced=copies.bound.compiles):
                 output = getattr(copies.bound.root, self.method)(*args, **kwargs)
-                if torch.is_grad_enabled() and not (session.in_transform or is_traced() or copies.bound.untouched):
-                    copies.bound.write_back_later(output)
                 return leaving(output, adjust, self.grid, self.plan)
         finally:
             session.close()
@@ -298,6 +297,8 @@ class _Call:
             elif copies.bound.untouched:
                 copies.current.session = None
                 idle[key] = copies
+            elif torch.is_grad_enabled() and not (session.in_transform or is_traced()):
+                copies.bound.write_back_later(output)
 
     def _loop(self, args: Any, kwargs: Any) -> Any:
         """A method that calls the model as often as its tokens say.

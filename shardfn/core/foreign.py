@@ -49,8 +49,7 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        key = *code, has_parts((args, kwargs))
-        if _WATCHES.get() or key in _WATCHED:
+        if _WATCHES.get() or (key := (*code, has_parts((args, kwargs)))) in _WATCHED:
             return func(*args, **kwargs)
         token = _WATCHES.set(True)
         try:
