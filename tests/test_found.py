@@ -92,6 +92,24 @@ def test_a_registered_forward_is_for_split_weights(mesh: DeviceMesh, split: bool
     assert_parity(sf.apply(model, params, X[:2]), model(X[:2]).detach(), tol=1e-12)
 
 
+class Marked(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+@sf.register(Marked)
+def marked_forward(module: Marked, local: dict[str, Tensor], layouts: Any, x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_registered_forward_of_a_module_without_weights(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(), Marked())
+    params = sf.shard(model, mesh, sf.Policy(rules={f"0.{name}": rule for name, rule in RULES.items()}))
+    assert_parity(sf.apply(model, params, X), 2 * model(X).detach(), tol=1e-12)
+
+
 @on_meshes({"replicate": 2, "fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
 def test_dot_where_a_rank_has_nothing_to_add(mesh: DeviceMesh) -> None:
     """All ranks send the same dtype."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn.core.engine import padding
 from shardfn.testing import assert_parity, on_meshes
 
 Change = Callable[[Tensor], Tensor]
@@ -77,6 +78,13 @@ def test_what_is_no_number_in_padding_is_refused(name: str, at: str) -> None:
     with pytest.raises(sf.ShardError, match=rf"{operation} of zeros, which .*'tp'.* padding.*\n.*clamp_min"):
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy(), example=x)
     sf.plan(model, sf.MeshSpec(fsdp=1, tp=3), _policy(padded=False), example=x)
+
+
+def test_what_is_zero_for_some_numbers_only_is_not_zero() -> None:
+    """A zero to the power of an integer is one where that is zero, too."""
+    zeros, powers = torch.zeros(3), torch.tensor([0, 1, 2])
+    assert padding.after(torch.ops.aten.pow.Tensor_Tensor, (zeros, powers), {}, lambda x: x is zeros) == (False, False)
+    assert padding.after(torch.ops.aten.mul.Tensor, (zeros, powers), {}, lambda x: x is zeros) == (True, False)
 
 
 @pytest.mark.parametrize("name", EQUAL)

@@ -75,8 +75,10 @@ class Reads:
         own = {id(copy): (module, dict(copy.__dict__)) for module, copy in bound.pairs()}
 
         def note(copy: Any, name: str) -> None:
+            if name in _NAMES:
+                return
             module, made = own.get(id(copy), (None, None))
-            if module is None or made is None or name in _NAMES:
+            if module is None or made is None:
                 return
             held = object.__getattribute__(copy, "__dict__").get(name, _NOTHING)
             if held is not made.get(name, _NOTHING):

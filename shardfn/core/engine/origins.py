@@ -62,8 +62,8 @@ class Origins:
         return tuple(map(self._origin, tensors))
 
     def _origin(self, x: Tensor) -> Origin:
-        if x in self._of:
-            origin, before = self._of[x]
+        if (known := self._of.get(x)) is not None:
+            origin, before = known
             now = self._history(x)
             if now == before or origin is None:
                 return origin

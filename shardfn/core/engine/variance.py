@@ -90,7 +90,7 @@ class Variance(Framed):
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
-        known: Tag = self._tags[tensor] if tensor in self._tags else Tag()
+        known: Tag = self._tags.get(tensor) or Tag()
         written = self._written.get(storage_number(tensor)) if self._written else None
         if written is not None and written[1] > (self._seen.get(tensor) or 0):
             why = "another view of its memory was written with values that are split otherwise"
@@ -365,10 +365,11 @@ class Variance(Framed):
         shapes = whole.shapes if whole is not None and len(whole.shapes) == len(results) else None
         pointwise = torch.Tag.pointwise in func.tags
         found: list[dict[str, Part]] = [{} for _ in results]
+        tags = {id(x): self.tag(x) for x in tensors_of((args, kwargs))}
 
         def seen_from(axis: str) -> Operation:
             def part(x: Tensor) -> Part | None:
-                return self.tag(x).parts.get(axis)
+                return tags[id(x)].parts.get(axis)
 
             zero = self._zeros.__contains__
             size = self.sizes[axis]
