@@ -92,5 +92,6 @@ def test_what_a_part_of_a_leaf_cannot_tell_is_refused(mesh: DeviceMesh) -> None:
         with pytest.raises(sf.ShardError, match=r"of '0.weight' would be that of this rank's part.*sf.gather"):
             call()
     sf.jvp(stepped, (params,), (params,))
+    sf.vjp(lambda p: 2 * p["0.weight"][None, ..., :], params)
     sf.jvp(lambda p: loss(p, x) + sf.tree.dot(p, p) + sf.gather(p)["0.weight"].norm(), (params,), (params,))
     sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, samples)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
@@ -317,6 +318,25 @@ def test_split_values_that_leave_in_a_list_are_whole(mesh: DeviceMesh, how: str)
 
 
 @on_meshes({"fsdp": 1, "tp": 2})
+def test_split_values_that_leave_by_a_hook_of_all_modules_are_whole(mesh: DeviceMesh) -> None:
+    model, kept = mlp(), list[Tensor]()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+
+    def collect(module: nn.Module, args: Any, out: Tensor) -> None:
+        if getattr(module, "out_features", 0) == model.up.out_features:
+            kept.append(out)
+
+    hook = register_module_forward_hook(collect)
+    try:
+        sf.apply(model, params, X)
+        model(X)
+    finally:
+        hook.remove()
+    first, second = kept
+    assert_parity(first, second, tol=1e-12)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
 def test_what_leaves_in_a_list_as_a_part_is_refused(mesh: DeviceMesh) -> None:
     model = mlp()
     params = sf.shard(model, mesh, sf.Policy(rules=RULES))
@@ -361,6 +381,30 @@ def test_what_a_backward_assigns_to_a_module_is_kept(mesh: DeviceMesh) -> None:
         sf.grad(lambda p: sf.apply(model, p, X).square().sum())(params)
         own(X).square().sum().backward()
         assert_parity([model.norms, model.down.seen], [own.norms, own.down.seen], tol=1e-11)
+
+
+@pytest.mark.parametrize("change", ["class", "forward of the class", "method of the class"])
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_class_that_is_changed_after_a_call(mesh: DeviceMesh, change: str) -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x)
+
+        def act(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    def mixes(self: nn.Module, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    model = nn.Sequential(nn.Linear(8, 16), Chosen(), nn.Linear(16, 8)).double()
+    params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "f@tp c@fsdp", "2.weight": "c@fsdp f@tp"}))
+    assert_parity(sf.apply(model, params, X), model(X), tol=1e-12)
+    if change == "class":
+        object.__setattr__(model[1], "__class__", type("Mixing", (Chosen,), {"act": mixes}))
+    else:
+        setattr(Chosen, "act" if change.startswith("method") else "forward", mixes)
+    with pytest.raises(sf.ShardError, match="_softmax along dim 2, of which each rank has a part"):
+        sf.apply(model, params, X)
 
 
 @pytest.mark.parametrize("change", ["child", "forward", "class"])

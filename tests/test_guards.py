@@ -104,6 +104,19 @@ def test_attributes_that_choose_another_way(mesh: DeviceMesh) -> None:
                 sf.apply(model, params, x)
 
 
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_list_in_the_place_of_an_equal_one_is_looked_at(mesh: DeviceMesh) -> None:
+    model = of(lambda m, h: mixed(h) if sum(m.seen) > 2 else h)
+    model.seen = [1]
+    params, x = sf.shard(model, mesh, RULES), inputs()
+    whole = sf.apply(model, params, x)
+    model.seen = [1]
+    assert_parity(sf.apply(model, params, x), whole)
+    model.seen.append(2)
+    with pytest.raises(sf.ShardError):
+        sf.apply(model, params, x)
+
+
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_sizes_that_choose_another_way(mesh: DeviceMesh) -> None:
     model, own = of(lambda m, h: mixed(h)), of(lambda m, h: mixed(h))

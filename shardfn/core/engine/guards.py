@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -29,12 +29,14 @@ from torch.overrides import TorchFunctionMode
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.core.engine.binding import Bound
 from shardfn.core.engine.blanks import stays
-from shardfn.core.engine.reached import Held, alike, reach, read
+from shardfn.core.engine.reached import Held, alike, reach, read, users_classes
 from shardfn.core.engine.values import Values
 from shardfn.core.shadow import class_of
 
 _NOTHING = object()
 _dict_of = attrgetter("__dict__")
+_values_of = methodcaller("values")
+_METHOD_KINDS = {FunctionType, staticmethod, classmethod, property}
 _NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
 
@@ -102,11 +104,12 @@ def _is_declared(module: nn.Module, name: str) -> bool:
 
 
 class Structure:
-    """The modules that a model is made of, their classes and forwards, and the hooks around them."""
+    """The modules that a model is made of, their classes, forwards and methods, and the hooks around them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [table for module in model.modules() if (table := children_of(module))]
         self._hooks = forward_hooks(model)
+        self._methods = [vars(cls) for cls in users_classes(model)]
         self._was = self._now(model)
 
     def _now(self, model: nn.Module) -> list[Any]:
@@ -114,7 +117,8 @@ class Structure:
         inside = [model, *(child for child in children if child is not None)]
         kinds = [*map(type, inside)]
         own = map(dict.get, map(_dict_of, inside), repeat("forward"))
-        return [*children, *kinds, *own, *(kind.forward for kind in dict.fromkeys(kinds))]
+        methods = [x for x in chain.from_iterable(map(_values_of, self._methods)) if type(x) in _METHOD_KINDS]
+        return [*children, *kinds, *own, *(kind.forward for kind in dict.fromkeys(kinds)), *methods]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the model is made as it was."""

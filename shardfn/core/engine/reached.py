@@ -42,8 +42,8 @@ class Reached:
             Any
         ] = []  # what the last run has put into it that outlives a forward: tensors and whole numbers
         modules = [unwrapped(module) for module in model.modules()]
-        for cls in dict.fromkeys(map(class_of, modules)):
-            _follow(_methods(cls), _DEPTH, self._found)
+        for cls in users_classes(model):
+            _follow([x for x in vars(cls).values() if isinstance(x, FunctionType)], _DEPTH, self._found)
         for module in modules:
             for name, value in vars(module).items():
                 # Containers of modules are copied for runs without data, and objects in them are not.
@@ -172,10 +172,10 @@ def _leads_to(value: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _methods(cls: type) -> list[Any]:
-    """The functions of a class of the user's."""
-    own = [c for c in cls.__mro__ if not _is_foreign(c)]
-    return [value for c in own for value in vars(c).values() if isinstance(value, FunctionType)]
+def users_classes(model: nn.Module) -> list[type]:
+    """The classes of a model's modules, and what they inherit, that are not of a library."""
+    kinds = {cls: None for module in model.modules() for cls in class_of(unwrapped(module)).__mro__}
+    return [cls for cls in kinds if not _is_foreign(cls)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
