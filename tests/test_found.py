@@ -93,7 +93,7 @@ def test_a_registered_forward_is_for_split_weights(mesh: DeviceMesh, split: bool
     assert_parity(sf.apply(model, params, X[:2]), model(X[:2]).detach(), tol=1e-12)
 
 
-class Marked(nn.Identity):
+class Marked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.clone()
 
@@ -383,7 +383,7 @@ def test_what_a_backward_assigns_to_a_module_is_kept(mesh: DeviceMesh) -> None:
         assert_parity([model.norms, model.down.seen], [own.norms, own.down.seen], tol=1e-11)
 
 
-@pytest.mark.parametrize("change", ["class", "forward of the class", "method of the class"])
+@pytest.mark.parametrize("change", ["class", "forward of the class", "method of the class", "forward in torch"])
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_class_that_is_changed_after_a_call(mesh: DeviceMesh, change: str) -> None:
     class Chosen(nn.Module):
@@ -396,13 +396,15 @@ def test_a_class_that_is_changed_after_a_call(mesh: DeviceMesh, change: str) -> 
     def mixes(self: nn.Module, x: Tensor) -> Tensor:
         return x.softmax(-1)
 
-    model = nn.Sequential(nn.Linear(8, 16), Chosen(), nn.Linear(16, 8)).double()
+    torch_class = type("Tanh", (nn.Tanh,), {"__module__": "torch.nn", "forward": nn.Tanh.forward})
+    act = torch_class() if change.endswith("torch") else Chosen()
+    model = nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8)).double()
     params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "f@tp c@fsdp", "2.weight": "c@fsdp f@tp"}))
     assert_parity(sf.apply(model, params, X), model(X), tol=1e-12)
     if change == "class":
         object.__setattr__(model[1], "__class__", type("Mixing", (Chosen,), {"act": mixes}))
     else:
-        setattr(Chosen, "act" if change.startswith("method") else "forward", mixes)
+        setattr(type(act), "act" if change.startswith("method") else "forward", mixes)
     with pytest.raises(sf.ShardError, match="_softmax along dim 2, of which each rank has a part"):
         sf.apply(model, params, X)
 
