@@ -664,8 +664,10 @@ class Level:
         methods = {name: staticmethod(getattr(function, name)) for name in ("setup_context", "backward")}
         methods["forward"] = staticmethod(forward)
         once: Any = type(function.__name__, (_SingleLevelFunction,), methods)
+        # One that only transforms around this one differentiate would be asked here for what it is in forward mode.
+        lifted = [x if maybe_get_level(x) == self._number else _wrap_for_grad(x, self._number) for x in inputs]
         with enable_single_level_autograd_function():
-            return once.apply(fn, *inputs)
+            return once.apply(fn, *lifted)
 
     def _inside(self, x: Tensor) -> Tensor:
         return _unwrap_for_grad(x, self._number)

@@ -66,6 +66,25 @@ def test_tree_functions_leave_padding_zero(mesh: DeviceMesh) -> None:
     )
 
 
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 2, "tp": 2})
+def test_a_direction_of_a_frozen_leaf_of_a_unit_with_a_plain_input(mesh: DeviceMesh) -> None:
+    """The direction is a derivative around the gradient, which is not by that leaf."""
+    model = nn.Sequential(mlp(), nn.Linear(8, 8).double())
+    model[0].up.requires_grad_(False)
+    rules = {f"0.{name}": rule for name, rule in RULES.items()}
+    params = sf.shard(model, mesh, sf.Policy(rules=rules, units=["0"]))
+    (x,) = sf.data.local_batch((X,), mesh)
+    found = sf.hvp(lambda p: sf.apply(model, p, x).square().mean(), (params,), sf.tree.map(torch.cos, params))
+    whole = weights(model)
+
+    def gradient(p: dict[str, Tensor]) -> dict[str, Tensor]:
+        return torch.func.grad(lambda q: functional_call(model, q, (X,)).square().mean())(p)
+
+    (_, product) = torch.func.jvp(gradient, (whole,), ({name: w.cos() for name, w in whole.items()},))
+    trained = {name: product[name] for name, p in model.named_parameters() if p.requires_grad}
+    assert_parity({name: each for name, each in sf.gather(found).items() if name in trained}, trained, tol=1e-11)
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
