@@ -80,7 +80,7 @@ def test_a_direction_of_a_frozen_leaf_of_a_unit_with_a_plain_input(mesh: DeviceM
     def gradient(p: dict[str, Tensor]) -> dict[str, Tensor]:
         return torch.func.grad(lambda q: functional_call(model, q, (X,)).square().mean())(p)
 
-    (_, product) = torch.func.jvp(gradient, (whole,), ({name: w.cos() for name, w in whole.items()},))
+    _, product, *_ = torch.func.jvp(gradient, (whole,), ({name: w.cos() for name, w in whole.items()},))
     trained = {name: product[name] for name, p in model.named_parameters() if p.requires_grad}
     assert_parity({name: each for name, each in sf.gather(found).items() if name in trained}, trained, tol=1e-11)
 
