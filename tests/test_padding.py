@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
 from shardfn.core.engine import padding
@@ -78,6 +79,31 @@ def test_what_is_no_number_in_padding_is_refused(name: str, at: str) -> None:
     with pytest.raises(sf.ShardError, match=rf"{operation} of zeros, which .*'tp'.* padding.*\n.*clamp_min"):
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy(), example=x)
     sf.plan(model, sf.MeshSpec(fsdp=1, tp=3), _policy(padded=False), example=x)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@sdpa_kernel(SDPBackend.MATH)
+def test_a_norm_of_padding_has_no_second_derivative(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    for change, served in ((EQUAL["normalize"], False), (EQUAL["norm"], False), (EQUAL["root"], True)):
+        model = Attention(change, "qk").double()
+        params = sf.shard(model, mesh, _policy())
+
+        def penalty(p: sf.Params, x: Tensor, model: nn.Module = model) -> Tensor:
+            return sf.grad(lambda x: sf.apply(model, p, x).square().sum())(x).square().sum()
+
+        if served:
+            found, wanted = sf.gather(sf.grad(penalty)(params, x)), x.requires_grad_()
+            (inner,) = torch.autograd.grad(model(wanted).square().sum(), wanted, create_graph=True)
+            inner.square().sum().backward()
+            assert_parity(found, {name: p.grad for name, p in model.named_parameters()}, tol=1e-10)
+            continue
+        sf.grad(lambda p, x, model=model: sf.apply(model, p, x).square().sum())(params, x)
+        with pytest.raises(
+            sf.ShardError, match=r"linalg_vector_norm of zeros, (.|\n)*gradient of a norm has no gradient"
+        ):
+            sf.grad(penalty)(params, x)
 
 
 def test_what_is_zero_for_some_numbers_only_is_not_zero() -> None:

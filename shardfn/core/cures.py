@@ -44,7 +44,7 @@ _ADVICE = {
     "hooks nn.Sequential(module): parts of a gradient are added up behind what such a module returns.",
     "zeros": "That is NaN, or has a gradient that is, and spreads to all that it meets. Keep from zero what is divided "
     "by, or of which a root or logarithm is taken, as by x.norm(dim=-1, keepdim=True).clamp_min(1e-12), and give norms "
-    "an eps.",
+    "an eps. The gradient of a norm has no gradient there: (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() has.",
     "twice": "Leave that collective out where the value is split already.",
 }
 

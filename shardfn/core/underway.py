@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import differentiated_in_transform, in_transform, innermost_value, leaf_behind
+from shardfn._torch import differentiated_in_transform, in_transform, innermost_value, kinds_of_transforms, leaf_behind
 
 _Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
 
@@ -65,6 +65,12 @@ def is_under_way() -> bool:
 def is_asked_for() -> bool:
     """Whether a loss that runs, or a transform, may ask for a derivative of what is computed now."""
     return torch.is_grad_enabled() and (is_under_way() or in_transform())
+
+
+def is_asked_for_twice() -> bool:
+    """Whether derivatives of derivatives of what is computed now may be asked for."""
+    transforms = [kind for kind in kinds_of_transforms() if kind != "Vmap"]
+    return len(_UNDER_WAY.get()) + len(transforms) > 1
 
 
 def in_forward_mode() -> bool:

@@ -27,8 +27,11 @@ _KEEPING = MOVES | set(
 _NOT_BY_VALUE = {"hypot", "xlogy"}  # which have a value where their gradient has none
 
 
-def after(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool, bool]:
-    """Whether the result of an operation is zero in padding, and whether it or its gradient is no number there."""
+def after(func: Any, args: Any, kwargs: Any, zero: Zero, twice: bool = False) -> tuple[bool, bool]:
+    """Whether the result of an operation is zero in padding, and whether it or its gradient is no number there.
+
+    `twice`: the gradient may be differentiated, too.
+    """
     inputs = tensors_of((args, kwargs))
     if not any(map(zero, inputs)):
         return False, False
@@ -36,6 +39,8 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool, bool]:
     named = dict(zip(argument_names(func), args, strict=False)) | kwargs
     if name in ("native_layer_norm", "native_group_norm", "_fused_rms_norm") and named.get("eps") == 0:
         return False, True
+    if twice and name == "linalg_vector_norm" and inputs[0].requires_grad:  # whose gradient torch defines at zero
+        return True, True
     if name in _KEEPING:
         return all(zero(x) for x in inputs if x.is_floating_point() or x.is_complex()), False
     by_chance = torch.Tag.nondeterministic_seeded in func.tags
