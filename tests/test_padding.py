@@ -21,6 +21,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "norm without a graph": ("div", lambda x: x / x.detach().float().norm(dim=-1, keepdim=True)),
     "rms": ("rsqrt", lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
     "root": ("sqrt", lambda x: x / (x.pow(2).sum(-1, keepdim=True).sqrt() + 1e-6)),
+    "root in place": ("sqrt", lambda x: x / (x.pow(2).sum(-1, keepdim=True).sqrt_() + 1e-6)),
     "power": ("pow", lambda x: x.sign() * x.abs().pow(0.5)),
     "deviation": ("div", lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)),
     "largest": ("div", lambda x: x / x.abs().amax(-1, keepdim=True)),
@@ -29,6 +30,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "logarithm": ("log", lambda x: x.abs().log()),
     "inverse": ("reciprocal", lambda x: 1 / (x + 0.0)),
     "hypotenuse": ("hypot", lambda x: torch.hypot(x, x)),
+    "entropy": ("xlogy", lambda x: torch.xlogy(x, x)),
     "layer_norm": ("native_layer_norm", lambda x: F.layer_norm(x, (4,), eps=0.0)),
     "normalize": ("div", lambda x: F.normalize(x, dim=-1, eps=0.0)),
 }
@@ -45,6 +47,7 @@ EQUAL: dict[str, Change] = {
     "softmax": lambda x: x.softmax(-1) / x.exp().sum(-1, keepdim=True),
     "steps": lambda x: x * (x.sign() + x.ceil() + torch.where(x > 0, x, -x)) + torch.atan2(x, x),
     "gates": lambda x: torch.tanh(x / 3) * torch.sigmoid(x) / torch.sigmoid(x) + torch.log1p(x.abs()).pow(1.5),
+    "root without a graph": lambda x: x * (1 + x.detach().abs().sqrt()),
     "similarity": lambda x: x * F.cosine_similarity(x, x, dim=-1).unsqueeze(-1),
 }
 
@@ -81,28 +84,34 @@ def test_what_is_no_number_in_padding_is_refused(name: str, at: str) -> None:
     sf.plan(model, sf.MeshSpec(fsdp=1, tp=3), _policy(padded=False), example=x)
 
 
+def test_a_frozen_model_is_refused_for_its_values() -> None:
+    model = Attention(REFUSED["norm"][1]).requires_grad_(False)
+    with pytest.raises(sf.ShardError, match="div of zeros"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy(), example=torch.randn(2, 5, 8))
+
+
 @on_meshes({"fsdp": 1, "tp": 2})
 @sdpa_kernel(SDPBackend.MATH)
-def test_a_norm_of_padding_has_no_second_derivative(mesh: DeviceMesh) -> None:
+def test_second_derivatives_that_are_no_number_in_padding(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, dtype=torch.float64)
-    for change, served in ((EQUAL["normalize"], False), (EQUAL["norm"], False), (EQUAL["root"], True)):
+    broken = {"normalize": "linalg_vector_norm", "norm": "linalg_vector_norm", "deviation": "std", "gates": "pow"}
+    for name in (*broken, "root", "rms", "softmax"):
+        change = EQUAL[name]
         model = Attention(change, "qk").double()
         params = sf.shard(model, mesh, _policy())
 
         def penalty(p: sf.Params, x: Tensor, model: nn.Module = model) -> Tensor:
             return sf.grad(lambda x: sf.apply(model, p, x).square().sum())(x).square().sum()
 
-        if served:
+        if name not in broken:
             found, wanted = sf.gather(sf.grad(penalty)(params, x)), x.requires_grad_()
             (inner,) = torch.autograd.grad(model(wanted).square().sum(), wanted, create_graph=True)
             inner.square().sum().backward()
             assert_parity(found, {name: p.grad for name, p in model.named_parameters()}, tol=1e-10)
             continue
         sf.grad(lambda p, x, model=model: sf.apply(model, p, x).square().sum())(params, x)
-        with pytest.raises(
-            sf.ShardError, match=r"linalg_vector_norm of zeros, (.|\n)*gradient of a norm has no gradient"
-        ):
+        with pytest.raises(sf.ShardError, match=rf"{broken[name]} of zeros, (.|\n)*gradient of a norm has no gradient"):
             sf.grad(penalty)(params, x)
 
 
