@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import FAMILIES, Family
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -198,6 +199,34 @@ def test_a_cache_given_to_a_forward_is_filled_by_it_alone(mesh: DeviceMesh) -> N
         first = sf.apply(model, params, ids[:, :5], past_key_values=cache).logits
         second = sf.apply(model, params, ids[:, 5:], past_key_values=cache).logits
     torch.testing.assert_close(torch.cat([first, second], 1), model(ids).logits.detach())
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        from transformers import DynamicCache
+
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.cache: Any = DynamicCache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        k, v = self.cache.update(k, v, 0)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_cache_that_a_model_holds_keeps_heads_of_this_rank_and_is_not_gone_on_with(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, own = Remembering(), Remembering()
+    own.load_state_dict(model.state_dict())
+    rules = {"{q,k,v}.weight": "(h@tp d) c@fsdp", "o.weight": "c@fsdp (h@tp d)"}
+    params, x = sf.shard(model, mesh, sf.Policy(rules=rules, sizes={"d": 2})), torch.randn(1, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(sf.apply(model, params, x), own(x))
+        assert model.cache.layers[0].keys.shape == (1, 2, 4, 2)
+        with pytest.raises(sf.ShardError):
+            sf.apply(model, params, x)
 
 
 class Counter(nn.Module):
