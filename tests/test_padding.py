@@ -110,7 +110,8 @@ def test_second_derivatives_that_are_no_number_in_padding(mesh: DeviceMesh) -> N
             inner.square().sum().backward()
             assert_parity(found, {name: p.grad for name, p in model.named_parameters()}, tol=1e-10)
             continue
-        sf.grad(lambda p, x, model=model: sf.apply(model, p, x).square().sum())(params, x)
+        first = sf.grad(lambda p, x, model=model: sf.apply(model, p, x).square().sum())
+        assert len(first(params, x)) == len(sf.vmap(first, in_dims=(None, 0))(params, x[:, None])) == len(params)
         with pytest.raises(sf.ShardError, match=rf"{broken[name]} of zeros, (.|\n)*gradient of a norm has no gradient"):
             sf.grad(penalty)(params, x)
 
