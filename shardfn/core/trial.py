@@ -207,7 +207,6 @@ class Trial:
                     other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
                     trial = Trial(self.model, other, self.mesh, self._buffers, self.method)
                     trial._calls, trial._differentiates = self._calls, self._differentiates
-                    trial._twice = self._twice
                     trial._whole, trial._failed_whole = self._whole, self._failed_whole
                     try:
                         trial._settle()
