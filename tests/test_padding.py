@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
@@ -91,35 +92,47 @@ def test_a_frozen_model_is_refused_for_its_values() -> None:
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy(), example=torch.randn(2, 5, 8))
 
 
+NO_SECOND = {"norm": "linalg_vector_norm", "deviation": "std", "similarity": "linalg_vector_norm"}
+NO_SECOND |= {"normalize": "linalg_vector_norm", "gates": "pow", "steps": "atan2"}
+
+
+@pytest.mark.parametrize("name", EQUAL)
 @on_meshes({"fsdp": 1, "tp": 2})
 @sdpa_kernel(SDPBackend.MATH)
-def test_second_derivatives_that_are_no_number_in_padding(mesh: DeviceMesh) -> None:
+def test_second_derivatives_are_those_of_one_rank_or_refused(mesh: DeviceMesh, name: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    broken = {"normalize": "linalg_vector_norm", "norm": "linalg_vector_norm", "deviation": "std", "gates": "pow"}
-    for name in (*broken, "root", "rms", "softmax"):
-        change = EQUAL[name]
-        model = Attention(change, "qk").double()
-        params = sf.shard(model, mesh, _policy())
+    model, x = Attention(EQUAL[name], "qk").double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    params, whole = sf.shard(model, mesh, _policy()), {name: p.detach() for name, p in model.named_parameters()}
 
-        def penalty(p: sf.Params, x: Tensor, model: nn.Module = model) -> Tensor:
-            return sf.grad(lambda x: sf.apply(model, p, x).square().sum())(x).square().sum()
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().sum()
 
-        if name not in broken:
-            found, wanted = sf.gather(sf.grad(penalty)(params, x)), x.requires_grad_()
-            (inner,) = torch.autograd.grad(model(wanted).square().sum(), wanted, create_graph=True)
-            inner.square().sum().backward()
-            assert_parity(found, {name: p.grad for name, p in model.named_parameters()}, tol=1e-10)
-            continue
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,)).square().sum()
 
-        def loss(p: sf.Params, x: Tensor, model: nn.Module = model) -> Tensor:
-            return sf.apply(model, p, x).square().sum()
+    def penalty(p: sf.Params) -> Tensor:
+        return sf.grad(partial(loss, p))(x).square().sum()
 
-        first = sf.grad(loss)
-        assert len(first(params, x)) == len(sf.vmap(first, in_dims=(None, 0))(params, x[:, None])) == len(params)
-        for twice in (partial(sf.grad(penalty), params, x), partial(sf.hvp, loss, (params, x), params)):
-            with pytest.raises(sf.ShardError, match=rf"{broken[name]} of zeros, (.|\n)*of a norm has no gradient"):
-                twice()
+    def plain_penalty(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.grad(partial(plain, p))(x).square().sum()
+
+    def product() -> sf.Params:
+        return sf.hvp(loss, (params, x), params)
+
+    first = sf.grad(loss)
+    assert len(first(params, x)) == len(sf.vmap(first, in_dims=(None, 0))(params, x[:, None])) == len(params)
+    refused = rf"{NO_SECOND.get(name)} of zeros, (.|\n)*of a norm has no gradient"
+    if name in NO_SECOND:
+        with pytest.raises(sf.ShardError, match=refused):
+            sf.grad(penalty)(params)
+    else:
+        assert_parity(sf.gather(sf.grad(penalty)(params)), torch.func.grad(plain_penalty)(whole), tol=1e-11)
+    if name in ("gates", "steps"):
+        with pytest.raises(sf.ShardError, match=refused):
+            product()
+    else:
+        _, wanted, *_ = torch.func.jvp(torch.func.grad(partial(plain, x=x)), (whole,), (whole,))
+        assert_parity(sf.gather(product()), wanted, tol=1e-11)
 
 
 def test_what_is_zero_for_some_numbers_only_is_not_zero() -> None:

@@ -51,7 +51,7 @@ from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
-from shardfn.core.underway import is_asked_for_twice, note_tree
+from shardfn.core.underway import derivatives_asked_for, note_tree
 from shardfn.core.wiring import chained, owned_names, wire
 
 _asks_of = attrgetter("requires_grad")
@@ -230,8 +230,8 @@ class _Call:
         kept = self._kept()
         if not kept.structure.is_of(self.model):
             kept = self._kept(anew=True)
-        ways_to_differ = torch.is_grad_enabled(), bool(self.plan.policy.pad) and is_asked_for_twice()
-        key = (self.method, ways_to_differ, str(structure), *kept.structure.hooks(), *kinds)
+        derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
+        key = (self.method, derived, str(structure), *kept.structure.hooks(), *kinds)
         ways = kept.ways.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None

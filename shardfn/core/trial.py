@@ -40,7 +40,7 @@ from shardfn.core.policy import Policy
 from shardfn.core.sequence import Flow
 from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
-from shardfn.core.underway import is_asked_for_twice
+from shardfn.core.underway import derivatives_asked_for
 from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
 
 InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
@@ -131,7 +131,7 @@ class Trial:
         self._watch: Watch | None = None
         self._buffers = dict(buffers)
         self._calls: list[InnerCall] = []
-        self._differentiates, self._twice = True, is_asked_for_twice()
+        self._differentiates, self._asked_for = True, derivatives_asked_for()
         self._known: Adjustments | None = None
         self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
@@ -394,7 +394,7 @@ class Trial:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
         stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
-        variance = Variance(sizes, self._whole, others_forwards(self.plan), padded, self._twice)
+        variance = Variance(sizes, self._whole, others_forwards(self.plan), padded, self._asked_for)
         axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)

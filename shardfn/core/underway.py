@@ -67,10 +67,12 @@ def is_asked_for() -> bool:
     return torch.is_grad_enabled() and (is_under_way() or in_transform())
 
 
-def is_asked_for_twice() -> bool:
-    """Whether derivatives of derivatives of what is computed now may be asked for."""
+def derivatives_asked_for() -> str:
+    """Which are, of what is computed now, besides a gradient: "jvp", "hvp" (that of a gradient), or "reverse" ones."""
     transforms = [kind for kind in kinds_of_transforms() if kind != "Vmap"]
-    return len(_UNDER_WAY.get()) + len(transforms) > 1
+    if not is_under_way() and transforms in (["Jvp"], ["Jvp", "Grad"]):
+        return "hvp" if len(transforms) > 1 else "jvp"
+    return "reverse" if len(_UNDER_WAY.get()) + len(transforms) > 1 else ""
 
 
 def in_forward_mode() -> bool:

@@ -5,13 +5,14 @@ the gradient of what it was made of. What an operation does element by element i
 autograd for derivatives there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardfn._torch import argument_names, base_name, is_mutable, pytree
 from shardfn.core.engine.records import MOVES, tensors_of
@@ -27,10 +28,10 @@ _KEEPING = MOVES | set(
 )
 
 
-def after(func: Any, args: Any, kwargs: Any, zero: Zero, twice: bool = False) -> tuple[bool, bool]:
+def after(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for: str = "") -> tuple[bool, bool]:
     """Whether the result of an operation is zero in padding, and whether it or a derivative is no number there.
 
-    `twice`: the gradient may be differentiated, too.
+    `asked_for`: which derivatives, besides a gradient, see `derivatives_asked_for`.
     """
     inputs = tensors_of((args, kwargs))
     if not any(map(zero, inputs)):
@@ -40,12 +41,12 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, twice: bool = False) ->
     if name in ("native_layer_norm", "native_group_norm", "_fused_rms_norm") and named.get("eps") == 0:
         return False, True
     if name in _KEEPING:
-        breaks = name not in MOVES and _has_no_derivative(func, args, kwargs, zero, twice)
+        breaks = name not in MOVES and _has_no_derivative(func, args, kwargs, zero, asked_for)
         return all(zero(x) for x in inputs if x.is_floating_point() or x.is_complex()), breaks
     by_chance = torch.Tag.nondeterministic_seeded in func.tags
     if (torch.Tag.pointwise in func.tags or is_mutable(func)) and not by_chance:
         stays, breaks = _of_one_element(func, args, kwargs, zero)
-        return stays, breaks or _has_no_derivative(func, args, kwargs, zero, twice)
+        return stays, breaks or _has_no_derivative(func, args, kwargs, zero, asked_for)
     if name in _PRODUCTS:
         return True, False
     if name in _SUMS:
@@ -74,9 +75,13 @@ def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool
     return not found and not again, isfinite(abs(elsewhere)) and not isfinite(abs(found))
 
 
-def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, twice: bool) -> bool:
-    """Whether a derivative that may be asked for is no number where padding is zero."""
-    asked: list[Tensor] = []
+def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for: str) -> bool:
+    """Whether a derivative that is asked for is no number where padding is zero; a direction is zero there, too."""
+    wanted: list[Tensor] = []
+
+    def dual(x: Tensor, tangent: Tensor) -> Tensor:
+        # Below the level of forward mode that is on in all threads; what is made may be written to.
+        return forward_ad.make_dual(x, tangent) if asked_for in ("jvp", "hvp") else x * 1
 
     def few(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -84,23 +89,26 @@ def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, twice: boo
         dtype = torch.float64 if x.is_floating_point() else x.dtype
         value = 0 if zero(x) else 0.7 if dtype.is_floating_point or dtype.is_complex else 1
         made = torch.full([min(n, 2) for n in x.shape], value, dtype=dtype)
-        if zero(x) and x.requires_grad:
-            asked.append(made.requires_grad_())
-            made = made * 1  # which may be written to
-        return made
+        if not (zero(x) and x.requires_grad):
+            return made
+        wanted.append(made.requires_grad_())
+        return dual(made, torch.zeros_like(made))
 
     def breaks() -> bool:
-        found, wanted = tensors_of(func(*pytree.tree_map(few, args), **kwargs))[:1], asked
-        for _ in range(1 + twice):
-            if not (asked and any(x.requires_grad for x in found)):
+        found = tensors_of(func(*pytree.tree_map(few, args), **kwargs))[:1]
+        if not _are_finite(_tangents(found)):
+            return True
+        for _ in range(2 if asked_for == "reverse" else 1):
+            if not (wanted and any(x.requires_grad for x in found)):
                 return False
             factors = [torch.ones_like(x.real, requires_grad=True) for x in found]
-            total = torch.stack([(x.real * factor).sum() for x, factor in zip(found, factors, strict=True)]).sum()
+            scaled = [x.real * dual(by, by.detach()) for x, by in zip(found, factors, strict=True)]
+            total = torch.stack([x.sum() for x in scaled]).sum()
             grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
             found = [grad for grad in grads if grad is not None]
-            if not all(grad.isfinite().all() for grad in found):
+            if not _are_finite(found) or (asked_for == "hvp" and not _are_finite(_tangents(found))):
                 return True
-            wanted = [*asked, *factors]  # the gradient is a function of what comes back to the result, too
+            wanted.extend(factors)  # the gradient is a function of what comes back to the result, too
         return False
 
     with ThreadPoolExecutor(1) as alone:  # a thread has none of the modes of this one, below which there is no autograd
@@ -108,3 +116,11 @@ def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, twice: boo
             return alone.submit(breaks).result()
         except (RuntimeError, NotImplementedError, IndexError):  # not for these sizes
             return False
+
+
+def _tangents(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tangent for x in tensors if (tangent := forward_ad.unpack_dual(x).tangent) is not None]
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)

@@ -58,7 +58,7 @@ class Variance(Framed):
         whole: Whole | None = None,
         ours: Collection[str] = (),
         padded: Collection[tuple[int, int]] = (),
-        twice: bool = False,
+        asked_for: str = "",
     ) -> None:
         """Follow what differs over axes.
 
@@ -67,12 +67,12 @@ class Variance(Framed):
             whole: a run with whole values, if there was one.
             ours: modules whose forwards are derived from rules, and so are not those of that run.
             padded: (true size, stored size) of factors that are padded here and not in that run.
-            twice: whether derivatives of derivatives may be asked for.
+            asked_for: which derivatives are, besides a gradient, see `derivatives_asked_for`.
         """
         super().__init__(whole.origins if whole is not None else None)
         self.sizes = dict(sizes)
         self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
-        self._twice = twice
+        self._asked_for = asked_for
         self._tags = WeakIdKeyDictionary()
         self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
@@ -308,7 +308,7 @@ class Variance(Framed):
         """The axes over which results are zero in padding; refuses what is no number there."""
         found = set[str]()
         for axis in frozenset().union(*(self.tag(x).empty for x in tensors_of((args, kwargs)))):
-            stays, breaks = padding.after(func, args, kwargs, partial(self._is_empty, axis), self._twice)
+            stays, breaks = padding.after(func, args, kwargs, partial(self._is_empty, axis), self._asked_for)
             if breaks:
                 name = base_name(func).rstrip("_")
                 self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
