@@ -155,7 +155,7 @@ def install(model: nn.Module, params: Params) -> Held:
         for leaf in params.plan.layouts[name].leaves:
             if leaf.name not in made:
                 made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
-                vars(made[leaf.name]).update(vars(before), **{SHARD: True})
+                vars(made[leaf.name]).update(vars(before), **{SHARD: (leaf.name, before.dim())})
             vars(before)[REPLACED] = name
             key = attribute + leaf.name.removeprefix(name)
             keys[key] = made[leaf.name]

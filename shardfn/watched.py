@@ -16,7 +16,7 @@ from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import OWN
 
-SHARD = f"{OWN}shard"  # on a parameter that is a shard
+SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
 REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
 
 
@@ -58,8 +58,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """Refuse a step that would train nothing, or with gradients of this rank only.
 
     Raises:
-        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`; another rank's
-            state.
+        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`; groups made by
+            dims which the model's parameters do not have; another rank's state.
     """
     name = type(optimizer).__name__
     ours: list[DTensor] = []
@@ -77,8 +77,31 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
                 "step outside of no_sync()"
             )
+    if ours and optimizer not in _STATES:
+        _require_groups_of_the_model(optimizer)
     if ours:
         _require_own_states(optimizer, ours)
+
+
+def _require_groups_of_the_model(optimizer: torch.optim.Optimizer) -> None:
+    """A vector whose rule has parentheses is stored with several dims: `p.dim() >= 2` takes it for a matrix.
+
+    Raises:
+        ShardError: one is in the group of the matrices, and the vectors are in another.
+    """
+    groups = [
+        [(*vars(p)[SHARD], p.dim()) for p in group["params"] if SHARD in vars(p)] for group in optimizer.param_groups
+    ]
+    true = [[dims for _, dims, stored in group if (dims < 2) == (stored < 2)] for group in groups]
+    of_vectors = any(own and max(own) < 2 for own in true)
+    for group, own in zip(groups, true, strict=True):
+        taken = [f"{name!r} ({stored} dims, 1 in the model)" for name, dims, stored in group if dims < 2 <= stored]
+        if taken and own and of_vectors and min(own) >= 2:
+            raise ShardError(
+                f"{type(optimizer).__name__}.step: {', '.join(taken)} is in the group of the matrices, other vectors "
+                "in another: shards have a dim for each factor of a rule, so groups made by their p.dim() are not the "
+                "model's. Note names by p.dim() of the model before it is sharded, and make groups by name."
+            )
 
 
 def _require_own_states(optimizer: torch.optim.Optimizer, shards: Sequence[DTensor]) -> None:

@@ -1021,3 +1021,26 @@ def test_what_does_not_fit_into_a_trainer(mesh: DeviceMesh) -> None:
         trainer(torch.ones(3, 4)).sum().backward()
     with pytest.raises(sf.ShardError, match=r"the gradient of '0\.weight' was only added up under no_sync"):
         trainer.clip_grad_norm_(1.0)
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 1})
+def test_groups_by_dims_that_the_models_parameters_do_not_have_are_refused(mesh: DeviceMesh) -> None:
+    def made() -> tuple[nn.Module, sf.Trainer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
+        rules = {"0.weight": "(3 heads@tp d) c@fsdp", "1.weight": "c@fsdp (3 heads@tp d)"}
+        return model, sf.Trainer(model, mesh, sf.Policy(rules=rules, sizes={"heads": 4}))
+
+    def groups(matrices: list[Any], vectors: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
+
+    _, trainer = made()
+    weights = list(trainer.parameters())
+    trainer(torch.ones(2, 8)).square().sum().backward()
+    by_dims = groups([p for p in weights if p.dim() >= 2], [p for p in weights if p.dim() < 2])
+    with pytest.raises(sf.ShardError, match=r"'0.bias' \(3 dims, 1 in the model\) is in the group of the matrices"):
+        by_dims.step()
+    own = dict(trainer.named_parameters())
+    for matrices in (["0.weight", "1.weight"], list(own), ["0.weight", "0.bias"], ["0.bias"]):
+        vectors = [p for name, p in own.items() if name not in matrices]
+        groups([own[name] for name in matrices], vectors).step()

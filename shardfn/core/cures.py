@@ -26,7 +26,8 @@ _Side = tuple[ModuleInfo, int]  # a linear, and a dim of its weight
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
     "take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
-    "this rank's part of each split dim is there; or name the attribute that holds one in Policy(local_sizes=...); or "
+    "this rank's part of each split dim is there; or name the attribute that holds one, as in "
+    "Policy(local_sizes={'attn': {'heads': 'heads@tp'}}); or "
 )
 _ADVICE = {
     "gradient": "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared "

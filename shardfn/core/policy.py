@@ -132,6 +132,12 @@ class Policy:
                     raise TypeError(
                         f"Policy({name}={{{pattern!r}: {rule!r}}}): a pattern and a rule, both strings, are needed"
                     )
+        for pattern, given in self.local_sizes.items():
+            if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+                raise TypeError(
+                    f"Policy(local_sizes={{{pattern!r}: {given!r}}}): attributes and factors are needed, as in "
+                    "local_sizes={'attn': {'heads': 'heads@tp'}}"
+                )
         batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
