@@ -1,6 +1,8 @@
 """What the engine does between forward and backward: overlap, errors, one order, memory that is used again."""
 
+import dataclasses
 import gc
+import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.core.engine import gradients, order
-from shardfn.core.engine.session import _runtime
+from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.mesh import grid
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
@@ -65,8 +67,8 @@ def unwrap(tensor: Any) -> Tensor:
     return tensor.to_local().detach()
 
 
-def runtime_of(params: sf.Params) -> Any:
-    return _runtime(params.plan, grid(params.mesh, params.plan.roles.storage))
+def shared_by_calls(params: sf.Params) -> Any:
+    return runtime_of(params.plan, grid(params.mesh, params.plan.roles.storage))
 
 
 def make(mesh: DeviceMesh, **fields: Any) -> tuple[Stack, sf.Params, Any, Tensor]:
@@ -119,7 +121,7 @@ def test_gradients_are_those_of_collectives_when_leaves_travel_in_place(axes: di
 def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) -> None:
     _, params, step, x = make(mesh, regather=regather)
     expected = step(params, x)
-    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    runtime = shared_by_calls(params)
     for kind in ("forward", "backward"):
         for place in range(4):
             with pytest.raises(ArithmeticError, match="bomb"):
@@ -176,7 +178,7 @@ def agreements_on_a_rank() -> list[int]:
     """How often the ranks met at the store, in each of some steps and evaluations."""
     mesh = sf.make_mesh("cpu", fsdp=2)
     model, params, step, x = make(mesh)
-    asked = _runtime(params.plan, grid(mesh, params.plan.roles.storage)).order
+    asked = shared_by_calls(params).order
     seen = []
     for _ in range(4):
         step(params, x)
@@ -280,7 +282,7 @@ def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
                 assert leaf.grad is not None and leaf.grad.placements == leaf.placements
                 torch.testing.assert_close(unwrap(leaf.grad), times * unwrap(want[name]), rtol=1e-12, atol=1e-12)
     assert len(in_the_air) == 10 and max(in_the_air) >= 1
-    assert not runtime_of(params).accumulations
+    assert not shared_by_calls(params).accumulations
 
 
 @on_meshes({"fsdp": 2})
@@ -363,7 +365,7 @@ def test_an_exception_in_a_backward_leaves_grad_alone(mesh: DeviceMesh) -> None:
         sf.apply(model, tree, x, None, ("backward", 1)).square().mean().backward()
     assert all(leaf.grad is None for leaf in tree.values())
     sf.apply(model, tree, x).square().mean().backward()
-    assert not runtime_of(params).accumulations
+    assert not shared_by_calls(params).accumulations
     for name, leaf in tree.items():
         torch.testing.assert_close(unwrap(leaf.grad), unwrap(want[name]), rtol=1e-12, atol=1e-12)
 
@@ -379,7 +381,7 @@ def test_frozen_units_are_let_go_when_the_backward_is_over(mesh: DeviceMesh) -> 
     loss = sf.apply(model, params, x).square().mean()
     loss.backward(retain_graph=True)
     whole = WIDTH * WIDTH + 2  # a weight of 36, and a bias from the next multiple of 64 bytes on
-    assert eventually(lambda: all(b.free for b in runtime_of(params).pool.buffers() if b.flat.numel() >= whole))
+    assert eventually(lambda: all(b.free for b in shared_by_calls(params).pool.buffers() if b.flat.numel() >= whole))
     assert x.grad is not None and loss.requires_grad
 
 
@@ -494,7 +496,7 @@ def test_no_grad_gathers_once_and_keeps_nothing(mesh: DeviceMesh) -> None:
                 out = sf.apply(model, params, x)
             torch.testing.assert_close(out, model(x), rtol=1e-12, atol=0)
             assert counts.all_gather <= 5 + 2
-    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    runtime = shared_by_calls(params)
     gc.collect()
     assert all(buffer.free for buffer in runtime.pool.buffers())
 
@@ -512,7 +514,7 @@ def test_memory_is_used_again_and_a_kept_weight_keeps_its_values(mesh: DeviceMes
     expected = step(params, x)
     before = kept[0].clone()
     hook.remove()
-    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    runtime = shared_by_calls(params)
     pool = runtime.pool
     sizes = []
     for _ in range(6):
@@ -693,7 +695,25 @@ def test_a_unit_that_is_not_called_is_let_go_at_the_end(mesh: DeviceMesh) -> Non
     params = sf.shard(model, mesh, sf.Policy(units=["layers.*"]))
     loss = sf.apply(model, working(params), torch.randn(4, WIDTH)).sum()
     assert loss.requires_grad
-    assert eventually(lambda: all(buffer.free for buffer in runtime_of(params).pool.buffers()))
+    assert eventually(lambda: all(buffer.free for buffer in shared_by_calls(params).pool.buffers()))
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 1, "tp": 2})
+def test_a_plan_stays_plain_data(mesh: DeviceMesh) -> None:
+    model, params, step, x = make(mesh)
+    again = sf.shard(model, mesh, params.plan.policy).plan
+    before = pickle.dumps(params.plan)
+    for _ in range(3):
+        _, grads = step(params, x)
+        params = sf.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    for plan in (params.plan, params.plan.with_reduction("sum")):
+        assert not vars(plan)
+        assert plan == again and hash(plan) == hash(again)
+        assert pickle.loads(pickle.dumps(plan)) == plan
+    assert len(pickle.dumps(params.plan)) == len(before)
+    assert params.plan.with_reduction("sum").with_reduction("mean") is params.plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.plan.reduction = "sum"  # type: ignore[misc]
 
 
 @on_meshes({"fsdp": 1})
@@ -703,7 +723,7 @@ def test_copies_of_a_model_go_with_it(mesh: DeviceMesh) -> None:
         sf.apply(Stack().double(), params, x)
         sf.apply(model, params, x)
     gc.collect()
-    assert list(params.plan.__dict__["_kept"]) == [id(model)]
+    assert list(shared_by_calls(params).models) == [id(model)]
 
 
 def growth_on_a_rank() -> int:
@@ -712,7 +732,7 @@ def growth_on_a_rank() -> int:
     _, params, step, x = make(mesh)
     optimizer = sf.optim.adamw(1e-3)
     state = optimizer.init(params)
-    runtime = _runtime(params.plan, grid(mesh, params.plan.roles.storage))
+    runtime = shared_by_calls(params)
     pool = runtime.pool
     sizes = []
     for _ in range(40):

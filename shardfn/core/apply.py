@@ -36,6 +36,7 @@ from shardfn.core.engine.binding import Bound, Forward, no_escape
 from shardfn.core.engine.blanks import stays
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
+from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
@@ -374,8 +375,8 @@ class _Call:
         return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
 
     def _kept(self, anew: bool = False) -> "_Kept":
-        """What is kept of this model with the plan, since it may refer to the model; `anew` of a model that changed."""
-        kept: dict[int, Any] = self.plan.__dict__.setdefault("_kept", {})
+        """What is kept of this model, which goes with the plan, to which it refers; `anew` of a model that changed."""
+        kept = runtime_of(self.plan, self.grid).models
         key = id(self.model)
         if anew:
             self.record.names = owned_names(self.model, self.plan)

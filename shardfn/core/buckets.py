@@ -44,13 +44,13 @@ def leaf_spec(
     plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False
 ) -> DTensorSpec:
     """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
-    kept: dict[Any, tuple[Grid, DTensorSpec]] = plan.__dict__.setdefault("_leaf_specs", {})
-    key = (id(grid), name, dtype, pending)
-    if key not in kept:  # the values hold the grid, so its id is not given to another one
+
+    def make() -> DTensorSpec:
         layout, leaf = plan.leaves[name]
         placed = placements(leaf, plan.roles.storage, plan.gathered_axes(layout) if pending else ())
-        kept[key] = grid, dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
-    return kept[key][1]
+        return dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
+
+    return plan.home.once((grid, name, dtype, pending), make)
 
 
 def new_buffers(grid: Grid) -> Buffers:

@@ -83,7 +83,4 @@ def _changed(plan: Plan, change: Callable[[Layout], Layout], roles: object) -> P
 
 def _kept(plan: Plan, key: Hashable, make: Callable[[], Plan]) -> Plan:
     """Made once and kept with the plan: what was computed for its collectives is found again in the next step."""
-    made: dict[Hashable, Plan] = plan.__dict__.setdefault("_mapped", {})
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    return plan.home.once(("mapped", plan.reduction, key), make)

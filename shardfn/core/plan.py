@@ -6,13 +6,12 @@ moves data looks its decisions up here and never thinks.
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -66,8 +65,32 @@ class Unit:
     output_dtype: torch.dtype | None = None  # and its floating outputs
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+_Made = TypeVar("_Made")
+
+
+class Home:
+    """What is kept beside a plan, and goes when that goes: of each key what was made for it, once.
+
+    Facts that follow from the plan, the plans that are made of it, and by grid what runs of it share. It is no part of
+    the plan: a plan is compared and pickled without it. Plans that differ in their reduction have one home.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What `make` has made when this key was first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+class _Open:
+    """Has a `__dict__` and weak references, which a class with slots has not: nothing is ever put there."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan(_Open):
     """The layout of every parameter, the units and their buckets. Made by `plan`; compared by content.
 
     >>> import shardfn as sf
@@ -91,27 +114,33 @@ class Plan:
     reduction: "Reduction | None" = "mean"  # what the backward of a gather does with pending gradients
     local_sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attribute -> its size on a rank
     vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
+    # What follows from these, as every call needs it.
+    leaves: dict[str, tuple[Layout, Leaf]] = field(init=False, repr=False)  # stored name -> the layout it is of, itself
+    canonical: dict[str, str] = field(init=False, repr=False)  # any name of a parameter -> its canonical one
+    splits_compute: bool = field(init=False, repr=False)  # some parameter, over a compute axis of several ranks
+    placed_axes: frozenset[str] = field(init=False, repr=False)  # over which modules compute with DTensors
+    home: Home = field(init=False, repr=False)
 
-    @cached_property
-    def leaves(self) -> dict[str, tuple[Layout, Leaf]]:
-        """Stored name -> its parameter's layout and its leaf, in order."""
-        return {leaf.name: (layout, leaf) for layout in self.layouts.values() for leaf in layout.leaves}
+    def __post_init__(self) -> None:
+        layouts = self.layouts.values()
+        derived = {
+            "leaves": {leaf.name: (layout, leaf) for layout in layouts for leaf in layout.leaves},
+            "canonical": {name: layout.name for layout in layouts for name in (layout.name, *layout.aliases)},
+            "splits_compute": any(map(self.compute_axes, layouts)),
+            "placed_axes": frozenset(axis for layout in layouts for axis, _ in layout.placed or ()),
+            "home": Home(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @cached_property
-    def canonical(self) -> dict[str, str]:
-        """Any name of a parameter -> its canonical one."""
-        return {name: layout.name for layout in self.layouts.values() for name in (layout.name, *layout.aliases)}
-
-    @cached_property
+    @property
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Parameter -> the dtype in which it is gathered and used."""
+        return self.home.once("compute dtypes", self._compute_dtypes)
+
+    def _compute_dtypes(self) -> dict[str, torch.dtype]:
         of_leaf = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
         return {name: of_leaf[layout.leaves[0].name] for name, layout in self.layouts.items()}
-
-    @cached_property
-    def splits_compute(self) -> bool:
-        """Whether a rule splits some parameter over a compute axis of several ranks."""
-        return any(self.compute_axes(layout) for layout in self.layouts.values())
 
     def compute_axes(self, layout: Layout, dim: int | None = None) -> list[str]:
         """The compute axes of several ranks by which a rule splits a parameter, or one of its dims; outermost first.
@@ -126,14 +155,12 @@ class Plan:
         """The data axes over which modules compute with a whole parameter."""
         return [axis for axis in self.roles.data if axis not in layout.kept]
 
-    @cached_property
-    def placed_axes(self) -> frozenset[str]:
-        """The axes over which modules compute with DTensors."""
-        return frozenset(axis for layout in self.layouts.values() for axis, _ in layout.placed or ())
-
-    @cached_property
+    @property
     def key(self) -> tuple[Any, ...]:
         """What two equal plans have in common."""
+        return self.home.once("key", self._key)
+
+    def _key(self) -> tuple[Any, ...]:
         p = self.policy
         settings = (p.regather, p.compute_dtype, p.reduce_dtype, p.output_dtype, p.cast_inputs, p.offload)
         return (
@@ -151,10 +178,10 @@ class Plan:
             self.vmaps,
         )
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A hash of the content, equal on all ranks that made the same plan."""
-        return hashlib.sha256(repr(self.key).encode()).hexdigest()
+        return self.home.once("digest", lambda: hashlib.sha256(repr(self.key).encode()).hexdigest())
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Plan) and self.key == other.key)
@@ -164,16 +191,17 @@ class Plan:
 
     def with_reduction(self, reduction: "Reduction | None") -> "Plan":
         """The same plan with another reduction in the backward; equal to this one, and made once."""
-        made: dict[Any, Plan] = self.__dict__.setdefault("_with_reduction", {self.reduction: self})
-        if reduction not in made:
-            other = made[reduction] = replace(self, reduction=reduction)
-            shared = {name: getattr(self, name) for name in ("leaves", "canonical", "key", "digest")}
-            other.__dict__.update(shared, _with_reduction=made, _leaf_specs=self.__dict__.setdefault("_leaf_specs", {}))
-        return made[reduction]
+        self.home.once(("reduction", self.reduction), lambda: self)
+        return self.home.once(("reduction", reduction), lambda: self._reducing(reduction))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Fields only: what is cached holds process groups."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def _reducing(self, reduction: "Reduction | None") -> "Plan":
+        other = replace(self, reduction=reduction)
+        object.__setattr__(other, "home", self.home)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it is made of: its home holds process groups."""
+        return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     def bucket_of(self, leaf: str) -> Bucket:
         """The bucket in which a stored leaf travels."""

@@ -306,10 +306,11 @@ def gathered_by_acts(plan: Plan, path: str) -> bool:
 
 def _acts_on_linears(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
     """Path of a column-parallel linear -> its weight, column axes, compute axes of the last dim that acts asks for."""
-    known = plan.__dict__.get("_acts_on_linears")
-    if known is not None:
-        return known
-    found = plan.__dict__["_acts_on_linears"] = {}
+    return plan.home.once("acts on linears", lambda: _resolved_acts(plan))
+
+
+def _resolved_acts(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
+    found = {}
     for module in plan.info.modules if plan.policy.acts else ():
         act = first_match(plan.policy.acts, [module.name])
         if act is not None and module.kind in OUT_DIM:

@@ -28,6 +28,7 @@ from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
+from shardfn.core.layout import Layout
 from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
@@ -398,13 +399,11 @@ def _gradient_tree(tree: Any, found: Mapping[int, Tensor]) -> Any:
 
 def _trained(plan: Plan) -> frozenset[str]:
     """Leaves that may have a gradient."""
-    if "_trained" not in plan.__dict__:
-        plan.__dict__["_trained"] = frozenset(
-            name
-            for name, (layout, _) in plan.leaves.items()
-            if layout.trainable and (layout.dtype.is_floating_point or layout.dtype.is_complex)
-        )
-    return plan.__dict__["_trained"]
+    return plan.home.once("trained", lambda: frozenset(n for n, (layout, _) in plan.leaves.items() if _trains(layout)))
+
+
+def _trains(layout: Layout) -> bool:
+    return layout.trainable and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:

@@ -95,7 +95,7 @@ def with_held_back(leaves: Sequence[Tensor], pending: Sequence[Tensor | None]) -
 
 def _names_waiting(plan: Plan) -> set[str]:
     """Leaves whose gradients were held back at some time; shared by the plans that differ in their reduction."""
-    return plan.__dict__.setdefault("_leaf_specs", {}).setdefault("held back", set())
+    return plan.home.once("held back", set)
 
 
 def waiting(plan: Plan, leaves: Mapping[str, Tensor]) -> set[str]:

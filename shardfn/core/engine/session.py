@@ -54,7 +54,6 @@ from shardfn._torch import (
     wraps,
 )
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, dense
-from shardfn.core.collectives import Steps
 from shardfn.core.dropout import Masks
 from shardfn.core.engine.activations import Activation, PackedActivation
 from shardfn.core.engine.compiled import untraced
@@ -68,76 +67,16 @@ from shardfn.core.engine.gradients import (
     waiting,
     with_held_back,
 )
-from shardfn.core.engine.neighbours import Neighbours
-from shardfn.core.engine.order import Event, Order
-from shardfn.core.engine.placed import AsPlaced, placed_specs
+from shardfn.core.engine.order import Event
+from shardfn.core.engine.placed import AsPlaced
 from shardfn.core.engine.remat import Borrowed
+from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
-from shardfn.core.offload import host_of
 from shardfn.core.plan import Bucket, Plan, Unit
-from shardfn.core.pool import BufferPool, NoBuffers
 
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
-
-
-class _Runtime:
-    """What the sessions of a plan on a grid share."""
-
-    def __init__(self, plan: Plan, grid: Grid) -> None:
-        self.pool = NoBuffers(grid.device) if grid.pure else BufferPool(grid.device)
-        self.host = host_of(plan.policy, grid.device)
-        self.spots = {b: BucketOnGrid(plan, grid, b, self.pool) for unit in plan.units for b in unit.buckets}
-        self.order = Order(grid)
-        self.units = {unit.name: unit for unit in plan.units}
-        self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
-        moving = {bucket.unit for bucket, spot in self.spots.items() if spot.moves}
-        regather = {name for name, unit in self.units.items() if unit.regather}
-        self.frees = regather & moving if not simulated() else set[str]()
-        self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
-        self.recomputable = {name for name in self.frees if self._stands_alone(name)}
-        # Parameters that a module sees exactly as they are stored, which is most of them, need no further view.
-        self.plain = {
-            name: all(merge == 1 for merge in x.leaves[0].merges) and x.leaves[0].shape == x.leaves[0].extent
-            for name, x in plan.layouts.items()
-            if len(x.leaves) == 1
-        }
-        self.placed = placed_specs(plan, grid)  # parameters that modules use as DTensors
-        self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
-        self._in_the_air: list[Flight] = []
-        self.accumulations: list[Accumulation] = []
-
-    def _stands_alone(self, unit: str) -> bool:
-        """Whether a unit holds no other one, and gathering it moves data."""
-        inner = not unit or any(other.startswith(f"{unit}.") for other in self.units)
-        return not inner and any(self.spots[bucket].moves for bucket in self.units[unit].buckets)
-
-    def begin(self) -> None:
-        """A call begins. What an exception left of a backward is waited for, and forgotten."""
-        self.settle()
-        if not in_backward():
-            for accumulation in self.accumulations:
-                accumulation.settle()
-            self.accumulations.clear()
-        self.pool.turn()
-
-    def start(self, steps: Steps) -> Flight:
-        """A communication that `settle` knows of."""
-        flight = Flight(steps, self.order.explained)
-        self._in_the_air.append(flight)
-        return flight
-
-    def finish(self, flight: Flight) -> Tensor:
-        """The flat tensor that a gather makes."""
-        if flight in self._in_the_air:
-            self._in_the_air.remove(flight)
-        return flight.finish()[0]
-
-    def settle(self) -> None:
-        """Nothing stays in the air: what was started for nothing, or left by an exception, is waited for."""
-        while self._in_the_air:
-            self._in_the_air.pop(0).finish()
 
 
 def _never(unit: str) -> bool:
@@ -153,21 +92,6 @@ def _refuse(written: str | None) -> None:
         )
 
 
-def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
-    axis = plan.keep_axis
-    counts = {unit.name: plan.kept_over(unit) for unit in plan.units if not grid.pure}
-    made = {n: Neighbours(grid, axis, n) for n in dict.fromkeys(counts.values()) if n is not None and axis is not None}
-    return {name: made[count] for name, count in counts.items() if count in made}
-
-
-def _runtime(plan: Plan, grid: Grid) -> _Runtime:
-    """Made once for a plan and a grid, and kept with the plan."""
-    kept: dict[int, tuple[Grid, _Runtime]] = plan.__dict__.setdefault("_runtimes", {})
-    if id(grid) not in kept:  # the values hold the grid, so its id is not given to another one
-        kept[id(grid)] = grid, _Runtime(plan, grid)
-    return kept[id(grid)][1]
-
-
 class Session:
     """Gives a module its weights by parameter name, in the shapes that it computes with."""
 
@@ -180,7 +104,7 @@ class Session:
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
         self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
         self.scale_of_gradients: Callable[[str], float] | None = getattr(leaves, "scale_of_gradients", None)
-        self.runtime = _runtime(plan, grid)
+        self.runtime = runtime_of(plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
         # A transform wraps the leaves: only an autograd.Function sees the shards.
