@@ -27,6 +27,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
     maybe_get_level,
+    peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -116,9 +117,8 @@ def unwrap_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, global shape and dtype of a DTensor."""
-    return tensor._spec
+# Mesh, placements, global shape and dtype of a DTensor.
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 
 def move_to_mesh(tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -133,9 +133,8 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local
 
 
-def in_transform() -> bool:
-    """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
-    return bool(get_interpreter_stack())
+# Something if a `torch.func` transform is active, else None; saved-tensor hooks are forbidden there.
+in_transform: Callable[[], Any] = peek_interpreter_stack
 
 
 def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:
@@ -700,22 +699,12 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
-# The tables of an nn.Module: what `torch.func.functional_call` swaps too, without a public way to reach them.
+# The tables of what an nn.Module owns directly, also as absent (None): what `torch.func.functional_call` swaps too,
+# without a public way to reach them.
 
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters that a module owns directly, including absent ones (None)."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers that a module owns directly, including absent ones (None)."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The direct children of a module."""
-    return module._modules
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def set_tables(module: nn.Module, **tables: dict[str, Any]) -> None:
@@ -829,9 +818,17 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """`version_of` of tensors that autograd saves, none of which is of inference mode."""
-    return [x._version for x in tensors]
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """`version_of` of each."""
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:  # one is of inference mode
+        return list(map(version_of, tensors))
+
+
+# `version_of` of a tensor that autograd saves, which is none of inference mode.
+version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
+_version_of = version_of_saved
 
 
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
@@ -846,9 +843,7 @@ def foreach(operation: str) -> Callable[..., Any]:
 chunk_cat: Callable[..., Any] = torch.__dict__["_chunk_cat"]
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view belongs to."""
-    return tensor._base
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that a view belongs to
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
@@ -856,9 +851,8 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def backward_id() -> int:
-    """A number of the backward under way, larger than those of all that began before; -1 when there is none."""
-    return torch._C._current_graph_task_id()
+# A number of the backward under way in this thread, larger than those of all that began before; -1 when there is none.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from shardfn._torch import (
     after_backward,
     backward_id,
     grad_dtype_of,
+    has_gradient_hooks,
     in_backward,
     in_transform,
     out_of_inference_mode,
@@ -48,6 +50,7 @@ from shardfn._torch import (
     unwrap_local,
     unwrap_locals,
     version_of,
+    version_of_saved,
     versions_of,
     with_local,
     wrap_local,
@@ -76,6 +79,7 @@ from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan, Unit
 
+_offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
 
@@ -228,7 +232,7 @@ class Session:
         gathered = _Gathered(self, event, leaves, self._start(event, leaves))
         wholes = _Gather.apply(gathered, *leaves)
         if gathered.spot.moves:
-            self._versions |= zip(bucket.leaves, map(version_of, wholes), strict=True)
+            self._versions |= zip(bucket.leaves, versions_of(wholes), strict=True)
         else:
             self._note_uncopied(bucket.leaves, leaves, wholes)
         if gathered.frees and wholes[0].untyped_storage().nbytes():
@@ -317,7 +321,8 @@ class Session:
         """The first gathered leaf that has another version than it was gathered with."""
         known, weights = self._versions, self._weights
         held = [name for name in names if name in known and name in weights]
-        return next((name for name in held if version_of(weights[name]) != known.pop(name)), None)
+        now = versions_of([weights[name] for name in held])
+        return next((name for name, version in zip(held, now, strict=True) if version != known.pop(name)), None)
 
     # -- between forward and backward ---------------------------------------------------------------------------------
 
@@ -337,7 +342,7 @@ class Session:
                 return saved
             part = saved if type(saved) is Tensor else unwrap_local(saved)
             if type(part) is not Tensor and wraps(part):
-                return with_local(saved, part)  # a new DTensor; see `_Saved`
+                return with_local(saved, part)  # a new DTensor, detached as `_Saved` is
             key = storage_key(part)
             gathered = of_storage(key)
             if gathered is not None:
@@ -346,8 +351,10 @@ class Session:
                 return packed
             if pure:
                 return saved
-            counters = _counters_of(part, uncopied[key]) if key in uncopied else ()
-            return _Saved(saved.detach(), counters, versions_of((saved, *counters)))
+            if key in uncopied and (counters := _counters_of(part, uncopied[key])):
+                detached = saved.detach()
+                return _OfWeight(detached, [detached, *counters], versions_of([saved, *counters]))
+            return saved.detach(), version_of_saved(saved)
 
         if traced:
             return saved_tensors_hooks(untraced(pack), untraced(_unpack))
@@ -391,11 +398,18 @@ class Session:
         if not self._depth.get(unit):
             self._free(unit)
 
-    def reductions(self, names: Sequence[str], leaves: Sequence[Tensor], nodes: Sequence[Any]) -> Reductions | None:
-        """What takes the gradients of a bucket; None when autograd itself needs them, at `nodes`, at once."""
-        if self.gradients is not None and self.gradients.takes(names, leaves):
+    def collects(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
+        """Whether the differentiation that the call belongs to takes the gradients of these leaves."""
+        return self.gradients is not None and self.gradients.takes(names, leaves)
+
+    def reductions(self, names: Sequence[str], leaves: Sequence[Tensor], into_grad: bool) -> Reductions | None:
+        """What takes the gradients of a bucket; None when autograd itself needs them at once.
+
+        `into_grad`: autograd would only add them to the `.grad` of the leaves.
+        """
+        if self.collects(names, leaves):
             return self.gradients
-        if not Accumulation.takes(leaves, nodes):
+        if not into_grad or any(map(has_gradient_hooks, leaves)):
             return None
         backward = backward_id()
         if backward not in self._accumulations:
@@ -475,33 +489,40 @@ def _counters_of(part: Tensor, weights: Sequence[_Uncopied]) -> tuple[Tensor, ..
     return next((weight.counters for weight in weights if weight.begin <= at < weight.end), ())
 
 
-class _Saved(NamedTuple):
-    """Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever.
-
-    Autograd does not look at versions where there are hooks.
-    """
+class _OfWeight(NamedTuple):
+    """A saved view of a weight that is the shard itself, detached, with what counts changes of it."""
 
     tensor: Tensor
-    counters: tuple[Tensor, ...]
+    counters: list[Tensor]
     versions: list[int]
 
-    def unchanged(self) -> Tensor:
-        """The tensor, as it was saved."""
-        if versions_of((self.tensor, *self.counters)) != self.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{'a weight' if self.counters else 'a tensor'} of shape {list(self.tensor.shape)}. Update parameters "
-                "after the backward; in a forward, write new tensors."
-            )
-        return self.tensor
+
+# Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever; and its version,
+# since autograd does not look at versions where there are hooks.
+_Saved = tuple[Tensor, int]
 
 
 def _unpack(packed: Any) -> Tensor:
-    if type(packed) is _Saved:
-        return packed.unchanged()
-    if type(packed) is PackedActivation:
+    kind = type(packed)
+    if kind is tuple:
+        tensor, version = packed
+        if version_of_saved(tensor) != version:
+            raise _changed("a tensor", tensor)
+        return tensor
+    if kind is _OfWeight:
+        if versions_of(packed.counters) != packed.versions:
+            raise _changed("a weight", packed.tensor)
+        return packed.tensor
+    if kind is PackedActivation:
         return packed.activation.view(packed)
-    return packed.gathered.view(packed) if type(packed) is _Packed else packed
+    return packed.gathered.view(packed) if kind is _Packed else packed
+
+
+def _changed(what: str, tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} of shape {list(tensor.shape)}. Update parameters after the backward; in a forward, write new tensors."
+    )
 
 
 class _Gathered:
@@ -524,7 +545,7 @@ class _Gathered:
 
     def _versions_now(self) -> list[int]:
         """What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter."""
-        return [*map(version_of, self._shards), *map(version_of, self._leaves), *map(version_of, self._sources)]
+        return versions_of([*self._shards, *self._leaves, *self._sources])
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather."""
@@ -535,7 +556,7 @@ class _Gathered:
 
     def note(self, wholes: Sequence[Tensor]) -> None:
         """Remember where the whole leaves lie."""
-        self._begins = {int(whole.storage_offset()): version_of(whole) for whole in wholes}
+        self._begins = dict(zip(map(_offset_of, wholes), versions_of(wholes), strict=True))
         if self._neighbours is not None and torch.is_grad_enabled():
             storage = wholes[0].untyped_storage()
             self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
@@ -626,14 +647,15 @@ class _Gathered:
         if self.session.scale_of_gradients is not None:
             scale = self.session.scale_of_gradients(self.event.unit)
             pending = [None if grad is None else grad * scale for grad in pending]
-        if goes_into_grad(nodes) and (spot.plan.reduction is None or self.session.holds_back(self.event.unit)):
+        into_grad = not self.session.collects(spot.bucket.leaves, leaves) and goes_into_grad(nodes)
+        if into_grad and (spot.plan.reduction is None or self.session.holds_back(self.event.unit)):
             hold_back(spot, leaves, pending)
             return [None] * len(needed)
-        if goes_into_grad(nodes):
+        if into_grad:
             pending = with_held_back(leaves, pending)
         if spot.plan.reduction is not None:
             self.session.pass_by("gradients", Event("reduce", self.event.unit, self.event.bucket))
-            reductions = self.session.reductions(spot.bucket.leaves, leaves, nodes)
+            reductions = self.session.reductions(spot.bucket.leaves, leaves, into_grad)
             if reductions is not None:
                 reductions.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
                 return [None] * len(needed)
