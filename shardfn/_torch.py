@@ -133,8 +133,9 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local
 
 
-# Something if a `torch.func` transform is active, else None; saved-tensor hooks are forbidden there.
-in_transform: Callable[[], Any] = peek_interpreter_stack
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
+    return peek_interpreter_stack() is not None
 
 
 def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:

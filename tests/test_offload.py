@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardfn as sf
 from shardfn.core import buckets, offload
 from shardfn.core.collectives import Steps
-from shardfn.core.engine import session
+from shardfn.core.engine import runtime
 from shardfn.testing import assert_parity, on_meshes
 
 
@@ -46,7 +46,7 @@ def a_device_of_its_own() -> Iterator[CountingHost]:
         return host if policy.offload == "cpu" else None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (offload, buckets, session):
+        for module in (offload, buckets, runtime):
             patch.setattr(module, "host_of", host_of)
         yield host
 

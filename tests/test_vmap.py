@@ -295,3 +295,43 @@ def test_trees_that_a_mapped_function_closes_over(mesh: DeviceMesh) -> None:
     with pytest.raises(sf.ShardError, match=r"or pass it to sf\.vmap as the primal is"):
         direction = sf.vmap(lambda p, x: sf.jvp(lambda q: loss(q, x), (p,), (params,))[1], in_dims=(None, 0))
         direction(params, local)
+
+
+@on_meshes({"fsdp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_derivatives_around_a_vmap_over_a_stacked_tree(mesh: DeviceMesh) -> None:
+    """Members that a loss couples: what comes out is stacked as what went in."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False).double()
+    weight, x = model.weight.detach(), torch.randn(8, 4, dtype=torch.float64)
+    tp = "@tp" if "tp" in (mesh.mesh_dim_names or ()) else ""
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": f"f{tp} c@fsdp"}))
+    stacked = sf.tree.map(lambda w: torch.stack([w, 2 * w]), params)
+    local = sf.data.local_batch(x, mesh)
+
+    def coupled(t: Any) -> Tensor:
+        out = sf.vmap(lambda p: sf.apply(model, p, local).tanh())(t)
+        return out.prod(0).square().mean()
+
+    def expected(w: Tensor) -> Tensor:
+        return torch.einsum("bc,efc->ebf", x, w).tanh().prod(0).square().mean()
+
+    def stepped(t: Any) -> Tensor:
+        return coupled(sf.tree.map(lambda w, g: w - 0.5 * g, t, sf.grad(coupled)(t)))
+
+    whole = torch.stack([weight, 2 * weight]).requires_grad_()
+    (grad,) = torch.autograd.grad(expected(whole), whole, create_graph=True)
+    (second,) = torch.autograd.grad((grad * whole.detach()).sum(), whole, retain_graph=True)
+    inner = expected(whole - 0.5 * grad)
+    (outer,) = torch.autograd.grad(inner, whole)
+
+    found = sf.grad(coupled)(stacked)
+    pulled = sf.vjp(coupled, stacked)[1](torch.ones((), dtype=torch.float64))[0]
+    loss, grads = sf.value_and_grad(stepped)(stacked)
+    wanted = (grad.detach(), grad.detach(), second, outer)
+    for tree, want in zip((found, pulled, sf.hvp(coupled, (stacked,), stacked), grads), wanted, strict=True):
+        assert tree["weight"].placements == stacked["weight"].placements
+        torch.testing.assert_close(tree["weight"].full_tensor().detach(), want)
+    torch.testing.assert_close(loss, inner.detach())
+    optimizer = sf.optim.sgd(0.1)
+    new, _ = optimizer.step(stacked, found, optimizer.init(stacked))
+    torch.testing.assert_close(new["weight"].full_tensor(), (whole - 0.1 * grad).detach())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import DTensorSpec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
-from shardfn.core.buckets import in_layout, leaf_spec
+from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
+from shardfn.core.buckets import in_layout, leaf_spec, placements
 from shardfn.core.errors import ShardError
 from shardfn.core.mapped import inside, outside
 from shardfn.core.mesh import grid
@@ -70,9 +70,19 @@ def left(tree: Any) -> Any:
 
 
 def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
-    """The DTensor metadata of every leaf."""
+    """The DTensor metadata of every leaf, also of one that is stacked, of which the plan knows nothing."""
     places = grid(params.mesh, plan.roles.storage)
-    return [leaf_spec(plan, places, name, leaf.dtype) for name, leaf in params.items()]
+
+    def spec(name: str, x: Tensor) -> DTensorSpec:
+        _, leaf = plan.leaves[name]
+        sizes = x.shape[: max(x.dim() - len(leaf.shape), 0)]
+        if not sizes:
+            return leaf_spec(plan, places, name, x.dtype)
+        for size in reversed(sizes):
+            leaf = leaf.stacked(size)
+        return dtensor_spec(places.storage, placements(leaf, plan.roles.storage), leaf.shape, x.dtype)
+
+    return [spec(name, leaf) for name, leaf in params.items()]
 
 
 class Lower(torch.autograd.Function):

@@ -537,7 +537,8 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
             leaves[name] = wrap_local(whole, spec_of(leaf))
             continue
         pending = reduction is None and leaf.requires_grad
-        spec = leaf_spec(plan, places, name, leaf.dtype, pending)
+        # A leaf may be stacked, of which the plan knows nothing.
+        spec = leaf_spec(plan, places, name, leaf.dtype, pending) if pending else spec_of(leaf)
         if gradient is None:
             leaves[name] = _zeros(plan, places, name, spec, pending, leaf.requires_grad)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
@@ -555,6 +556,8 @@ def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, re
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
     layout, leaf = plan.leaves[name]
+    for size in reversed(spec.shape[: len(spec.shape) - len(leaf.shape)]):
+        leaf = leaf.stacked(size)
     keep = (*plan.roles.compute, *layout.kept) if pending else None
     dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
     device = places.device if pending else stored_on(plan.policy, places.device)
