@@ -365,10 +365,10 @@ def _kept(tp: int, sequence: bool) -> int:
     seen: dict[int, int] = {}
 
     def kept(x: Any) -> Any:
-        packed = x.activation._own if hasattr(x, "activation") else getattr(x, "tensor", None)
-        own = x if isinstance(x, Tensor) else packed
-        if own is not None and own.numel():
-            seen[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
+        parts = [x.activation._own] if hasattr(x, "activation") else [x] if isinstance(x, Tensor) else x
+        for own in parts:
+            if isinstance(own, Tensor) and own.numel():
+                seen[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
         return x
 
     ids = torch.randint(3, 256, (2, 64), generator=torch.Generator().manual_seed(1))
