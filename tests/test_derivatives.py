@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
-from shardfn.core.forward_mode import ByFormulas
+from shardfn.core.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormulas
 from shardfn.testing import assert_parity, on_meshes
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
@@ -86,7 +86,7 @@ def _jvp(at: Program) -> None:
 
 def _plain_hvp(at: Program, fn: Callable[..., Tensor], *batch: Tensor) -> Tree:
     gradient = torch.func.grad(fn)
-    with ByFormulas(True):  # see test_formulas
+    with ByFormulas(FORWARD_MODE_DIFFERENTIATED):  # see test_formulas
         return torch.func.jvp(lambda p: gradient(p, *batch), (at.plain,), (at.plain_direction,))[1]
 
 
@@ -350,12 +350,38 @@ def test_formulas(name: str) -> None:
 
     wanted = (gradient(_X + step * v) - gradient(_X - step * v)) / (2 * step)
     plain = FUNCTIONS[name](_X)
-    with ByFormulas(True):
+    with ByFormulas(FORWARD_MODE_DIFFERENTIATED):
         torch.testing.assert_close(FUNCTIONS[name](_X), plain)
         forward_last = torch.func.jvp(torch.func.grad(loss), (_X,), (v,))[1]
         forward_first = torch.func.grad(lambda h: torch.func.jvp(loss, (h,), (v,))[1])(_X)
     for found in (forward_last, forward_first):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 1})
+def test_norms_in_a_vmap_that_is_differentiated(mesh: DeviceMesh) -> None:
+    """A penalty on gradients of samples; torch 2.13 has its gradient wrong for norms with weights."""
+    torch.manual_seed(0)
+    batch_norm = nn.BatchNorm1d(3, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Unflatten(-1, (3, 2)), batch_norm, nn.Flatten(-2))
+    model = nn.Sequential(model, nn.Unflatten(-1, (2, 3)), nn.InstanceNorm1d(2, affine=True)).double()
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.randn(4, 5, 4, dtype=torch.float64)
+
+    def squared(p: sf.Params, x: Tensor) -> Tensor:
+        grads = sf.grad(lambda p: sf.apply(model, p, x).sin().sum())(p)
+        return sf.tree.dot(grads, grads)
+
+    def penalty(p: sf.Params, x: Tensor) -> Tensor:
+        return sf.vmap(squared, in_dims=(None, 0))(p, x).mean()
+
+    plain = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    outs = [torch.func.functional_call(model, plain, (each,)).sin().sum() for each in x]
+    each = [g for out in outs for g in torch.autograd.grad(out, [*plain.values()], create_graph=True)]
+    wanted = torch.autograd.grad(torch.stack([g.square().sum() for g in each]).sum() / len(x), [*plain.values()])
+    found = sf.gather(sf.grad(penalty)(params, sf.data.local_batch(x, mesh)))
+    assert_parity(found, dict(zip(plain, wanted, strict=True)), tol=1e-9)
 
 
 @on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 1})

@@ -335,3 +335,70 @@ def test_derivatives_around_a_vmap_over_a_stacked_tree(mesh: DeviceMesh) -> None
     optimizer = sf.optim.sgd(0.1)
     new, _ = optimizer.step(stacked, found, optimizer.init(stacked))
     torch.testing.assert_close(new["weight"].full_tensor(), (whole - 0.1 * grad).detach())
+
+
+@on_meshes({"fsdp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_a_tree_that_is_stacked_says_so(mesh: DeviceMesh) -> None:
+    """Its layouts have the new dim, as those of what comes out of a vmap; a member has the layouts of one tree."""
+    model, x = nn.Linear(4, 8).double(), torch.randn(8, 4, dtype=torch.float64)
+    tp = "@tp" if "tp" in (mesh.mesh_dim_names or ()) else ""
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": f"(2 f{tp}) c@fsdp", "bias": f"(2 f{tp})"}))
+    plain = {name: w.detach().clone() for name, w in model.named_parameters()}
+    whole = {name: torch.stack([w, 2 * w, w.sin()]) for name, w in plain.items()}
+    stacked = sf.tree.map(lambda w: torch.stack([w, 2 * w, w.sin()]), params)
+    assert {name: str(leaf.rule) for name, (_, leaf) in stacked.plan.leaves.items()} == {
+        name: f"b {leaf.rule}" for name, (_, leaf) in params.plan.leaves.items()
+    }
+    assert_parity(sf.gather(stacked), whole)
+    for made in (lambda w: w.mean(0), lambda w: w[1], lambda w: w.unbind()[2]):
+        one = sf.tree.map(made, stacked)
+        assert one.plan == params.plan
+        assert_parity(sf.gather(one), {name: made(w) for name, w in whole.items()})
+    assert_parity(sf.gather(sf.tree.map(torch.mul, stacked, params)), {n: w * plain[n] for n, w in whole.items()})
+    assert_parity(sf.gather(sf.tree.map(torch.add, params, stacked)), {n: w + plain[n] for n, w in whole.items()})
+    with pytest.raises(sf.ShardError, match="the layouts differ"):
+        sf.tree.map(torch.add, params, sf.tree.map(lambda w: torch.stack([w, w]), stacked))
+
+    moved = sf.reshard(stacked, sf.Policy(default="replicate"))
+    assert str(moved.plan.leaves["weight"][1].rule) == "b 8 4"
+    assert_parity(sf.gather(moved), whole)
+    with pytest.raises(sf.ShardError, match=r"has several members, 'weight' of shape \(3, 8, 4\).*sf\.vmap"):
+        sf.apply(model, stacked, x)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    each = sf.vmap(sf.grad(loss), in_dims=(0, None))(stacked, sf.data.local_batch(x, mesh))
+    moved = sf.tree.map(lambda w, g: w - g, stacked, each)
+    mixed = sf.tree.ema(stacked, moved, decay=0.5)
+    gradient = torch.func.grad(lambda p: torch.func.functional_call(model, p, x).square().mean())
+    wanted = torch.func.vmap(gradient)(whole)
+    assert_parity(sf.gather(mixed), {name: w - 0.5 * wanted[name] for name, w in whole.items()}, tol=1e-12)
+    samples = sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, sf.data.local_batch(x, mesh))
+    if mesh.size() > 1 and mesh["fsdp"].size() > 1:
+        with pytest.raises(sf.ShardError, match="reshard: the leaves have a first dim of 8 that is split"):
+            sf.reshard(samples, sf.Policy())
+    assert_parity({"dot": sf.tree.dot(stacked, each)}, {"dot": sum((w * wanted[n]).sum() for n, w in whole.items())})
+
+
+@on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2})
+def test_members_inside_a_transform(mesh: DeviceMesh) -> None:
+    """Sums over members are those of this rank's part; sums over what axes split are refused, as of any leaf."""
+    model, x = nn.Linear(4, 6).double(), torch.randn(8, 4, dtype=torch.float64)
+    params = sf.shard(model, mesh, sf.Policy(rules={"weight": "f@tp c@fsdp", "bias": "f@tp"}))
+    whole = {name: torch.stack([w.detach(), w.detach().sin()]) for name, w in model.named_parameters()}
+    stacked, local = sf.tree.map(lambda w: torch.stack([w, w.sin()]), params), sf.data.local_batch(x, mesh)
+
+    def loss(fold: Any) -> Any:
+        return lambda t: sf.apply(model, sf.tree.map(fold, t), local).square().mean()
+
+    for fold in (lambda w: w.mean(0), lambda w: w.sum(dim=0), lambda w: w[1], lambda w: w[0, ...], lambda w: w.prod(0)):
+        pulled = sf.vjp(loss(fold), stacked)[1](torch.ones((), dtype=torch.float64))[0]
+
+        def of_plain(t: Any, fold: Any = fold) -> Tensor:
+            return torch.func.functional_call(model, {n: fold(w) for n, w in t.items()}, x).square().mean()
+
+        assert_parity(sf.gather(pulled), torch.func.grad(of_plain)(whole), tol=1e-12)
+    for fold, name in ((lambda w: w.sum(1), "sum"), (lambda w: w[0].sum(0), "sum"), (lambda w: w[:, 0], "getitem")):
+        with pytest.raises(sf.ShardError, match=f"vjp: {name} of '(weight|bias)' would be that of this rank's part"):
+            sf.vjp(loss(fold), stacked)

@@ -590,8 +590,21 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
     for record in records:
         if record.plan == plan:
             return record
+    _require_one(model, plan)
     records.append(_Record(plan, owned_names(model, plan), _frozen(model, plan), ranks_of_acts(plan)))
     return records[-1]
+
+
+def _require_one(model: nn.Module, plan: Plan) -> None:
+    """Check that the tree is not one of several members."""
+    for name, param in model.named_parameters():
+        layout = plan.layouts.get(plan.canonical.get(name, ""))
+        if layout is not None and len(layout.shape) > param.dim() and layout.shape[1:] == param.shape:
+            raise ShardError(
+                f"apply: the tree has several members, {name!r} of shape {tuple(layout.shape)}, the model's has "
+                f"{tuple(param.shape)}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, "
+                "sf.tree.map(lambda w: w[0], tree)"
+            )
 
 
 def _frozen(model: nn.Module, plan: Plan) -> list[Tensor]:

@@ -20,7 +20,7 @@ from shardfn._torch import (
 )
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
-from shardfn.core.forward_mode import ByFormulas
+from shardfn.core.forward_mode import FORWARD_MODE, FORWARD_MODE_DIFFERENTIATED, ByFormulas
 from shardfn.core.lowering import entered, left
 from shardfn.core.transforms import grad, of_dtensors, plain_gradient, unused
 from shardfn.core.tree import Params
@@ -63,7 +63,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     if in_transform():  # where a tree may come from outside, and another one not
         _require_alike("jvp", *inner)
     with (
-        ByFormulas(in_forward_mode()),
+        _by_formulas(),
         of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
     ):
         return left(torch.func.jvp(checked, *inner, has_aux=has_aux))
@@ -145,9 +145,13 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     inner, direction = entered("hvp", (params, tangent))
     if in_transform():
         _require_alike("hvp", inner, direction)
-    with ByFormulas(in_forward_mode()):
+    with _by_formulas():
         _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
+
+
+def _by_formulas() -> ByFormulas:
+    return ByFormulas(FORWARD_MODE_DIFFERENTIATED if in_forward_mode() else FORWARD_MODE)
 
 
 def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> Callable[..., Any]:

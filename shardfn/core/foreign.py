@@ -8,7 +8,7 @@ are not those of the leaf.
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, wraps
 from itertools import islice
@@ -36,6 +36,8 @@ _KEEPING = frozenset(  # what is done element by element, or is not about elemen
     "requires_grad zeros_like ones_like empty_like full_like rand_like randn_like stack unsqueeze dim size "
     "stride is_floating_point is_complex get set repr format register_hook retain_grad grad backward".split()
 )
+# What takes a dim away.
+_TAKING_A_DIM = frozenset("sum mean prod amax amin logsumexp std var norm select unbind".split())
 
 
 def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,18 +108,28 @@ class _OfParts(TorchFunctionMode):
         given = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and x in self._parts]
         if not given or _is_ours():
             return func(*args, **(kwargs or {}))
-        name, leaf = getattr(func, "__name__", "").strip("_"), self._parts[given[0]]
-        if not (name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))):
+        name, part = getattr(func, "__name__", "").strip("_"), self._parts[given[0]]
+        keeps = name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))
+        if not keeps and not (part.members and _is_over_members(name, args, kwargs or {})):
             raise ShardError(
-                f"{self._verb}: {name} of {leaf!r} would be that of this rank's part, which is all that a leaf is "
+                f"{self._verb}: {name} of {part.leaf!r} would be that of this rank's part, which is all that a leaf is "
                 "inside a transform. Use sf.tree.dot or sf.optim.global_norm of trees, or the whole leaf: "
-                f"sf.gather(params)[{leaf!r}]"
+                f"sf.gather(params)[{part.leaf!r}]"
             )
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor):
-                self._parts[x] = leaf
+                self._parts[x] = part._replace(members=part.members and keeps and x.dim() == given[0].dim())
         return out
+
+
+def _is_over_members(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation takes away the first dim of its argument alone."""
+    if name == "getitem":
+        first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return isinstance(first, int) and _adds_dims(tuple(rest))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0 if name == "unbind" else None)
+    return name in _TAKING_A_DIM and dim in (0, (0,), [0])
 
 
 def _is_ours() -> bool:

@@ -1,11 +1,11 @@
-"""Functions of torch by their formulas, where torch's own forward mode fails. Layer 1.
+"""Functions of torch by their formulas, where torch's own derivatives of derivatives fail. Layer 1.
 
 In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch
-norms. `mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention on CPUs have no forward mode, of their
-gradient or at all, or no gradient of it. What torch has mended can go.
+norms, and so is that of a gradient in a `vmap`. `mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention
+on CPUs have no forward mode, of their gradient or at all, or no gradient of it. What torch has mended can go.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.core.errors import ShardError
 
-_ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("forward mode by formulas", default=None)
+_ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("by formulas", default=None)
 
 
 def as_now() -> AbstractContextManager[Any]:
@@ -26,11 +26,11 @@ def as_now() -> AbstractContextManager[Any]:
 
 
 class ByFormulas(TorchFunctionMode):
-    """Within it these functions are made of others; `differentiated`: somebody asks for a gradient of what is made."""
+    """Within it these functions are made of others: `FORWARD_MODE`, `FORWARD_MODE_DIFFERENTIATED` or `MAPPED`."""
 
-    def __init__(self, differentiated: bool) -> None:
+    def __init__(self, formulas: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self._differentiated = differentiated
+        self._formulas = formulas
         self._tokens: list[Any] = []
 
     def __enter__(self) -> "ByFormulas":
@@ -42,10 +42,7 @@ class ByFormulas(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm and self._differentiated:
-            return _batch_norm(*args, **(kwargs or {}))
-        formula: Any = _FORMULAS.get(func, func)
-        return formula(*args, **(kwargs or {}))
+        return self._formulas.get(func, func)(*args, **(kwargs or {}))
 
 
 def _torchs(func: Callable[..., Any], *args: Any) -> Any:
@@ -140,14 +137,19 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training:
+    if not training or running_mean is not None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if running_mean is not None:
+    return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
+
+
+def _batch_norm_in_forward_mode(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    given = dict(zip(("running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
+    if given.get("training") and given.get("running_mean") is not None:
         raise ShardError(
             "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or "
             "make it with track_running_stats=False"
         )
-    return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
+    return _batch_norm(input, *args, **kwargs)
 
 
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
@@ -183,13 +185,19 @@ def _attention(
     return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
 
 
-_FORMULAS: dict[Any, Callable[..., Any]] = {
+MAPPED: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+}
+FORWARD_MODE = {
+    F.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
     F.mse_loss: _mse_loss,
     F.huber_loss: _huber_loss,
     F.soft_margin_loss: _soft_margin_loss,
     F.glu: _glu,
-    F.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
     F.normalize: _normalize,
     F.scaled_dot_product_attention: _attention,
 }
+FORWARD_MODE_DIFFERENTIATED = FORWARD_MODE | {F.batch_norm: _batch_norm_in_forward_mode}

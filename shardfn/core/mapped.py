@@ -58,6 +58,21 @@ def member(plan: Plan, axes: Sequence[str]) -> Plan:
     return _kept(plan, ("member", *axes), lambda: _changed(plan, Layout.member, plan.roles.without(axes)))
 
 
+def has_members(plan: Plan) -> bool:
+    """Whether it is of trees that are stacked along a first dim, which no axis splits."""
+    leaves = [leaf for layout in plan.layouts.values() for leaf in layout.leaves]
+    return all(leaf.splits[:1] == ((),) and leaf.merges[0] == 1 for leaf in leaves)
+
+
+def members_of(plan: Plan) -> int | None:
+    """How many trees of the model are stacked along a first dim; None for a tree as it was made."""
+    if not plan.info.params:
+        return None
+    param = plan.info.params[0]
+    shape = plan.layouts[param.name].shape
+    return shape[0] if len(shape) > len(param.shape) else None
+
+
 def stacked(plan: Plan, size: int, axes: Sequence[str]) -> Plan:
     """The plan of many such trees stacked along a new first dim of `size`, which `axes` split."""
     add = partial(Layout.stacked, size=size, axes=axes)

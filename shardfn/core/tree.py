@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,7 +21,7 @@ from shardfn._torch import pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import clear_padding_
-from shardfn.core.mapped import outside
+from shardfn.core.mapped import has_members, member, outside, stacked
 from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
@@ -38,6 +38,13 @@ _INSTEAD = {
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
     **dict.fromkeys(("train", "eval", "zero_grad"), "params holds only tensors; call it on the model"),
 }
+
+
+class Part(NamedTuple):
+    """What is noted of a tensor that is this rank's part of a leaf, or of what is made of one, inside a transform."""
+
+    leaf: str
+    members: bool  # whether the first dim is whole, so that sums over it are those of this rank's part
 
 
 _PARTS: ContextVar[WeakIdKeyDictionary | None] = ContextVar("parts of leaves", default=None)
@@ -84,8 +91,9 @@ class Params(dict[str, Any]):
             self._note_parts(watched)
 
     def _note_parts(self, parts: WeakIdKeyDictionary) -> None:
+        members = has_members(self.plan)
         for name, leaf in self._parts():
-            parts[leaf] = name
+            parts[leaf] = Part(name, members)
 
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
         """The leaves of which this rank has a part, inside a transform."""
@@ -161,7 +169,7 @@ def has_parts(given: Any) -> bool:
 
 @contextmanager
 def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
-    """Within it the parts of leaves of trees that are given, or made, inside a transform, are noted by their names."""
+    """Within it the parts of leaves of trees that are given, or made, inside a transform, are noted as `Part`s."""
     parts = WeakIdKeyDictionary()
     for tree in _trees(given):
         tree._note_parts(parts)
@@ -221,7 +229,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     others = []
     for other in rest_alike:
         try:
-            others.append(structure.flatten_up_to(other))
+            others.append(structure.flatten_up_to(_like_members(other, tree)))
         except ValueError as error:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
     rows = zip(flat, *others, strict=True)
@@ -231,7 +239,41 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         made = [fn(*row) for row in rows]
     if isinstance(tree, Params) and tree.plan.policy.pad:
         made = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, made, strict=True)]
-    return structure.unflatten(made)
+    out = structure.unflatten(made)
+    return _as_members(out, tree) if isinstance(tree, Params) and tree else out
+
+
+def _as_members(made: Params, tree: Params) -> Params:
+    """What is made of a tree; the plan says so where each leaf got a new first dim (`torch.stack`), or lost it."""
+    pairs = [(leaf, made[name]) for name, leaf in tree.items()]
+    more = {x.dim() - leaf.dim() if isinstance(x, Tensor) else 0 for leaf, x in pairs}
+    if more == {1} and len({x.shape[0] for _, x in pairs}) == 1 and all(_is_first(x, leaf) for leaf, x in pairs):
+        return Params(made, stacked(tree.plan, pairs[0][1].shape[0], ()), made.mesh, made.buffers)
+    if more == {-1} and has_members(tree.plan) and all(_is_first(leaf, x) for leaf, x in pairs):
+        return Params(made, member(tree.plan, ()), made.mesh, made.buffers)
+    return made
+
+
+def _is_first(more: Tensor, less: Tensor) -> bool:
+    """Whether one has a first dim that is whole on each rank before those of the other."""
+    if more.shape[1:] != less.shape or isinstance(more, DTensor) != isinstance(less, DTensor):
+        return False
+    if not isinstance(more, DTensor) or not isinstance(less, DTensor):
+        return True
+    return all(
+        a == (Shard(b.dim + 1) if isinstance(b, Shard) else b)
+        for a, b in zip(more.placements, less.placements, strict=True)
+    )
+
+
+def _like_members(other: Any, tree: Any) -> Any:
+    """A tree of members under the plan of a tree that is one of them, or the other way round: leaves are broadcast."""
+    if not (isinstance(other, Params) and isinstance(tree, Params)) or other.plan == tree.plan or not (other and tree):
+        return other
+    for many, one in ((other.plan, tree.plan), (tree.plan, other.plan)):
+        if has_members(many) and member(many, ()) == one:
+            return Params(other, tree.plan, other.mesh, other.buffers)
+    return other
 
 
 def _without_padding(tree: Params, name: str, made: Any) -> Any:

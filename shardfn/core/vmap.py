@@ -12,6 +12,7 @@ rank would be added to each other.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -28,10 +29,12 @@ from shardfn.core.collectives import weighed
 from shardfn.core.dropout import index_over, lane, stream
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
+from shardfn.core.forward_mode import MAPPED, ByFormulas
 from shardfn.core.lowering import left, lower, over_params
 from shardfn.core.mapped import inside, mapped_over, member, stacked, without
 from shardfn.core.mesh import grid
 from shardfn.core.tree import Params
+from shardfn.core.underway import is_asked_for
 
 
 def vmap(
@@ -110,7 +113,8 @@ def _mapped(
             return func(*pytree.tree_unflatten(list(flat), structure))
 
     own_dim = 0 if isinstance(lanes, Tensor) else None
-    out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
+    with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
+        out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
     _require_in_front(out, out_dims)
     return left(over_params(lambda tree: _leaving(tree, axes), out))
 

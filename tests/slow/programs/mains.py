@@ -39,9 +39,10 @@ class Program:
 
 
 def program(seed: int) -> Program:
-    """The program of a seed: kinds take turns."""
-    names = list(KINDS)
-    kind = names[seed % len(names)]
+    """The program of a seed: kinds take turns, and every fourth of the transforms is one of stacks."""
+    names = [name for name in KINDS if name != "stacks"]
+    turn, at = divmod(seed, len(names))
+    kind = "stacks" if names[at] == "transforms" and turn % 4 == 3 else names[at]
     draw = Draw(f"{kind} {seed}")
     mesh, text = KINDS[kind](draw)
     return Program(seed, kind, dict(mesh), text)
@@ -438,6 +439,68 @@ def _transforms(draw: Draw) -> tuple[dict[str, int], str]:
     return _mesh(draw, built), _text(built, lines)
 
 
+OF_ALL = "{name: w[i] for name, w in sf.gather(s).items()}"
+
+
+def _stacks(draw: Draw) -> tuple[dict[str, int], str]:
+    """A tree of several members side by side: `vmap` over it, derivatives around that, updates of it."""
+    built = _features(draw)
+    members = draw.choice([2, 2, 3])
+    parts = ", ".join(draw.sample(["w", "1.1 * w", "0.9 * w", "w.sin()", "w + 0.1"], members))
+    fold = draw.choice([".prod(0)", ".mean(0)", ".var(0)", ".logsumexp(0)", "[0]", ".sum(0).sin()"])
+    error = _error(draw, built, f"sf.vmap(lambda p: {_call(built)})(t){fold}")
+    total = draw.choice(
+        [
+            error,
+            error,
+            f"{error} + 0.01 * sf.tree.dot(t, t)",
+            f"sf.vmap(base, in_dims=(0, None, None))(t, x, y).{draw.choice(['sum()', 'mean()', '__getitem__(-1)'])}",
+            "sf.tree.dot(sf.vmap(sf.grad(base), in_dims=(0, None, None))(t, x, y), t)",
+            f"base(sf.tree.map(lambda w: w{draw.choice(['.mean(0)', '.sum(0)', '[0]', '.unbind()[-1]'])}, t), x, y)",
+        ]
+    )
+    lines = [*_begin(draw, built), *_base(draw, built), "def coupled(t, x, y):", f"    return {total}"]
+    lines += [f"t = sf.tree.map(lambda w: torch.stack([{parts}]), params)"]
+    lines += ["ones, f = torch.ones((), dtype=x.dtype), lambda t: coupled(t, x, y)"]
+    direction = f"v = {draw.choice(['sf.tree.map(torch.cos, t)', 't', 'sf.tree.map(lambda w: 0.5 * w, t)'])}"
+    lines += draw.choice(
+        [
+            ["out['loss'], g = sf.value_and_grad(coupled)(t, x, y)"],
+            ["out['loss'], g = sf.value_and_grad(coupled)(t, x, y)"],
+            ["value, pull = sf.vjp(f, t)", "g = pull(ones)[0]"],
+            [direction, "out['slope'], g = average(sf.jvp(f, (t,), (v,))[1]), v"],
+            [direction, "g = sf.hvp(coupled, (t, x, y), v)"],
+            [direction, "g = sf.jvp(lambda t: sf.grad(coupled)(t, x, y), (t,), (v,))[1]"],
+            [
+                "def ahead(t, x, y):",
+                "    return coupled(sf.tree.map(lambda w, g: w - 0.5 * g, t, sf.grad(coupled)(t, x, y)), x, y)",
+                "out['loss'], g = sf.value_and_grad(ahead)(t, x, y)",
+            ],
+            ["g = sf.vmap(sf.grad(base), in_dims=(0, None, None))(t, x, y)"],
+            [
+                f"xs, ys = torch.stack([x, x.sin(), x.cos()][:{members}]), torch.stack([y] * {members})",
+                "g = sf.vmap(sf.grad(base))(t, xs, ys)",
+            ],
+        ]
+    )
+    if draw.chance(0.5):
+        lines += [
+            f"optimizer = {draw.choice(OPTIMIZERS[:7])}",
+            "state = optimizer.init(t)",
+            "for _ in range(2):",
+            f"    t, state = optimizer.step(t, {draw.choice(['g', 'g', 'sf.optim.clip(g, 0.1)[0]'])}, state)",
+            "    g = sf.grad(coupled)(t, x, y)",
+        ]
+    lines += draw.choice([[], ["g = sf.tree.ema(t, g, decay=0.9)"], ["g = sf.tree.map(lambda w, g: w * g, t, g)"]])
+    lines += draw.choice([[], ["out['norm'] = sf.optim.global_norm(g)"], ["out['dot'] = sf.tree.dot(t, g)"]])
+    lines += [
+        f"for i in range({members}):",
+        f"    of = lambda s: {draw.choice(['sf.gather(sf.tree.map(lambda w: w[i], s))', OF_ALL])}",
+        "    out[f't {i}'], out[f'g {i}'] = of(t), of(g)",
+    ]
+    return _mesh(draw, built), _text(built, lines)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Updates
 
@@ -794,6 +857,7 @@ KINDS: dict[str, Callable[[Draw], tuple[dict[str, int], str]]] = {
     "inputs": _inputs,
     "trees": _trees,
     "transforms": _transforms,
+    "stacks": _stacks,
     "updates": _updates,
     "by hand": _by_hand,
     "habits": _habits,

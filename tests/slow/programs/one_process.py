@@ -402,10 +402,16 @@ def _norm(grads: Any) -> Tensor:
 
 def _clip_by_global_norm(max_norm: float) -> Optimizer:
     def rule(grads: Params, *_: Any) -> tuple[Params, Any]:
-        factor = (max_norm / (_norm(grads) + 1e-6)).clamp(max=1.0)
-        return grads.like((n, g * factor) for n, g in grads.items()), None
+        trained = {n: grads[n] for n in grads if n in grads.trains}
+        factor = (max_norm / (_norm(trained) + 1e-6)).clamp(max=1.0)
+        return grads.like((n, g * factor if n in trained else g) for n, g in grads.items()), None
 
     return Optimizer(rule)
+
+
+def _clip(grads: Params, max_norm: float) -> tuple[Params, Tensor]:
+    norm = _norm({n: grads[n] for n in grads if n in grads.trains})
+    return _clip_by_global_norm(max_norm).rules[0](grads)[0], norm
 
 
 def _from_torch(cls: Any, **options: Any) -> Optimizer:
@@ -431,7 +437,7 @@ optim = SimpleNamespace(
     chain=lambda *parts: Optimizer(*(rule for part in parts for rule in part.rules)),
     clip_by_global_norm=_clip_by_global_norm,
     global_norm=_norm,
-    clip=lambda grads, limit: (_clip_by_global_norm(limit).rules[0](grads)[0], _norm(grads)),
+    clip=_clip,
     from_torch=_from_torch,
     apply_updates=lambda params, updates: params.like((n, p + updates[n]) for n, p in params.items()),
 )
