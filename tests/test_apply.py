@@ -1,12 +1,15 @@
 """`apply` and `value_and_grad` against one process, on every mesh; what they communicate; what they refuse."""
 
 import gc
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Decoder, decoder, policy, token_loss, tokens
+from test_layout import TRACE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -345,6 +348,27 @@ def test_mixed_precision_dtypes(mesh: DeviceMesh) -> None:
     for name, p in model.named_parameters():
         if p.grad is not None and p.grad.norm() > 0.05:
             assert F.cosine_similarity(full[name].flatten(), p.grad.flatten(), 0) > 0.99, name
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_warm_call_runs_nothing_of_the_trace(mesh: DeviceMesh) -> None:
+    model = decoder(2)
+    params, step = sf.shard(model, mesh, policy()), sf.value_and_grad(_loss(model))
+    seen: list[set[str]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "shardfn" in frame.f_code.co_filename:
+            seen[-1].add(Path(frame.f_code.co_filename).stem)
+
+    for i in range(3):
+        seen.append(set())
+        sys.setprofile(note)
+        try:
+            step(params, *tokens(i))
+        finally:
+            sys.setprofile(None)
+    assert set(TRACE) & seen[0] >= {"trial", "flow", "traced_axes", "variance"}
+    assert not set(TRACE) & seen[2]
 
 
 @on_meshes({"fsdp": 2})

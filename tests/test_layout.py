@@ -67,6 +67,8 @@ LAYERS = {
     "shardfn.core.experts": 4,
     "shardfn.core.parallel_layers": 4,
     "shardfn.core.sequence": 4,
+    "shardfn.core.traced_axes": 4,
+    "shardfn.core.flow": 4,
     "shardfn.core.wiring": 4,
     "shardfn.core.cures": 4,
     "shardfn.core.trial": 4,
@@ -102,6 +104,9 @@ LAYERS = {
     "shardfn.testing": 7,
 }
 LEAVES = ("shardfn.compat", "shardfn.testing")  # imported by users only
+# How modules compute with split weights knows nothing of the run without data, which overrides it.
+PARALLEL = ("compute_axes", "sequence", "tensor_parallel", "parallel_layers", "wiring", "experts", "logits", "loss")
+TRACE = ("trial", "flow", "traced_axes", "cures", "operations", "variance", "records", "origins", "tags", "leaving")
 PRIVATE_ALLOWED = ("shardfn._torch", "shardfn.compat")  # may use torch's private names, and silence a checker
 MAX_LINES = 60
 
@@ -205,6 +210,13 @@ def test_imports_only_from_own_or_lower_layers(module: str) -> None:
         below = find_layer(target)
         if layer is not None and below is not None:
             assert below <= layer, f"{where(module, node)}: layer {layer} imports {target} of layer {below}"
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_what_computes_imports_nothing_that_traces(name: str) -> None:
+    module = f"shardfn.core.{name}"
+    traced = [where(module, node) for target, node in own_imports(module) if target.rpartition(".")[2] in TRACE]
+    assert not traced, f"{traced}: let TracedAxes override it"
 
 
 @each_module

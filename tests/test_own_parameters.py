@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.core import wiring
-from shardfn.core.compute_axes import ComputeAxes
 from shardfn.core.engine.variance import Variance
+from shardfn.core.traced_axes import TracedAxes
 from shardfn.testing import assert_parity, count_collectives, on_meshes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -323,7 +323,7 @@ def test_a_block_costs_an_all_reduce_each_way(mesh: DeviceMesh) -> None:
 
 def test_an_input_is_a_source_within_its_module_only() -> None:
     variance = Variance({"tp": 2})
-    axes = ComputeAxes(sf.MeshSpec(tp=2), {"tp": 2}, {"tp": 0}, variance)
+    axes = TracedAxes(sf.MeshSpec(tp=2), {"tp": 2}, {"tp": 0}, variance)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     axes.note_source(x, "module first")
     axes.note_source(y, "module keys")

@@ -32,8 +32,7 @@ from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_i
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
-from shardfn.core.engine.binding import Bound, Forward, no_escape
-from shardfn.core.engine.blanks import stays
+from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.runtime import runtime_of
@@ -51,9 +50,9 @@ from shardfn.core.shadow import class_of, submodule
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
-from shardfn.core.trial import Trial, cast_floats, cast_inputs, unit_casts
+from shardfn.core.trial import Trial
 from shardfn.core.underway import derivatives_asked_for, note_tree
-from shardfn.core.wiring import chained, owned_names, wire
+from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, unit_casts, wire
 
 _asks_of = attrgetter("requires_grad")
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
@@ -226,7 +225,7 @@ class _Call:
         if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        caches = [leaf for leaf in leaves if stays(leaf)]
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
         kept = self._kept()
         if not kept.structure.is_of(self.model):

@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardfn._torch import pytree
-from shardfn.core.engine.binding import Bound, Forward, Wiring
-from shardfn.core.engine.blanks import snapshot, stays
+from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, is_cache
+from shardfn.core.engine.blanks import snapshot
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import submodule, unwrapped
-from shardfn.core.trial import InnerCall
 
 Step = Callable[[str, Any, Any], Any]
 
@@ -81,10 +80,10 @@ class History:
     def note(self, kind: Any, path: str, args: Any, kwargs: Any) -> Any:
         """Remember a call that is about to be made, if it is the first of its kind; returns that kind."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        known = any(map(filled, filter(stays, leaves)))  # how, a run of calls before says, of any length
-        kinds = ((type(x), filled(x)) if stays(x) else kind(x, known) for x in leaves)
+        known = any(map(filled, filter(is_cache, leaves)))  # how, a run of calls before says, of any length
+        kinds = ((type(x), filled(x)) if is_cache(x) else kind(x, known) for x in leaves)
         key = (path, str(structure), *kinds)
-        for cache in filter(stays, leaves):
+        for cache in filter(is_cache, leaves):
             if id(cache) not in self._caches:
                 self._caches[id(cache)] = cache, None if filled(cache) else snapshot(cache)
         if key not in self._calls:
@@ -93,7 +92,7 @@ class History:
         return key
 
     def _empty(self, leaf: Any) -> Any:
-        return self._caches[id(leaf)][1] or _FILLED if stays(leaf) else leaf
+        return self._caches[id(leaf)][1] or _FILLED if is_cache(leaf) else leaf
 
     def calls(self) -> list[InnerCall]:
         """The calls up to now.

@@ -11,34 +11,25 @@
 
 [Note: steps]
 Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
-(`Flow`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice, after the
+(`flow.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice, after the
 all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is enough, a
 second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
 scattered where it is made.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardfn._torch import pytree
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
-from shardfn.core.dropout import axes_of_dims
 from shardfn.core.engine.binding import Forward
-from shardfn.core.engine.tags import BY_ACTS, Tag
-from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
-from shardfn.core.model import OUT_DIM, class_name
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.spec import parse
-
-_LISTS = {class_name(nn.ModuleList), class_name(nn.ModuleDict)}  # which are not called
 
 Around = Callable[[Forward], Forward]
 Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
@@ -91,7 +82,7 @@ def boundaries(plan: Plan) -> dict[str, str]:
         if pattern is None or any(".dropout." in cls for cls in module.classes):
             continue
         rule = plan.policy.acts[pattern]
-        split = [[axis for f in dim.factors for axis in f.axes if _splits(plan, axis)] for dim in parse(rule).dims]
+        split = [[axis for f in dim.factors for axis in f.axes if is_split(plan, axis)] for dim in parse(rule).dims]
         if any(split[:-1]) and split[-1]:
             raise ShardError(f"apply: Policy.acts[{pattern!r}]: '{rule}' splits features and another dim; choose one")
         if any(split[:-1]):
@@ -105,313 +96,6 @@ def ranks_of_acts(plan: Plan) -> int:
     return prod(plan.axes[axis] for axis in {axis for rule in rules for f in rule.factors for axis in f.axes})
 
 
-def _splits(plan: Plan, axis: str) -> bool:
+def is_split(plan: Plan, axis: str) -> bool:
+    """Whether a compute axis has several ranks."""
     return axis in plan.roles.compute and plan.axes[axis] > 1
-
-
-@dataclass
-class _Call:
-    """A call of a module, and the sizes of what it has gathered, by axis and dim."""
-
-    path: str
-    sizes: dict[tuple[str, int], int] = field(default_factory=dict)
-
-
-class Flow:
-    """Decides, in a run without data, which steps the inputs and outputs of modules need; see [Note: steps]."""
-
-    def __init__(
-        self, plan: Plan, variance: Variance, axes: ComputeAxes, adjust: Adjustments, several: bool = True
-    ) -> None:
-        """`several`: whether more inputs of a module in acts than its first one may be split."""
-        self._plan, self._variance, self._axes, self._adjust, self._several = plan, variance, axes, adjust, several
-        self._rules = boundaries(plan)
-        if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
-            self._rules = {}
-        if self._rules:
-            axes.scatters, variance.needs_whole = self._scatters, self.needs_whole
-        self._split, self._linears = self._split_modules()
-        columns = {path for path in self._split if self._linears.get(path) != "row"}
-        self._entries = (
-            {path.rpartition(".")[0] for path in columns} - self._rules.keys() | self._split | adjust.entries
-        )
-        self._regions: list[str] = []  # the entries of `acts` whose modules are running
-        self._calls: list[_Call] = []
-        self._decided: dict[tuple[str, str], frozenset[Step]] = {}
-        self._beside: set[str] = set()  # modules of acts with whole inputs as long as the one that is split
-        self._sources: dict[str, set[str]] = {}  # where `acts` splits what modules are given
-        self._last = ""  # the last module of `acts` that has ended
-        self._structures: dict[str, tuple[tuple[str, str], ...]] = {}
-        self._classes = {module.name: frozenset(module.classes) for module in plan.info.modules}
-
-    def _split_modules(self) -> tuple[set[str], dict[str, str]]:
-        """Those that compute with split weights, but for tables; of linears, whether they are row-parallel only."""
-        plan, split, linears = self._plan, set[str](), {}
-        for module in plan.info.modules:
-            layouts = [plan.layouts[name] for _, name in module.params]
-            if "embedding" in module.kind or not any(plan.compute_axes(layout) for layout in layouts):
-                continue
-            split.add(module.name)
-            if module.kind in OUT_DIM:
-                weight = plan.layouts[dict(module.params)["weight"]]
-                linears[module.name] = "column" if plan.compute_axes(weight, OUT_DIM[module.kind]) else "row"
-        return split, linears
-
-    def begin(self) -> None:
-        """Another call begins: those before it filled caches, and what they decided is not for this one."""
-        self._decided.clear()
-        found = self._variance.findings
-        for steps in (found.inputs, found.outputs, found.scattered, found.in_shares, found.may_scatter):
-            steps.clear()
-
-    def around(self) -> dict[str, Around]:
-        """Module path -> what finds and takes its steps."""
-        paths = self._entries | self._rules.keys() if self._rules else ()
-        return {path: self._around(path) for path in paths}
-
-    def _around(self, path: str) -> Around:
-        takes = stepping(self._axes, partial(self._inputs, path), partial(self._outputs, path))
-
-        def around(inner: Forward) -> Forward:
-            def within(*args: Any, **kwargs: Any) -> Any:
-                if path not in self._rules or path in self._adjust.entries:
-                    return inner(*args, **kwargs)
-                self._regions.append(self._rules[path])
-                out = inner(*args, **kwargs)
-                self._regions.pop()
-                return out
-
-            return takes(within)
-
-        return around
-
-    def _part(self, x: Any, axis: str) -> Any:
-        return self._variance.tag(x).parts.get(axis)
-
-    def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
-        asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values
-        more = self._others(path, asked, leaves)
-        if more:
-            self._beside.add(path)
-        asked = asked + more if path in self._adjust.several else asked
-        found = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
-        call = _Call(path)
-        self._sources.setdefault(path, set()).update(*(self._variance.tag(x).by_acts for _, x in _floats(leaves)))
-        if path in self._entries:
-            how = "gather" if self._in_shares(path) else "join"
-            for at, x in _floats(leaves):
-                tag = self._variance.tag(x)
-                for axis, part in tag.parts.items() if tag.by_acts else ():
-                    if part.split:
-                        found.append(Step(path, at, axis, part.dim, how))
-                        call.sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
-        self._calls.append(call)
-        self._note("inputs", path, found)
-        return found
-
-    def _outputs(self, path: str, leaves: list[Any]) -> list[Step]:
-        call = self._calls.pop()
-        found: list[Step] = []
-        if path in self._rules:
-            found = self._ending(path, leaves)
-            self._last = path
-        elif path not in self._linears and self._regions:
-            for at, x in _floats(leaves):
-                for (axis, dim), size in call.sizes.items():
-                    if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
-                        found.append(step)
-                        self._may_scatter(path, x, axis, dim)
-        self._note("outputs", path, found)
-        return found
-
-    def _ending(self, path: str, leaves: list[Any]) -> list[Step]:
-        """What a module of an entry gives: its first output, split, or whole when something after it needs that."""
-        found = []
-        for at, axis, dim in self._asked(path, leaves):
-            part = self._part(leaves[at], axis)
-            if path in self._adjust.whole:
-                found += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
-            elif part is not None and part.split:
-                self._variance.mark(leaves[at], _marked(self._variance.tag(leaves[at]), path))
-            elif step := self._slice(path, at, axis, dim, leaves):
-                found.append(step)
-        return found
-
-    def _asked(self, path: str, leaves: list[Any]) -> list[tuple[int, str, int]]:
-        """(leaf, axis, dim) of the first leaf that the entry for a module may be about."""
-        if path not in self._rules:
-            return []
-        optional = {axis for f in parse(self._rules[path]).factors if f.optional for axis in f.axes}
-        for at, x in _floats(leaves):
-            split = self._split_dims(self._rules[path], x)
-            if split is not None:
-                return [
-                    (at, axis, dim)
-                    for dim, axes in enumerate(split)
-                    for axis in axes
-                    if _splits(self._plan, axis) and not (axis in optional and self._uneven(x, axis, dim))
-                ]
-        return []
-
-    def _others(self, path: str, asked: list[tuple[int, str, int]], leaves: list[Any]) -> list[tuple[int, str, int]]:
-        """(leaf, axis, dim) of the other leaves that are whole, and as long as the one that is asked for is or was."""
-        found = []
-        for first, axis, dim in asked:
-            split = self._part(leaves[first], axis)
-            size = leaves[first].shape[dim] * (self._plan.axes[axis] if split is not None and split.split else 1)
-            for at, x in enumerate(leaves):
-                if at != first and isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
-                    fits = x.dim() > dim and x.shape[dim] == size and self._part(x, axis) is None
-                    found += [(at, axis, dim)] if fits else []
-        return found
-
-    def _split_dims(self, rule: str, x: Tensor) -> list[tuple[str, ...]] | None:
-        """The axes that split each dim of x by an entry; None when x has other dims than it is about."""
-        spec = parse(rule)
-        most = any(dim.ellipsis for dim in spec.dims)
-        if not (x.dim() >= len(spec.dims) - 1 if most else x.dim() == len(spec.dims)):
-            return None
-        split = axes_of_dims(spec, x.dim(), dict(self._plan.axes))
-        features = split[-1:]  # of "b s@tp ..." when there are no other dims
-        return None if any(_splits(self._plan, axis) for axes in features for axis in axes) else split
-
-    def _uneven(self, x: Tensor, axis: str, dim: int) -> bool:
-        part = self._part(x, axis)
-        return (part is None or part.kind == "same") and x.shape[dim] % self._plan.axes[axis] != 0
-
-    def _slice(self, path: str, at: int, axis: str, dim: int, leaves: list[Any]) -> Step | None:
-        """This rank's piece of a leaf that is whole.
-
-        Raises:
-            ShardError: there is no equal piece for each rank.
-        """
-        part, size, ranks = self._part(leaves[at], axis), leaves[at].shape[dim], self._plan.axes[axis]
-        if part is not None and part.kind != "same":
-            return None
-        if size % ranks:
-            raise ShardError(
-                f"apply: Policy.acts splits dim {dim} at {path!r} by '{self._rule_near(path)}', {size} over "
-                f"{axis}={ranks}, {size} % {ranks} = {size % ranks}. Pad the batch to a multiple, or write "
-                f"'@{axis}?' to leave such inputs whole."
-            )
-        return Step(path, at, axis, dim, "slice" if part is None else "own")
-
-    def _rule_near(self, path: str) -> str:
-        return self._rules.get(path) or (self._regions[-1] if self._regions else next(iter(self._rules.values())))
-
-    def _in_shares(self, path: str) -> bool:
-        """Whether what is gathered for a module is used in shares only: by a linear, or as a run before has seen."""
-        return path in self._linears or path in self._adjust.in_shares
-
-    def _may_scatter(self, path: str, x: Tensor, axis: str, dim: int) -> None:
-        """Note what a second run may try."""
-        source = (self._variance.tag(x).source or "").removeprefix("module ")
-        if source.rpartition(".")[0] == path and source in self._linears:
-            self._variance.findings.may_scatter.add((source, axis, dim))
-
-    def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
-        """Over which dim the sum that a module makes is scattered, if it is."""
-        known = [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
-        if path in self._adjust.whole:
-            return None
-        inside = any(call.sizes for call in self._calls if call.path != path)
-        if not known and (path in self._rules or (self._regions and not inside)):
-            split = self._split_dims(self._rules.get(path) or self._regions[-1], x) or []
-            ranks = self._plan.axes[axis]
-            known = [dim for dim, axes in enumerate(split) if axis in axes and x.shape[dim] % ranks == 0]
-        if not known:
-            return None
-        self._variance.findings.scattered.add((path, axis, known[0]))
-        return known[0]
-
-    def needs_whole(self, sources: Collection[str], path: str) -> None:
-        """Note that the module at `path` cannot compute with pieces of values that `acts` splits at `sources`.
-
-        Only the first one of a run: what comes after it is made of what it has lost.
-        """
-        if self._has_news():
-            return
-        region = next((rule for rule in self._rules if path == rule or path.startswith(f"{rule}.")), None)
-        if region is None:
-            linears = {source.rpartition(".")[2] for source in sources if source in self._linears}
-            alike = {rule for rule in self._rules if rule in self._linears and rule.rpartition(".")[2] in linears}
-            self._variance.findings.whole |= alike | set(sources)
-            return
-        same = self._structure(region)  # it will be found in each layer alike
-        alike = {rule for rule in self._rules if self._structure(rule) == same}
-        child = self._child(region, path)
-        inside = {f"{rule}{child}" for rule in alike}
-        found = self._variance.findings
-        if not child and self._several and region in self._beside and not alike <= self._adjust.several:
-            found.several |= alike
-        elif new := inside - self._adjust.entries or alike - self._adjust.entries:
-            found.entries |= new
-        else:
-            found.whole |= set(sources)
-
-    def _child(self, region: str, path: str) -> str:
-        """The outermost module within that of an entry that leads to a path, and is called itself: no mere list."""
-        names = path[len(region) :].split(".")
-        for end in range(2, len(names)):
-            child = ".".join(names[:end])
-            if not _LISTS & self._classes.get(f"{region}{child}", frozenset()):
-                return child
-        return ".".join(names)
-
-    def _structure(self, rule: str) -> tuple[tuple[str, str], ...]:
-        """The classes of the modules of an entry, by their paths in it."""
-        if rule not in self._structures:
-            self._structures[rule] = tuple(
-                (module.name[len(rule) :], module.classes[0])
-                for module in self._plan.info.modules
-                if module.name == rule or module.name.startswith(f"{rule}.")
-            )
-        return self._structures[rule]
-
-    def _has_news(self) -> bool:
-        """Whether another run has more to leave whole than this one."""
-        found, known = self._variance.findings, self._adjust
-        return not (found.entries <= known.entries and found.whole <= known.whole and found.several <= known.several)
-
-    def failed(self, path: str) -> bool:
-        """The forward of a module failed; whether another run may do better."""
-        if self._rules and (any(self._decided.values()) or self._variance.findings.scattered):
-            self.needs_whole([self._last], path)
-            self.needs_whole(self._rules, path)  # if that was known
-        return self._has_news()
-
-    def _note(self, side: str, path: str, steps: list[Step]) -> None:
-        """Every call of a module takes the same steps: what only some get split is made whole where it comes from."""
-        own = frozenset(steps)
-        if self._decided.setdefault((side, path), own) != own:
-            self._variance.refuse(
-                f"{path!r} is called with values that Policy.acts splits, and with whole ones: its {side} cannot be "
-                "both; take the module out of acts, or call another one"
-            )
-            self._not_both(path)
-        (self._variance.findings.inputs if side == "inputs" else self._variance.findings.outputs).update(own)
-        for step in steps:
-            if step.how == "join" and side == "inputs" and self._only_linears(path):
-                self._variance.findings.in_shares.add(path)
-
-    def _not_both(self, path: str) -> None:
-        """Note what makes the calls of a module alike: whole outputs of what they come from, then whole inputs."""
-        sources = self._sources.get(path, set())
-        if path not in self._rules:
-            self.needs_whole(sources, path)
-        elif not self._has_news():
-            more = sources - self._adjust.whole
-            self._variance.findings.whole |= more or {path}
-            self._variance.findings.entries |= set() if more else {path}
-
-    def _only_linears(self, path: str) -> bool:
-        children = [other for other in self._split if other.rpartition(".")[0] == path]
-        return path not in self._split and bool(children) and all(other in self._linears for other in children)
-
-
-def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:
-    return [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _marked(tag: Tag, path: str) -> Tag:
-    return Tag(tag.parts, tag.wants, frozenset(), frozenset([f"{BY_ACTS}{path}"]))

@@ -23,7 +23,7 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
-from shardfn.core.engine.binding import Bound, Forward, Wiring, has_attribute
+from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, has_attribute
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.guards import Place, Reads, Watch
 from shardfn.core.engine.leaving import check_kept, check_outputs
@@ -32,18 +32,25 @@ from shardfn.core.engine.records import Comparable, Framed, Whole
 from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
+from shardfn.core.flow import Flow
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.pattern import is_in, matches, modules_above
-from shardfn.core.plan import Plan, Unit
+from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.sequence import Flow
 from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
+from shardfn.core.traced_axes import TracedAxes
 from shardfn.core.underway import derivatives_asked_for
-from shardfn.core.wiring import Around, chained, owned_names, shared_alone, shared_parts, wire
-
-InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
+from shardfn.core.wiring import (
+    cast_inputs,
+    chained,
+    owned_names,
+    shared_alone,
+    shared_parts,
+    unit_casts,
+    wire,
+)
 
 _ROUNDS = 24
 _TRIES = 16  # how many further runs may look for what to write when one fails
@@ -395,7 +402,7 @@ class Trial:
         stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
         variance = Variance(sizes, self._whole, others_forwards(self.plan), padded, self._asked_for)
-        axes = ComputeAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
+        axes = TracedAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
@@ -581,31 +588,3 @@ def _random_numbers_again() -> Iterator[None]:
     finally:
         torch.set_rng_state(state)
         random.setstate(own)
-
-
-def cast_inputs(plan_: Plan, batch: Any) -> Any:
-    """Inputs with floating tensors in the plan's compute dtype."""
-    return cast_floats(batch, plan_.policy.compute_dtype) if plan_.policy.cast_inputs else batch
-
-
-def unit_casts(plan_: Plan) -> dict[str, Around]:
-    """What goes around the forwards of units whose inputs or outputs are cast."""
-    return {unit.name: _casting(unit) for unit in plan_.units if unit.input_dtype or unit.output_dtype}
-
-
-def _casting(unit: Unit) -> Around:
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = cast_floats((args, kwargs), unit.input_dtype)
-            return cast_floats(inner(*args, **kwargs), unit.output_dtype)
-
-        return forward
-
-    return around
-
-
-def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """A tree with floating tensors in `dtype`; None leaves them."""
-    if dtype is None:
-        return tree
-    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

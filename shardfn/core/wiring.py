@@ -16,7 +16,7 @@ from shardfn.core.model import ModuleInfo, describe, kind_of
 from shardfn.core.parallel_layers import layer_forwards
 from shardfn.core.parts import Part
 from shardfn.core.pattern import modules_above
-from shardfn.core.plan import Plan
+from shardfn.core.plan import Plan, Unit
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import others_forwards, parallel_forwards
@@ -252,3 +252,31 @@ def _added_up(axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None)
 def chained(outer: Around, inner: Around | None) -> Around:
     """Both, one around the other."""
     return outer if inner is None else lambda forward: outer(inner(forward))
+
+
+def cast_inputs(plan_: Plan, batch: Any) -> Any:
+    """Inputs with floating tensors in the plan's compute dtype."""
+    return cast_floats(batch, plan_.policy.compute_dtype) if plan_.policy.cast_inputs else batch
+
+
+def unit_casts(plan_: Plan) -> dict[str, Around]:
+    """What goes around the forwards of units whose inputs or outputs are cast."""
+    return {unit.name: _casting(unit) for unit in plan_.units if unit.input_dtype or unit.output_dtype}
+
+
+def _casting(unit: Unit) -> Around:
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast_floats((args, kwargs), unit.input_dtype)
+            return cast_floats(inner(*args, **kwargs), unit.output_dtype)
+
+        return forward
+
+    return around
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """A tree with floating tensors in `dtype`; None leaves them."""
+    if dtype is None:
+        return tree
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -42,6 +42,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.shadow import class_of, shallow_copy, submodule, unwrapped
 
 Forward = Callable[..., Any]
+InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
 _FUNCTIONS = (FunctionType, MethodType)
 _dict_of = attrgetter("__dict__")
 _OWN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights"}  # attributes that are torch's own
@@ -447,3 +448,10 @@ def no_escape(model: nn.Module) -> Iterator[None]:
     finally:
         for module, parameters in zip(owners, kept, strict=True):
             set_tables(module, parameters=parameters)
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
+    return any(
+        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
+    )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import holds_data, pytree
+from shardfn.core.engine.binding import is_cache
 from shardfn.core.engine.values import Values
 
 
@@ -17,15 +18,8 @@ def tensors_in(tree: Any, depth: int) -> Iterator[Tensor]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable) and not stays(leaf):
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable) and not is_cache(leaf):
             yield from tensors_in(dict(vars(leaf)), depth - 1)
-
-
-def stays(value: object) -> bool:
-    """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
-    return any(
-        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
-    )
 
 
 def to_meta(tree: Any, values: Values | None = None) -> Any:
@@ -38,7 +32,7 @@ def to_meta(tree: Any, values: Values | None = None) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _blank(leaf, values)
-        return _copied(leaf, lambda x: _blank(x, values), caches) if stays(leaf) else leaf
+        return _copied(leaf, lambda x: _blank(x, values), caches) if is_cache(leaf) else leaf
 
     return pytree.tree_map(move, tree)
 

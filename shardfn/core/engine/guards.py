@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
-from shardfn.core.engine.binding import Bound
-from shardfn.core.engine.blanks import stays
+from shardfn.core.engine.binding import Bound, is_cache
 from shardfn.core.engine.reached import Held, alike, reach, read, users_classes
 from shardfn.core.engine.values import Values
 from shardfn.core.shadow import class_of
@@ -146,7 +145,7 @@ class Guards:
     def of(cls, leaves: Sequence[Any], found: Sequence[Place]) -> "Guards":
         """Those of a run of arguments with these leaves that read what is in these places."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
-        own = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or stays(leaf))]
+        own = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
         places = [*(Place(None, at) for at in own), *found]
         values = [place.now(leaves) for place in places]
         own = [x for x in values if not isinstance(x, nn.Module) and not callable(x)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import forward_hooks
-from shardfn.core.engine.blanks import stays
+from shardfn.core.engine.binding import is_cache
 from shardfn.core.shadow import OWN, class_of, unwrapped
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
@@ -55,13 +55,13 @@ class Reached:
         _follow(roots, _DEPTH, self._found)
         self._of_caches: Held = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
-            if stays(value):
+            if is_cache(value):
                 _follow(value, _DEPTH, self._of_caches)
 
     @contextmanager
     def undone(self, given: Iterable[Any]) -> Iterator[None]:
         """Afterwards all of it holds that again, and what can be reached from what a run is given."""
-        own = reach(x for x in given if not stays(x))
+        own = reach(x for x in given if not is_cache(x))
         self.collected = []
         try:
             yield
@@ -98,7 +98,7 @@ def _kept(value: Any, depth: int) -> Iterator[Any]:
     """The tensors and whole numbers in a value; other numbers, which may be times, are nobody's."""
     if isinstance(value, Tensor) or type(value) is int:
         yield value
-    elif depth and not (isinstance(value, _ENDS) or stays(value)):
+    elif depth and not (isinstance(value, _ENDS) or is_cache(value)):
         for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):
             yield from _kept(item, depth - 1)
 
