@@ -6,7 +6,7 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 import copy as copying
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, eq, is_
@@ -840,6 +840,7 @@ def foreach(operation: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{operation}")
 
 
+copy_each = foreach("copy_")  # (into, from_)
 # chunk_cat(tensors, dim, W, out=[W, n]): each tensor cut into W on a dim, the i-th parts of all side by side in row i.
 chunk_cat: Callable[..., Any] = torch.__dict__["_chunk_cat"]
 
@@ -847,9 +848,9 @@ chunk_cat: Callable[..., Any] = torch.__dict__["_chunk_cat"]
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that a view belongs to
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and handles refer to a storage, this handle included."""
-    return torch._C._storage_Use_Count(storage._cdata)
+# How many tensors and handles refer to the storage with an address, see `address_of`.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 # A number of the backward under way in this thread, larger than those of all that began before; -1 when there is none.
@@ -884,12 +885,13 @@ def leaf_behind(node: Any) -> Tensor | None:
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
-@contextmanager
-def out_of_inference_mode() -> Iterator[None]:
+def out_of_inference_mode() -> AbstractContextManager[Any]:
     """Tensors made within are ordinary ones, which may be written later; gradients are recorded as before."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -957,6 +959,13 @@ _layout_of = attrgetter("mesh", "placements", "tensor_meta.shape")
 def unwrap_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`unwrap_local` of each."""
     return list(map(_local_of, tensors)) if set(map(type, tensors)) == {DTensor} else list(map(unwrap_local, tensors))
+
+
+def fresh_leaves(leaves: Sequence[DTensor], ask: Collection[bool]) -> list[DTensor]:
+    """New DTensors over the same local parts, outside autograd; whether each asks for a gradient."""
+    new, locals_ = DTensor.__new__, map(Tensor.detach, map(_local_of, leaves))
+    rows = zip(locals_, map(_spec_of, leaves), ask, strict=True)
+    return [new(DTensor, local, spec, requires_grad=asks) for local, spec, asks in rows]
 
 
 def with_locals(likes: Sequence[Tensor], locals_: Sequence[Tensor]) -> list[Tensor]:

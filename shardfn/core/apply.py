@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -35,7 +35,7 @@ from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modu
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.remat import Borrowed, recomputed
-from shardfn.core.engine.runtime import runtime_of
+from shardfn.core.engine.runtime import Runtime, runtime_of
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
@@ -127,6 +127,12 @@ class _Record:
     calls: int = 0
     adjustments: dict[Any, Adjustments] = field(default_factory=dict)
 
+    @cached_property
+    def compute(self) -> list[str]:
+        """Ranks along them work on the same samples; what DTensors are split over, their modules decide."""
+        several = (axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1)
+        return [axis for axis in several if axis not in self.plan.placed_axes]
+
 
 # Keyed by the model object, then by plan: two models of one class, or one model with two policies, never share.
 _RECORDS: "weakref.WeakKeyDictionary[nn.Module, list[_Record]]" = weakref.WeakKeyDictionary()
@@ -145,9 +151,7 @@ class _Call:
         self.plan = params.plan
         self.grid = grid(params.mesh, self.plan.roles.storage)
         self.record = _record(model, self.plan)
-        # Ranks along them work on the same samples; what DTensors are split over, their modules decide.
-        several = (axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1)
-        self.compute = [axis for axis in several if axis not in self.plan.placed_axes]
+        self.compute = self.record.compute
 
     def prepare(self, args: Any, kwargs: Any) -> Adjustments:
         """Check everything that can be checked without data, and find what the derivation needs.
@@ -155,7 +159,7 @@ class _Call:
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
         self.record.calls += 1
-        if in_transform():
+        if inside := in_transform():
             checkpoint_nothing_in_transforms()
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
@@ -166,10 +170,12 @@ class _Call:
             )
         adjust, problem = Adjustments(), None
         try:
-            self._require_plain_loop()
+            if self.loops:
+                self._require_plain_loop()
             self._require_leaves()
             self._require_frozen()
-            self._require_own_samples()
+            if inside:
+                self._require_own_samples()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -178,7 +184,7 @@ class _Call:
                 adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
-        if (self.loops or self.record.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not in_transform():
+        if (self.loops or self.record.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside:
             batch = (args, kwargs, self.model.training)
             try:
                 check_batch(self.grid, self.compute, batch, None if problem is None else str(problem))
@@ -190,12 +196,12 @@ class _Call:
 
     def _require_plain_loop(self) -> None:
         """What a method that runs until its tokens say so cannot be part of."""
-        if self.loops and (in_transform() or self.grid.pure):
+        if in_transform() or self.grid.pure:
             raise ShardError(
                 f"apply: '{self.method}' goes on until its tokens say so, which no transform, recorded step or "
                 "simulated mesh can follow; call it outside of them"
             )
-        if self.loops and self._masks() is not None:
+        if self._masks() is not None:
             raise ShardError(f"apply: '{self.method}' with dropout under a dropout_seed; call model.eval() before")
 
     def _require_leaves(self) -> None:
@@ -214,7 +220,7 @@ class _Call:
     def _require_own_samples(self) -> None:
         """Inside torch's own vmap a gradient adds up samples of different data ranks."""
         several = any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
-        if several and in_transform() and self.plan.vmaps is None and differentiated_in_vmap(self.params.values()):
+        if several and self.plan.vmaps is None and differentiated_in_vmap(self.params.values()):
             raise ShardError(
                 "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
                 "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
@@ -227,9 +233,10 @@ class _Call:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
-        kept = self._kept()
+        runtime = runtime_of(self.plan, self.grid)
+        kept = self._kept(runtime)
         if not kept.structure.is_of(self.model):
-            kept = self._kept(anew=True)
+            kept = self._kept(runtime, anew=True)
         derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
         key = (self.method, derived, str(structure), *kept.structure.hooks(), *kinds)
         ways = kept.ways.setdefault(key, [])
@@ -276,7 +283,7 @@ class _Call:
         masks = self._masks()
         session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
         session.masks = masks
-        idle = self._kept().idle
+        idle = self._kept(session.runtime).idle
         key = adjust, masks is not None
         copies = idle.pop(key, None)
         if copies is None or not copies.bound.up_to_date:
@@ -310,7 +317,7 @@ class _Call:
         mode = (self.method, self.model.training)
         session = Session(self.plan, self.grid, self.params, None, mode)
         session.hold()
-        history, used, idle = History(), dict[Adjustments, _Copies](), self._kept().idle
+        history, used, idle = History(), dict[Adjustments, _Copies](), self._kept(session.runtime).idle
         training = tuple(module.training for module in self.model.modules())
 
         def step(path: str, args: Any, kwargs: Any) -> Any:
@@ -373,10 +380,9 @@ class _Call:
         data = self.plan.roles.data
         return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
 
-    def _kept(self, anew: bool = False) -> "_Kept":
+    def _kept(self, runtime: Runtime, anew: bool = False) -> "_Kept":
         """What is kept of this model, which goes with the plan, to which it refers; `anew` of a model that changed."""
-        kept = runtime_of(self.plan, self.grid).models
-        key = id(self.model)
+        kept, key = runtime.models, id(self.model)
         if anew:
             self.record.names = owned_names(self.model, self.plan)
             self.record.adjustments.clear()
@@ -587,7 +593,7 @@ def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
 def _record(model: nn.Module, plan: Plan) -> _Record:
     records = _RECORDS.setdefault(model, [])
     for record in records:
-        if record.plan == plan:
+        if record.plan is plan or record.plan == plan:
             return record
     _require_one(model, plan)
     records.append(_Record(plan, owned_names(model, plan), _frozen(model, plan), ranks_of_acts(plan)))

@@ -66,31 +66,29 @@ class Flight:
         self._steps, self._explain = steps, explain
         self._works: Works = []
         self._result: list[Tensor] | None = None
-        self._next()
+        self.advance()
 
     def advance(self) -> None:
         """Wait for the collective under way and start the next one, if there is one."""
-        if self._result is None:
-            try:
-                for work in self._works:
-                    work.wait()
-            except RuntimeError as error:
-                self._steps.close()
-                raise (self._explain(error) if self._explain is not None else error) from error
-            self._next()
+        if self._result is not None:
+            return
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._steps.close()
+            raise (self._explain(error) if self._explain is not None else error) from error
+        self._works = []
+        try:
+            self._works = next(self._steps)
+        except StopIteration as end:
+            self._result = end.value
 
     def finish(self) -> list[Tensor]:
         """Wait for all that is left."""
         while self._result is None:
             self.advance()
         return self._result
-
-    def _next(self) -> None:
-        self._works = []
-        try:
-            self._works = next(self._steps)
-        except StopIteration as end:
-            self._result = end.value
 
 
 AnyCrossing = Crossing | PureCrossing
@@ -225,7 +223,12 @@ class BucketOnGrid:
         moved = (*self.bucket.axes, *self.bucket.kept)
         return [axis for axis in self.plan.roles.data if axis not in moved and self.grid.sizes[axis] > 1]
 
-    @property
+    @cached_property
+    def _ranks(self) -> int:
+        """How many have losses of their own."""
+        return prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
+
+    @cached_property
     def reduces_twice(self) -> bool:
         """Whether a reduce-scatter is followed by an all-reduce."""
         return bool(self.crossings and self._sum_axes)
@@ -253,6 +256,8 @@ class BucketOnGrid:
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
         """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
+        if len(self.crossings) == 1:
+            return self.crossings[0].gather(shards, self.bucket.dtype, self.buffers)
         return gather_steps(self.crossings, shards, self.bucket.dtype, self.buffers)
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
@@ -296,9 +301,8 @@ class BucketOnGrid:
             if backend_of(group, self.grid.device) == "gloo":
                 flat = flat.to(accumulation_dtype(flat.dtype))
             (flat,) = yield from sum_steps(flat, group)
-        ranks = prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
-        if op == "mean" and ranks > 1:
-            flat = flat.div(ranks) if self.grid.pure else flat.div_(ranks)
+        if op == "mean" and self._ranks > 1:
+            flat = flat.div(self._ranks) if self.grid.pure else flat.div_(self._ranks)
         return (yield from self._finished_shards(flat, shards, dtypes))
 
     def _reduced_by(
@@ -322,12 +326,13 @@ class BucketOnGrid:
         self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]
     ) -> Steps:
         """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
-        if len(set(dtypes)) == 1 and dtypes[0] != flat.dtype:
+        kinds = set(dtypes)
+        if len(kinds) == 1 and dtypes[0] != flat.dtype:
             flat = flat.to(dtypes[0]) if self.grid.pure else self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
         if self.host is not None:
             (flat,) = yield from self.host.fetch(flat)
         out = shards(flat)
-        if any(want != flat.dtype for want in dtypes):
+        if kinds - {flat.dtype}:
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
         for index in self._padded:
             self._clear_padding_(index, out[index])

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -281,8 +282,13 @@ def _adds_natively(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """What moves the data of a device in a group: `"gloo"`, `"nccl"`, ..."""
-    served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return served.get(device.type, "")
+    return _backends(dist.get_backend_config(group)).get(device.type, "")
+
+
+@lru_cache
+def _backends(config: str) -> dict[str, str]:
+    """Device type -> backend, of "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 def _check_parts(name: str, x: Tensor, size: int) -> None:

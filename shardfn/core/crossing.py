@@ -15,16 +15,28 @@ decides what to do in between (see `Flight` in buckets.py).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn._torch import all_gather_single, chunk_cat, foreach, receive_from, send_to, tensor_in, tensor_over
+from shardfn._torch import (
+    all_gather_single,
+    chunk_cat,
+    copy_each,
+    foreach,
+    receive_from,
+    send_to,
+    tensor_in,
+    tensor_over,
+)
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import Host
-from shardfn.core.places import Move, places_of
+from shardfn.core.places import Copies, Move, places_of
 from shardfn.core.pool import Buffer, Buffers, View
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
@@ -47,6 +59,22 @@ def moves_of(
     return moves
 
 
+_dtype_of = attrgetter("dtype")
+_is_there = partial(is_not, None)
+
+
+class Way(NamedTuple):
+    """How the leaves travel in a dtype: worked out once, so that a step only looks it up."""
+
+    one_by_one: bool  # whether the first leaves travel rank to rank; else one collective moves all together
+    alone: int  # how many do
+    shards: list[int]  # where each shard begins in the flat tensor [n], in bytes
+    wholes: list[int]  # where each whole leaf begins, and the size m of all, in elements
+    staging: int  # elements that travel together, of all ranks
+    copies: Copies  # of these, between the parts of ranks and whole leaves
+    even: bool  # whether these are cut into equal parts on their first dim
+
+
 class Crossing:
     """The leaves of a bucket and one axis; where they lie is in `places`."""
 
@@ -60,15 +88,24 @@ class Crossing:
         self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
         self.places = places_of(self.moves, self.ranks)
         self.starts, self.numel = self.places.starts, self.places.numel
-        self._travel_alone: dict[torch.dtype, int | None] = {}
+        self._ways: dict[torch.dtype, Way] = {}
+        self._over: tuple[Any, Any, Any] = None, None, None  # address, dtype, and the flat tensor there
 
-    def in_place(self, dtype: torch.dtype) -> int | None:
-        """How many of the leaves, the first ones, travel alone; None when one collective moves all together."""
-        if dtype not in self._travel_alone:
-            self._travel_alone[dtype] = self._in_place(dtype.itemsize)
-        return self._travel_alone[dtype]
+    def _way(self, dtype: torch.dtype) -> Way:
+        item, places = dtype.itemsize, self.places
+        one_by_one = self._in_place(item)
+        alone = one_by_one or 0
+        shards = [start * item for start in places.starts[:-1]]
+        staging = self.ranks * (places.numel - places.starts[alone])
+        copies = places.copies(alone, item)
+        made = Way(
+            one_by_one is not None, alone, shards, places.whole_starts(item), staging, copies, places.even(alone)
+        )
+        self._ways[dtype] = made
+        return made
 
     def _in_place(self, itemsize: int) -> int | None:
+        """How many of the leaves, the first ones, travel alone; None when one collective moves all together."""
         pays = self.numel * self.ranks * itemsize >= _IN_PLACE_TOTAL and self.ranks <= _IN_PLACE_RANKS
         if not self.sends_well or not pays:
             return None
@@ -79,25 +116,21 @@ class Crossing:
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
+        way = self._ways.get(dtype) or self._way(dtype)
         flat, taken = self.packed(shards, dtype, buffers)  # [n]
-        starts = self.places.whole_starts(dtype.itemsize)
-        whole = buffers.take(starts[-1], dtype)
-        one_by_one = self.in_place(dtype)
-        alone = one_by_one or 0
-        staging = buffers.take(self.ranks * (self.numel - self.starts[alone]), dtype)  # [W, n] of what travels together
+        whole = buffers.take(way.wholes[-1], dtype)
+        staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
         try:
-            if one_by_one is not None:
-                yield self._exchange_shards(flat, whole.flat, starts, alone, staging.flat.view(self.ranks, -1))
+            if way.one_by_one:
+                yield self._exchange_shards(flat, whole.flat, way.wholes, way.alone, staging.flat.view(self.ranks, -1))
             elif self.numel and not flat.is_meta:
                 yield self._all_gather(flat, staging.flat)
-            if alone < len(self.moves):
-                copies = self.places.copies(alone, dtype.itemsize)
-                if copies.parts:
-                    foreach("copy_")(whole.views(copies.in_whole), staging.views(copies.parts))
+            if way.copies.parts:
+                copy_each(whole.views(way.copies.in_whole), staging.views(way.copies.parts))
             return [whole.tensor()]
         finally:
             for buffer in (whole, staging, *taken):
-                buffer.release()
+                buffer.held = False
 
     def _all_gather(self, flat: Tensor, parts: Tensor) -> Works:
         """[n] of every rank -> [W * n]."""
@@ -112,8 +145,8 @@ class Crossing:
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
-        storage, starts = flat.untyped_storage(), self.places.whole_starts(flat.element_size())
-        pairs = zip(self.moves, starts, strict=False)
+        storage, way = flat.untyped_storage(), self._ways.get(flat.dtype) or self._way(flat.dtype)
+        pairs = zip(self.moves, way.wholes, strict=False)
         return [tensor_in(storage, at, move.whole, flat) for move, at in pairs]
 
     def _exchange_shards(
@@ -144,7 +177,7 @@ class Crossing:
             for mine, tag in sends
         ]
         if sends:
-            foreach("copy_")(own, [mine for mine, _ in sends])
+            copy_each(own, [mine for mine, _ in sends])
         return works
 
     def _peers(self) -> list[int]:
@@ -162,7 +195,7 @@ class Crossing:
         if flat is not None:
             buffer.flat.copy_(flat)
         elif self.numel:
-            foreach("copy_")(buffer.views(self.places.shards), list(shards))
+            copy_each(buffer.views(self.places.shards), list(shards))
         return buffer.flat, [buffer]
 
     def _from_host(
@@ -187,14 +220,18 @@ class Crossing:
         The tensor does not own that memory: the shards must live as long as it is used.
         """
         first = shards[0]
-        base = first.data_ptr()
+        base, way = first.data_ptr(), self._ways.get(first.dtype) or self._way(first.dtype)
         fits = (
             self.places.full
-            and [at - base for at in map(Tensor.data_ptr, shards)] == self.places.byte_starts(first.element_size())
+            and [*map(Tensor.data_ptr, shards)] == [*map(base.__add__, way.shards)]
             and all(map(Tensor.is_contiguous, shards))
-            and {shard.dtype for shard in shards} == {first.dtype}
+            and len(set(map(_dtype_of, shards))) == 1
         )
-        return tensor_over(base, self.numel, first) if fits else None
+        if not fits:
+            return None
+        if self._over[:2] != (base, first.dtype):  # a step after the other has its shards in one place
+            self._over = base, first.dtype, tensor_over(base, self.numel, first)
+        return self._over[2]
 
     # -- gradients of whole leaves -> their sum, of which every rank keeps its shards ---------------------------------
 
@@ -203,28 +240,34 @@ class Crossing:
 
         The sum of 16-bit floats is a float32 tensor where it is added up here.
         """
-        one_by_one = self.in_place(dtype) if dtype.is_floating_point else None
-        alone = one_by_one or 0
-        staging = buffers.take(self.ranks * (self.numel - self.starts[alone]), dtype)  # [W, n] of what travels together
+        way = self._ways.get(dtype) or self._way(dtype)
+        if way.one_by_one and not dtype.is_floating_point:
+            way = self._together(way, dtype.itemsize)
+        staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
         try:
-            self._fill(staging, wholes, alone)
+            self._fill(staging, wholes, way)
             rows = staging.flat.view(self.ranks, -1)  # row i is for rank i
             if not self.numel:
                 return [results.tensor(0, dtype)]
             if self.ranks == 1:
                 return [results.tensor(self.numel, dtype).copy_(staging.flat)]
-            if one_by_one is None:
+            if not way.one_by_one:
                 return (yield from scatter_sum_steps(rows, self.group, buffers, results))
-            sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(alone)]
+            sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(way.alone)]
             return (yield from self._exchange_gradients(sent, rows, dtype, buffers, results))
         finally:
-            staging.release()
+            staging.held = False
 
     def parts_for_ranks(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Tensor:
         """Gradients as one flat tensor [W * n], part i for rank i: what a reduction of the user's own begins with."""
         staging = buffers.take(self.ranks * self.numel, dtype)
-        self._fill(staging, wholes, 0)
+        self._fill(staging, wholes, self._together(self._ways.get(dtype) or self._way(dtype), dtype.itemsize))
         return staging.flat
+
+    def _together(self, way: Way, itemsize: int) -> Way:
+        """The same with one collective for all leaves."""
+        copies, even = self.places.copies(0, itemsize), self.places.even(0)
+        return way._replace(one_by_one=False, alone=0, staging=self.ranks * self.numel, copies=copies, even=even)
 
     def _sendable(self, index: int, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A gradient that can be sent from where it is."""
@@ -232,15 +275,15 @@ class Crossing:
             return torch.zeros(self.moves[index].whole, dtype=dtype, device=device)
         return whole.to(dtype).contiguous()
 
-    def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], alone: int) -> None:
+    def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], way: Way) -> None:
         """Copy what travels together into the parts."""
-        if alone == len(self.moves):
+        if way.alone == len(self.moves):
             return
-        given = [whole for whole in wholes[alone:] if whole is not None]
-        if self.places.even(alone) and len(given) == len(self.moves) - alone:
+        given = [*filter(_is_there, wholes[way.alone :])]
+        if way.even and len(given) == len(self.moves) - way.alone:
             chunk_cat(given, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
             return
-        copies = self.places.copies(alone, staging.flat.element_size())
+        copies = way.copies
         into, from_ = [], []
         for index, place, view in zip(copies.leaves, staging.views(copies.parts), copies.in_leaf, strict=True):
             whole = wholes[index]
@@ -252,7 +295,7 @@ class Crossing:
                 offset = int(whole.storage_offset()) + view.offset
                 from_.append(whole.as_strided(view.size, view.stride, offset))
         if into:
-            foreach("copy_")(into, from_)
+            copy_each(into, from_)
 
     def _exchange_gradients(
         self, wholes: Sequence[Tensor], staging: Tensor, dtype: torch.dtype, buffers: Buffers, results: Buffers

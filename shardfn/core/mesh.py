@@ -291,10 +291,10 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     Raises:
         ShardError: this process is not part of the mesh.
     """
-    cache = _grids_of(mesh)
-    key = (*order, has_no_memory())
+    cache, pure = _grids_of(mesh), has_no_memory()
+    key = (*order, pure)
     if key not in cache:
-        if has_no_memory():
+        if pure:
             with outside_modes():
                 cache[key] = replace(grid(mesh, order), pure=True)
         else:

@@ -83,8 +83,6 @@ class Places:
         self.contiguous = all(prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in moves)
         self.full = all(move.shard == move.chunk and move.numel for move in moves)  # no shard is padded, none empty
         self.shards = [self._shard(move, start) for move, start in zip(moves, self.starts, strict=False)]
-        self._whole_starts: dict[int, list[int]] = {}
-        self._byte_starts: dict[int, list[int]] = {}
         self._copies: dict[tuple[int, int], Copies] = {}
 
     def _shard(self, move: Move, start: int) -> View:
@@ -100,19 +98,10 @@ class Places:
         odd = (i for i, x in enumerate(self.moves) if x.dim or not x.numel or x.whole[0] != x.chunk[0] * self.ranks)
         return max(odd, default=-1) + 1
 
-    def byte_starts(self, itemsize: int) -> list[int]:
-        """Where each shard begins in the flat tensor, in bytes."""
-        if itemsize not in self._byte_starts:
-            self._byte_starts[itemsize] = [start * itemsize for start in self.starts[:-1]]
-        return self._byte_starts[itemsize]
-
     def whole_starts(self, itemsize: int) -> list[int]:
         """Where each whole leaf begins, and the size m of all, in elements."""
-        if itemsize not in self._whole_starts:
-            unit = max(1, _ALIGNMENT // itemsize)
-            sizes = [-(-prod(move.whole) // unit) * unit for move in self.moves]
-            self._whole_starts[itemsize] = list(accumulate(sizes, initial=0))
-        return self._whole_starts[itemsize]
+        unit = max(1, _ALIGNMENT // itemsize)
+        return list(accumulate((-(-prod(move.whole) // unit) * unit for move in self.moves), initial=0))
 
     def copies(self, first: int, itemsize: int) -> Copies:
         """How the leaves from `first` on lie in their parts [W, n - start of `first`], and in the whole leaves."""
@@ -123,6 +112,7 @@ class Places:
 
     def _made_copies(self, first: int, itemsize: int) -> Copies:
         made = Copies([], [], [], [])
+        starts = self.whole_starts(itemsize)
         parts = torch.empty(self.ranks, self.numel - self.starts[first], device="meta")
         for index in range(first, len(self.moves)):
             move, start = self.moves[index], self.starts[index] - self.starts[first]
@@ -132,8 +122,7 @@ class Places:
                 made.leaves.append(index)
                 made.parts.append(view_of(from_))
                 made.in_leaf.append(place)
-                start_of = self.whole_starts(itemsize)[index]
-                made.in_whole.append(place._replace(offset=start_of + place.offset, end=start_of + place.end))
+                made.in_whole.append(place._replace(offset=starts[index] + place.offset, end=starts[index] + place.end))
         return made
 
 

@@ -191,6 +191,8 @@ class Plan(_Open):
 
     def with_reduction(self, reduction: "Reduction | None") -> "Plan":
         """The same plan with another reduction in the backward; equal to this one, and made once."""
+        if reduction == self.reduction:
+            return self
         self.home.once(("reduction", self.reduction), lambda: self)
         return self.home.once(("reduction", reduction), lambda: self._reducing(reduction))
 

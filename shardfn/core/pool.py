@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import storage_uses, tensor_in
+from shardfn._torch import address_of, storage_uses, tensor_in
 from shardfn.core.storage import apart
 
 _TURNS_KEPT = 16  # a buffer that nobody took for so many turns is given back
@@ -31,36 +31,33 @@ def view_of(tensor: Tensor) -> View:
 class Buffer:
     """Uninitialised memory of `numel` elements, with views of it that are made once.
 
-    It is free for others after `release`, when no tensor but its own views refers to the storage.
+    It is free for others when it is `held` no more, and no tensor but its own views refers to the storage.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> None:
         self.flat = apart(numel, dtype, device, pinned)  # [numel]
         self.storage = self.flat.untyped_storage()
-        self.held, self.turn = True, 0
+        self.address = address_of(self.storage)
+        self.held, self.turn = True, 0  # until `held` is False, it is its taker's
         self._views: dict[int, tuple[Sequence[View], list[Tensor]]] = {}
-        self._own_uses = 2  # the handle and `flat`
+        self.own_uses = 2  # the handle and `flat`
 
     def views(self, views: Sequence[View]) -> list[Tensor]:
         """Tensors for views; the same tensors for the same sequence object."""
         if id(views) not in self._views:
             made = [self.flat.as_strided(*view[:3]) for view in views]
             self._views[id(views)] = views, made  # keeps the sequence, so that its id is not given to another one
-            self._own_uses += len(made)
+            self.own_uses += len(made)
         return self._views[id(views)][1]
 
     def tensor(self) -> Tensor:
         """All of it as a new tensor, which keeps the buffer from being used again."""
         return tensor_in(self.storage, 0, self.flat.shape, self.flat)
 
-    def release(self) -> None:
-        """Whoever took it needs it no longer, except through tensors over its storage."""
-        self.held = False
-
     @property
     def free(self) -> bool:
         """Whether nobody would notice other contents."""
-        return not self.held and storage_uses(self.storage) == self._own_uses
+        return not self.held and storage_uses(self.address) == self.own_uses
 
 
 class BufferPool:
@@ -87,10 +84,10 @@ class BufferPool:
         self._turn = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """A buffer that is the caller's until it is released."""
+        """A buffer that is the caller's until it is `held` no more."""
         same = self._buffers.setdefault((numel, dtype), [])
         for index, buffer in enumerate(same):
-            if buffer.free:
+            if not buffer.held and storage_uses(buffer.address) == buffer.own_uses:
                 same.append(same.pop(index))
                 break
         else:
@@ -102,7 +99,7 @@ class BufferPool:
         """A flat tensor [numel]; its buffer is free again when no tensor uses its storage."""
         buffer = self.take(numel, dtype)
         out = buffer.tensor()
-        buffer.release()
+        buffer.held = False
         return out
 
     def turn(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import (
     DTensorSpec,
+    fresh_leaves,
     in_transform,
     kinds_of_transforms,
     pytree,
@@ -115,34 +117,35 @@ def differentiator(
         for position in positions:
             if position >= len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
-        if any(not isinstance(args[p], Params) and _holds_trees(args[p]) for p in positions):
+        given = [args[position] for position in positions]
+        if any(not isinstance(x, Params) and _holds_trees(x) for x in given):
             found = _of_containers(loss_fn, args, kwargs, positions, has_aux, reduce)
         elif in_transform():
             found = _in_transform(loss_fn, args, kwargs, positions, has_aux, average)
         else:
-            found = _at_top(args, kwargs)
+            found = _at_top(args, kwargs, given)
         value, aux, grads, count = found
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
         return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
 
-    def _at_top(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
+    def _at_top(args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Any]) -> Found:
         inputs = list(args)
-        connected = torch.is_grad_enabled() and any(_asks(args[position]) for position in positions)
-        for position in positions:
-            inputs[position] = _differentiable(args[position], average)
+        connected = torch.is_grad_enabled() and any(map(_asks, given))
+        trees = [_differentiable(tree, average) for tree in given]
+        for position, tree in zip(positions, trees, strict=True):
+            inputs[position] = tree
         if connected:
-            _require_reduction(reduce, inputs[positions[0]])
-        trees = [inputs[p] for p in positions]
-        others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
-        owner = next((args[p] for p in positions if isinstance(args[p], Params)), None)
-        here = Differentiation(trees, [args[p] for p in positions], _wanted)
+            _require_reduction(reduce, trees[0])
+        owner = next((x for x in given if isinstance(x, Params)), None)
+        here = Differentiation(trees, given, _wanted)
         with torch.enable_grad():
             with here.runs(), of_dtensors("value_and_grad"):
                 result = loss_fn(*inputs, **kwargs)
             loss, aux = result if has_aux else (result, None)
             over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
             loss, count = _objective(loss, over)
+        others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
             _require_reduction(reduce if connected else "mean", owner)
@@ -286,10 +289,12 @@ def grad(
     return call
 
 
+_asks_for: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
 def _asks(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    leaves = tree.values() if isinstance(tree, Params) else _tensors(tree)
-    return any(leaf.requires_grad for leaf in leaves)
+    return any(map(_asks_for, tree.values() if isinstance(tree, Params) else _tensors(tree)))
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -308,11 +313,8 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
         raise ShardError(f"value_and_grad: the tree has a leaf {min(unknown)!r}, which its plan does not know")
     plan = tree.plan.with_reduction(reduce)
     trains = _trained(tree.plan)
-    new = {
-        name: wrap_local(unwrap_local(leaf).detach(), spec_of(leaf), name in trains)
-        for name, leaf in tree.items()
-        if isinstance(leaf, DTensor) and not (connects and leaf.requires_grad)
-    }
+    old = {n: x for n, x in tree.items() if isinstance(x, DTensor) and not (connects and x.requires_grad)}
+    new = dict(zip(old, fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     made.sources = tree
     made.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
@@ -524,12 +526,11 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
     reduction = tree.plan.reduction  # None: they are pending, which their plan remembers
     plan = tree.plan.with_reduction(None if reduction is None else "mean")
-    places = grid(tree.mesh, tree.plan.roles.storage)
-    leaves: dict[str, Tensor] = {}
     collected = tree.gradients.settle() if tree.gradients is not None else {}
     if collected.keys() == tree.keys() and all(gradient is None for gradient in found.values()):  # the usual case
         reduced = with_locals(list(tree.values()), [collected[name] for name in tree])
         return Params(zip(tree, reduced, strict=True), plan, tree.mesh, tree.buffers)
+    places, leaves = grid(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:

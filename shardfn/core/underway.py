@@ -104,7 +104,7 @@ def note_tree(tree: Mapping[str, Tensor]) -> None:
     around = _UNDER_WAY.get()
     if around and around[0].used is None:
         around[0].used = tree
-    if not around or around[0].meets_others or any(tree is own for own in around[0].trees):
+    if not around or around[0].meets_others or id(tree) in map(id, around[0].trees):
         return
     if torch.is_grad_enabled() and not in_transform():
         own = set[int]().union(*(each.own() for each in around))

@@ -45,6 +45,7 @@ Forward = Callable[..., Any]
 InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
 _FUNCTIONS = (FunctionType, MethodType)
 _dict_of = attrgetter("__dict__")
+_forward_of = attrgetter("forward")
 _OWN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights"}  # attributes that are torch's own
 _DELETED = object()
 
@@ -198,7 +199,7 @@ class Bound:
             *map(id, chain.from_iterable(held)),
             *chain.from_iterable(map(parameters_of, modules)),
             *map(type, modules),
-            *(type(module).forward for module in modules),
+            *map(_forward_of, map(type, modules)),
             *(_parts(m.__dict__.get(name)) for template, name in self._replaced if (m := template()) is not None),
         ]
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
@@ -182,8 +183,9 @@ class Gradients(Reductions):
 
     def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
         """Whether these are its own leaves, in its own backward, which nobody differentiates."""
-        own = all(self._leaves.get(name) is leaf for name, leaf in zip(names, leaves, strict=True))
-        return self._collects and own and not torch.is_grad_enabled()
+        if not self._collects or torch.is_grad_enabled():
+            return False
+        return all(map(is_, map(self._leaves.get, names), leaves))
 
 
 class Accumulation(Reductions):

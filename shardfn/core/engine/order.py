@@ -42,26 +42,24 @@ class Order:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._after: dict[Hashable, set[Event]] = {}
+        self.sure: dict[Hashable, Event] = {}  # what comes after, where only one event ever did
         self._asked = 0
         self._prefix: str | None = None
         self._alone = not grid.exchanges or backend_of(next(iter(grid.groups.values())), grid.device) == "fake"
 
-    def expected(self, before: Hashable) -> Event | None:
-        """What comes after `before`, when only one event ever did."""
-        known = self._after.get(before)
-        return next(iter(known)) if known is not None and len(known) == 1 else None
-
     def check(self, before: Hashable, event: Event) -> None:
-        """Note that `event` comes now, after all ranks agreed if that is not sure.
+        """Note that `event` comes now, which is not `sure`, after all ranks agreed.
 
         Raises:
             ShardError: another rank is about to do something else.
         """
+        if not self._alone:
+            self._agree(str(event))
         known = self._after.setdefault(before, set())
-        if event not in known or len(known) > 1:
-            if not self._alone:
-                self._agree(str(event))
-            known.add(event)
+        known.add(event)
+        self.sure.pop(before, None)
+        if len(known) == 1:
+            self.sure[before] = event
 
     def _agree(self, event: str) -> None:
         """Meet the other ranks at the store: the first one says what it does, the last one lets all go on."""

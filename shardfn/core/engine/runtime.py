@@ -28,8 +28,10 @@ class Runtime:
         self.pool = NoBuffers(grid.device) if grid.pure else BufferPool(grid.device)
         self.host = host_of(plan.policy, grid.device)
         self.spots = {b: BucketOnGrid(plan, grid, b, self.pool) for unit in plan.units for b in unit.buckets}
+        self.spot_of = {(unit.name, i): self.spots[b] for unit in plan.units for i, b in enumerate(unit.buckets)}
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
+        self.leaves_of = {unit.name: [name for b in unit.buckets for name in b.leaves] for unit in plan.units}
         self.unit_of = {name: layout.unit for name, layout in plan.layouts.items()}
         moving = {bucket.unit for bucket, spot in self.spots.items() if spot.moves}
         regather = {name for name, unit in self.units.items() if unit.regather}

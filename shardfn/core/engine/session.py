@@ -26,7 +26,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import methodcaller
+from itertools import compress
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,6 @@ from shardfn._torch import (
     backward_id,
     grad_dtype_of,
     has_gradient_hooks,
-    in_backward,
     in_transform,
     out_of_inference_mode,
     simulated,
@@ -80,6 +80,8 @@ from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan, Unit
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
+_asks: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_first: Callable[[Any], Any] = itemgetter(0)
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
 
@@ -87,9 +89,9 @@ def _never(unit: str) -> bool:
     return False
 
 
-def _refuse(written: str | None) -> None:
+def _refuse(written: str) -> None:
     """Raise for a weight that a forward has written in place, unless the forward raises itself."""
-    if written is not None and sys.exception() is None:
+    if sys.exception() is None:
         raise RuntimeError(
             f"'{written}' was changed in place by the forward, in the copy that was gathered for it: the change is "
             "lost. Make it a buffer, or update the tree of parameters between steps."
@@ -116,7 +118,8 @@ class Session:
         self._only: str | None = None  # the unit that computes again
         self.keeps: Any = None  # what units that compute again need when the call is over
         self.masks: Masks | None = None  # those of a `dropout_seed`
-        self._at: dict[str, Hashable] = {c: (c, mode, self._differentiates) for c in ("weights", "gradients")}
+        start = mode, self._differentiates
+        self._at: dict[str, Hashable] = {"weights": ("weights", *start), "gradients": ("gradients", *start)}
         self._weights: dict[str, Tensor] = {}  # of all live units
         self._versions: dict[str, int] = {}  # of their whole leaves, when they were gathered
         self._live: set[str] = set()
@@ -166,17 +169,19 @@ class Session:
         """The forward of a unit ends: let go of its weights, also after an exception."""
         self._depth[unit] -= 1
         if self._depth[unit] == 0 and not self._holds:
-            _refuse(self._free(unit))
+            if (written := self._free(unit)) is not None:
+                _refuse(written)
 
     def close(self) -> None:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
-        written = [self._free(unit) for unit in list(self._live)]
+        written = next(filter(None, [self._free(unit) for unit in list(self._live)]), None)
         self._started.clear()
         with out_of_inference_mode():
             self.runtime.settle()
         if self.runtime.host is not None:
             self.runtime.host.settle()
-        _refuse(next(filter(None, written), None))
+        if written is not None:
+            _refuse(written)
 
     def computes_again(self, unit: str) -> bool:
         """Whether the unit saves only inputs and shards for its derivatives: inside transforms, when it can."""
@@ -208,9 +213,9 @@ class Session:
 
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
-        for index, bucket in enumerate(unit.buckets):
-            kind = "recompute" if in_backward() else "gather"
-            wholes |= self._gather_bucket(Event(kind, unit.name, index), bucket)
+        kind = "recompute" if backward_id() != -1 else "gather"
+        for index in range(len(unit.buckets)):
+            wholes |= self._gather_bucket(Event(kind, unit.name, index))
         plain, layouts = self.runtime.plain, self.plan.layouts
         for name in unit.params:
             if not plain.get(name):
@@ -220,23 +225,26 @@ class Session:
                 wholes[name] = AsPlaced.apply(wholes[name], *self.runtime.placed[name])
         return wholes
 
-    def _gather_bucket(self, event: Event, bucket: Bucket) -> dict[str, Tensor]:
+    def _gather_bucket(self, event: Event) -> dict[str, Tensor]:
+        spot = self.runtime.spot_of[event[1:]]
+        bucket = spot.bucket
         leaves = self._leaves_of(bucket)
         if self.in_transform:
-            spot = self.spot(event)
             same = all(leaf.dtype == bucket.dtype for leaf in leaves)
             if spot.idle and same and self.plan.vmaps is not None and self.plan.reduction is not None:
                 return dict(zip(bucket.leaves, leaves, strict=True))
             wholes = GatherBucket.apply(spot, *leaves)
             return dict(zip(bucket.leaves, wholes, strict=True))
-        gathered = _Gathered(self, event, leaves, self._start(event, leaves))
+        flight = self._started.pop(event, None) or self._start(event, spot, leaves)
+        gathered = _Gathered(self, event, spot, leaves, flight)
         wholes = _Gather.apply(gathered, *leaves)
-        if gathered.spot.moves:
-            self._versions |= zip(bucket.leaves, versions_of(wholes), strict=True)
-        else:
+        if not spot.moves:
             self._note_uncopied(bucket.leaves, leaves, wholes)
+            return dict(zip(bucket.leaves, wholes, strict=True))
+        versions = versions_of(wholes)
+        self._versions |= zip(bucket.leaves, versions, strict=True)
         if gathered.frees and wholes[0].untyped_storage().nbytes():
-            gathered.note(wholes)
+            gathered.note(wholes, versions)
             self._by_storage[storage_key(wholes[0])] = gathered
         return dict(zip(bucket.leaves, wholes, strict=True))
 
@@ -252,38 +260,35 @@ class Session:
                 self._uncopied.setdefault(key, []).append(_Uncopied(begin, begin + whole.nbytes, counters))
 
     def _leaves_of(self, bucket: Bucket) -> list[Tensor]:
-        missing = [name for name in bucket.leaves if name not in self.leaves]
-        if missing:
+        try:
+            return [*map(self.leaves.__getitem__, bucket.leaves)]
+        except KeyError as missing:
             where = bucket.unit or "(root)"
-            raise ShardError(f"apply: the tree has no leaf {missing[0]!r}, which unit {where!r} needs")
-        return [self.leaves[name] for name in bucket.leaves]
+            raise ShardError(f"apply: the tree has no leaf {missing}, which unit {where!r} needs") from None
 
-    def _start(self, event: Event, leaves: Sequence[Tensor]) -> Flight | None:
-        """The gather of a bucket, already in the air or started now; None when there is nothing to send."""
-        if event in self._started:
-            return self._started.pop(event)
-        spot = self.spot(event)
+    def _start(self, event: Event, spot: BucketOnGrid, leaves: Sequence[Tensor]) -> Flight | None:
+        """Start the gather of a bucket; None when there is nothing to send."""
         if not spot.moves:
             return None
         self.pass_by("weights", event)
         return self.runtime.start(spot.gather_steps(unwrap_locals(leaves)))
 
-    def spot(self, event: Event) -> BucketOnGrid:
-        """The bucket that an event is about."""
-        return self.runtime.spots[self.runtime.units[event.unit].buckets[event.bucket]]
-
     def pass_by(self, chain: str, event: Event) -> None:
         """Check, and remember, that this is what comes now."""
-        self.runtime.order.check(self._at[chain], event)
+        before, order = self._at[chain], self.runtime.order
+        if order.sure.get(before) != event:
+            order.check(before, event)
         self._at[chain] = event
 
     def _look_ahead(self) -> None:
         """Start to gather the unit that comes next, if that is known."""
-        event = self.runtime.order.expected(self._at["weights"])
+        sure, kind = self.runtime.order.sure, "recompute" if backward_id() != -1 else "gather"
+        event = sure.get(self._at["weights"])
         unit = None if event is None else event.unit
         while event is not None and event.unit == unit and event not in self._started:
-            if event.kind == ("recompute" if in_backward() else "gather") and unit not in self._live:
-                flight = self._start(event, self._leaves_of(self.spot(event).bucket))
+            if event.kind == kind and unit not in self._live:
+                spot = self.runtime.spot_of[event[1:]]
+                flight = self._start(event, spot, self._leaves_of(spot.bucket))
                 assert flight is not None
                 self._started[event] = flight
             elif event.kind == "gather again" and backward_id() in self._backwards:
@@ -292,7 +297,7 @@ class Session:
                     return
             else:
                 return
-            event = self.runtime.order.expected(self._at["weights"])
+            event = sure.get(self._at["weights"])
 
     def _last_passed(self, again: Event) -> "_Gathered | None":
         """The gather whose unit's forward ended last, of those whose backward is still to come."""
@@ -306,23 +311,23 @@ class Session:
         written = None
         if unit in self._live:
             self._live.discard(unit)
-            names = [name for bucket in self.runtime.units[unit].buckets for name in bucket.leaves]
+            names = self.runtime.leaves_of[unit]
             written = self._written_in_place(names)
             for name in (*names, *self.runtime.units[unit].params):
                 self._weights.pop(name, None)
-        gone = {at: gathered for at, gathered in self._by_storage.items() if gathered.event.unit == unit}
-        for at, gathered in gone.items():
-            del self._by_storage[at]
-            gathered.leave()
-            self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
+        for at, gathered in list(self._by_storage.items()):
+            if gathered.event.unit == unit:
+                del self._by_storage[at]
+                gathered.leave()
+                self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
         return written
 
     def _written_in_place(self, names: Sequence[str]) -> str | None:
         """The first gathered leaf that has another version than it was gathered with."""
         known, weights = self._versions, self._weights
         held = [name for name in names if name in known and name in weights]
-        now = versions_of([weights[name] for name in held])
-        return next((name for name, version in zip(held, now, strict=True) if version != known.pop(name)), None)
+        had, now = [*map(known.pop, held)], versions_of([*map(weights.__getitem__, held)])
+        return next((name for name, a, b in zip(held, had, now, strict=True) if a != b), None) if had != now else None
 
     # -- between forward and backward ---------------------------------------------------------------------------------
 
@@ -333,7 +338,7 @@ class Session:
         changes its local part without a trace there.
         """
         pure = self.grid.pure  # and what is recorded never changes
-        if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or in_transform():
+        if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or self.in_transform:
             return nullcontext()
         of_storage, uncopied, activations = self._by_storage.get, self._uncopied, self._activations
 
@@ -341,9 +346,12 @@ class Session:
             if saved.layout is not torch.strided:
                 return saved
             part = saved if type(saved) is Tensor else unwrap_local(saved)
-            if type(part) is not Tensor and wraps(part):
+            if type(part) is Tensor:
+                key = part.untyped_storage().data_ptr()
+            elif wraps(part):
                 return with_local(saved, part)  # a new DTensor, detached as `_Saved` is
-            key = storage_key(part)
+            else:
+                key = storage_key(part)
             gathered = of_storage(key)
             if gathered is not None:
                 return gathered.pack(saved, part)
@@ -383,13 +391,13 @@ class Session:
     def begin_backward(self, gathered: "_Gathered") -> None:
         """The backward of a unit begins, and the one before it comes next. After the last one, nothing stays."""
         backward = backward_id()
-        if in_backward() and backward not in self._backwards:
+        if backward != -1 and backward not in self._backwards:
             self._backwards.add(backward)
             after_backward(partial(self._end_backward, backward))
         waiting = self._passed.get(gathered.again, [])
         waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
         self._look_ahead()
-        following = self.runtime.order.expected(self._at["weights"])
+        following = self.runtime.order.sure.get(self._at["weights"])
         if following is None or following.kind != "gather again":
             self.runtime.pool.shrink()  # the last unit: from here on there are the most gradients
 
@@ -403,12 +411,10 @@ class Session:
         return self.gradients is not None and self.gradients.takes(names, leaves)
 
     def reductions(self, names: Sequence[str], leaves: Sequence[Tensor], into_grad: bool) -> Reductions | None:
-        """What takes the gradients of a bucket; None when autograd itself needs them at once.
+        """What takes the gradients of a bucket that nobody collects; None when autograd itself needs them at once.
 
         `into_grad`: autograd would only add them to the `.grad` of the leaves.
         """
-        if self.collects(names, leaves):
-            return self.gradients
         if not into_grad or any(map(has_gradient_hooks, leaves)):
             return None
         backward = backward_id()
@@ -463,7 +469,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.gathered.arrived(grads, [node for node, _ in ctx.next_functions]))
+        return (None, *ctx.gathered.arrived(grads, [*map(_first, ctx.next_functions)]))
 
 
 class _Packed(NamedTuple):
@@ -528,24 +534,23 @@ def _changed(what: str, tensor: Tensor) -> RuntimeError:
 class _Gathered:
     """One bucket of one gather, ready to be gathered again with the same values."""
 
-    def __init__(self, session: Session, event: Event, leaves: Sequence[Tensor], flight: Flight | None) -> None:
-        self.session, self.event = session, event
+    def __init__(
+        self, session: Session, event: Event, spot: BucketOnGrid, leaves: Sequence[Tensor], flight: Flight | None
+    ) -> None:
+        self.session, self.event, self.spot = session, event, spot
         self.again = Event("gather again", event.unit, event.bucket)
-        self.spot = session.spot(event)
-        self.frees = event.unit in session.runtime.frees and self.spot.moves
+        self.frees = event.unit in session.runtime.frees and spot.moves
         self._neighbours = session.runtime.neighbours.get(event.unit)
         self._leaves, self._shards = leaves, unwrap_locals(leaves)
-        self._sources = [session.sources[name] for name in self.spot.bucket.leaves] if session.sources else leaves
-        self._versions = self._versions_now()
+        sources = map(session.sources.__getitem__, spot.bucket.leaves) if session.sources else leaves
+        # What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter.
+        self._counters = [*self._shards, *leaves, *sources]
+        self._versions = versions_of(self._counters)
         self._flight = flight
         self._awake = False
         self._flat: Tensor | None = None
         self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
-
-    def _versions_now(self) -> list[int]:
-        """What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter."""
-        return versions_of([*self._shards, *self._leaves, *self._sources])
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather."""
@@ -554,9 +559,9 @@ class _Gathered:
             return self.spot.wholes_of(self.session.runtime.finish(flight))
         return [whole.detach() for whole in self.spot.unmoved(self._shards)]
 
-    def note(self, wholes: Sequence[Tensor]) -> None:
+    def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Remember where the whole leaves lie."""
-        self._begins = dict(zip(map(_offset_of, wholes), versions_of(wholes), strict=True))
+        self._begins = dict(zip(map(_offset_of, wholes), versions, strict=True))
         if self._neighbours is not None and torch.is_grad_enabled():
             storage = wholes[0].untyped_storage()
             self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
@@ -611,7 +616,7 @@ class _Gathered:
         """Start to gather, from shards that must still be those of the forward; False when that is done already."""
         if self._flight is not None or self._flat is not None:
             return False
-        now = self._versions_now()
+        now = versions_of(self._counters)
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
             name = self.spot.bucket.leaves[changed % len(self._leaves)]
@@ -638,16 +643,18 @@ class _Gathered:
         """
         self.release()
         self.session.end_backward_of(self.event.unit)
-        needed = [leaf.requires_grad for leaf in self._leaves]
-        spot = self.spot.part(needed)
-        pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
-        leaves = [leaf for leaf, need in zip(self._leaves, needed, strict=True) if need]
-        dtypes = [grad_dtype_of(leaf) for leaf in leaves]
-        nodes = [node for node, need in zip(nodes, needed, strict=True) if need]
+        needed, spot, leaves = [*map(_asks, self._leaves)], self.spot, self._leaves
+        pending = [*map(dense, grads)]
+        if not all(needed):
+            spot = spot.part(needed)
+            pending, leaves = [*compress(pending, needed)], [*compress(leaves, needed)]
+            nodes = [*compress(nodes, needed)]
+        dtypes = [*map(grad_dtype_of, leaves)]
         if self.session.scale_of_gradients is not None:
             scale = self.session.scale_of_gradients(self.event.unit)
             pending = [None if grad is None else grad * scale for grad in pending]
-        into_grad = not self.session.collects(spot.bucket.leaves, leaves) and goes_into_grad(nodes)
+        collects = self.session.collects(spot.bucket.leaves, leaves)
+        into_grad = not collects and goes_into_grad(nodes)
         if into_grad and (spot.plan.reduction is None or self.session.holds_back(self.event.unit)):
             hold_back(spot, leaves, pending)
             return [None] * len(needed)
@@ -655,7 +662,8 @@ class _Gathered:
             pending = with_held_back(leaves, pending)
         if spot.plan.reduction is not None:
             self.session.pass_by("gradients", Event("reduce", self.event.unit, self.event.bucket))
-            reductions = self.session.reductions(spot.bucket.leaves, leaves, into_grad)
+            names = spot.bucket.leaves
+            reductions = self.session.gradients if collects else self.session.reductions(names, leaves, into_grad)
             if reductions is not None:
                 reductions.reduce(spot, pending, dtypes, self.session.runtime.order.explained)
                 return [None] * len(needed)
