@@ -270,6 +270,28 @@ def test_padded_local_sizes_on_one_rank_are_the_models_own() -> None:
         assert made.local_sizes == {"0": {"out_features": size}, "1": {"in_features": size}}
 
 
+@on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 1, "tp": 2})
+def test_local_sizes_that_are_not_the_attributes_own(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    policy = sf.Policy(
+        rules={"0.weight": "(heads@tp d) c", "1.weight": "c (heads@tp d)"},
+        sizes={"d": 2},
+        local_sizes={"0": {"out_features": "heads@tp"}},
+    )
+    params = sf.shard(model, mesh, policy)
+    with pytest.raises(sf.ShardError, match=r"names 'out_features' of '0', which is 8, as what is 4 on one rank"):
+        sf.apply(model, params, torch.ones(2, 4))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_linear_that_is_ignored_beside_split_ones(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    policy = sf.Policy(rules={"0.weight": "f@tp c", "1.weight": "c f@tp"}, ignore=["2.**"], acts={"2": "b _"})
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(sf.apply(model, sf.shard(model, mesh, policy), x), model(x))
+
+
 def test_local_sizes_of_an_attribute_that_is_not_there() -> None:
     policy = sf.Policy(rules={"0.weight": "f@tp c", "1.weight": "c f@tp"}, local_sizes={"0": {"out_featuers": "f@tp"}})
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

@@ -95,3 +95,31 @@ def test_what_a_part_of_a_leaf_cannot_tell_is_refused(mesh: DeviceMesh) -> None:
     sf.vjp(lambda p: 2 * p["0.weight"][None, ..., :], params)
     sf.jvp(lambda p: loss(p, x) + sf.tree.dot(p, p) + sf.gather(p)["0.weight"].norm(), (params,), (params,))
     sf.vmap(sf.grad(loss), in_dims=(None, 0))(params, samples)
+
+
+@on_meshes({"fsdp": 2, "tp": 1}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2})
+def test_what_data_ranks_share_comes_into_a_loss_by_a_pvary(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).double(), torch.randn(8, 4, dtype=torch.float64)
+    params, local = sf.shard(model, mesh, sf.Policy()), sf.data.local_batch(x, mesh)
+    axes = [axis for axis in ("replicate", "fsdp") if axis in (mesh.mesh_dim_names or ())]
+
+    def loss(p: sf.Params, x: Tensor, varied: Any) -> Tensor:
+        out = sf.apply(model, p, x)
+        mean = out.mean(0)
+        for axis in axes:
+            mean = sf.collectives.pmean(mean, mesh, axis)
+        for axis in varied:
+            mean = sf.collectives.pvary(mean, mesh, axis)
+        return ((out - mean) ** 4).mean()
+
+    out = model(x)
+    wanted = torch.autograd.grad(((out - out.mean(0)) ** 4).mean(), list(model.parameters()))
+    found = sf.gather(sf.grad(loss)(params, local, axes))
+    for grad, right in zip(found.values(), wanted, strict=True):
+        torch.testing.assert_close(grad, right)
+    for varied in (axes[1:], []):
+        with pytest.raises(sf.ShardError, match=rf"what psum over '{axes[0]}' gives.*pvary\(x, mesh, '{axes[0]}'\)"):
+            sf.grad(loss)(params, local, varied)
+    alone = sf.grad(lambda x: sf.collectives.psum(x, mesh, "fsdp").sum())(x)  # of no tree: nobody takes a mean
+    torch.testing.assert_close(alone, torch.ones_like(x))

@@ -234,6 +234,40 @@ def test_a_region_in_a_loss_and_in_transforms(mesh: DeviceMesh) -> None:
     assert_parity({"slope": sf.collectives.pmean(slope, mesh, "fsdp")}, {"slope": wanted}, tol=1e-10)
 
 
+@pytest.mark.parametrize("rule", ["c o", "c@fsdp o"])
+@on_meshes({"fsdp": 2}, {"fsdp": 1})
+def test_whose_loss_a_derivative_of_a_region_is_of(mesh: DeviceMesh, rule: str) -> None:
+    """Of all ranks as `DTensor`s; a gradient by a rank's samples makes a loss of each; refused inside transforms."""
+    weight, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    mine = sf.data.local_batch(x, mesh)
+    params = sf.shard({"w": weight}, mesh, sf.Policy(rules={"w": rule}))
+    direction = sf.tree.map(torch.cos, params)
+
+    @shard_map(f"b@fsdp c, {rule} -> b@fsdp o", mesh)
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ (sf.collectives.all_gather(w, mesh, "fsdp", dim=0) if "@" in rule else w))
+
+    def loss(p: sf.Params) -> Tensor:
+        return layer(mine, p["w"]).square().mean()
+
+    def penalty(p: sf.Params) -> Tensor:
+        return sf.grad(lambda x: layer(x, p["w"]).sum())(mine).square().sum(-1).mean()
+
+    def whole_penalty(w: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: torch.tanh(x @ w).sum())(x).square().sum(-1).mean()
+
+    product = sf.grad(lambda p: sf.tree.dot(sf.grad(loss)(p), direction))(params)
+    gradient = torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())
+    assert_parity(sf.gather(product), {"w": torch.func.jvp(gradient, (weight,), (weight.cos(),))[1]}, tol=1e-10)
+    assert_parity(sf.gather(sf.grad(penalty)(params)), {"w": torch.func.grad(whole_penalty)(weight)}, tol=1e-10)
+    if mesh.size() > 1:
+        why = r"shard_map: a gradient within .* each rank of 'fsdp' has a loss of its own"
+        with pytest.raises(sf.ShardError, match=why):
+            sf.hvp(loss, (params,), direction)
+        with pytest.raises(sf.ShardError, match=why):
+            sf.vjp(loss, params)
+
+
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_axes_of_one_rank_do_not_matter(mesh: DeviceMesh) -> None:
     x, up, *_ = _tensors()

@@ -271,7 +271,7 @@ def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> st
         if isinstance(leaf, DTensor) and not dtensors:
             return (
                 f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch: pass "
-                f"x.to_local()"
+                f"x.to_local(), or, of a tree, the whole leaf sf.gather(tree)[name]"
             )
         if leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
             why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"

@@ -43,10 +43,10 @@ from shardfn.core.generation import History, Shell, filled
 from shardfn.core.logits import SplitLogits
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.pattern import first_match
-from shardfn.core.plan import Plan
+from shardfn.core.plan import Plan, decide
 from shardfn.core.recording import recording
 from shardfn.core.sequence import ranks_of_acts
-from shardfn.core.shadow import class_of, submodule
+from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
@@ -596,8 +596,26 @@ def _record(model: nn.Module, plan: Plan) -> _Record:
         if record.plan is plan or record.plan == plan:
             return record
     _require_one(model, plan)
+    _require_sizes(model, plan)
     records.append(_Record(plan, owned_names(model, plan), _frozen(model, plan), ranks_of_acts(plan)))
     return records[-1]
+
+
+def _require_sizes(model: nn.Module, plan: Plan) -> None:
+    """Check that `Policy.local_sizes` names attributes as what they are, which one rank would not notice."""
+    if not plan.policy.local_sizes:
+        return
+    policy = replace(plan.policy, ignore=(), pad={})
+    whole = decide(plan.info, dict.fromkeys(plan.axes, 1), policy).local_sizes
+    for path, sizes in whole.items():
+        module = unwrapped(submodule(model, path))
+        for attribute, size in sizes.items():
+            have = getattr(module, attribute, None)
+            if isinstance(have, int) and have != size:
+                raise ShardError(
+                    f"apply: Policy.local_sizes names {attribute!r} of {path or 'the model'!r}, which is {have}, as "
+                    f"what is {size} on one rank. Name all of its factors, such as {{{attribute!r}: 'heads@tp d'}}"
+                )
 
 
 def _require_one(model: nn.Module, plan: Plan) -> None:

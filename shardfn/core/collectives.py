@@ -44,6 +44,7 @@ from shardfn.core import direct
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
+from shardfn.core.underway import is_under_way, note_shared
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -581,6 +582,35 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 or not (x.is_floating_point() or x.is_complex()) else _Weighed.apply(x, factor)
 
 
+class _OfRank(_OfFactor):
+    """The identity; what is made of its cotangent, which is this rank's, has a cotangent that counts by a number."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Weighed.apply(grads[0], ctx.factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+
+def of_rank(x: Any, factor: float) -> Any:
+    """This rank's part of what a loss of all ranks is made of: a loss of this rank of its gradient counts by `factor`.
+
+    >>> import torch
+    >>> from shardfn.core.collectives import of_rank
+    >>> x = torch.tensor(2.0, requires_grad=True)
+    >>> (slope,) = torch.autograd.grad(of_rank(x, 0.5) ** 3, x, create_graph=True)
+    >>> slope.item(), torch.autograd.grad(slope, x)[0].item()
+    (12.0, 6.0)
+    """
+    return _OfRank.apply(x, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
+
+
 class _Pmean(_Pair):
     """
     |          | in                  | out                               |
@@ -657,7 +687,10 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Te
         x = of_each_rank(x) if simulated() else x
         function, watcher = (_FULL if in_transform() else _EAGER)[pair], _WATCHER.get()
         if watcher is None:
-            return function.apply(x, mesh, axis, *dims)
+            out = function.apply(x, mesh, axis, *dims)
+            if not pair.varies and is_under_way():
+                note_shared(out, axis, _KINDS[pair])
+            return out
         with watched(None):  # what it is made of is not the function's
             out = function.apply(x, mesh, axis, *dims)
         watcher(Moved(_KINDS[pair], pair.varies, axis, dims), x, out)
@@ -788,7 +821,8 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """The sum over the ranks of an axis: varying in, invariant out.
 
     Transpose: `pvary`, so that a loss that every rank computes alike from the sum has the right gradient. One
-    all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward.
+    all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward. In a loss of `value_and_grad`, which each data
+    rank has for itself, a sum over a data axis is used behind a `pvary`.
 
         >>> import shardfn as sf
         >>> import torch

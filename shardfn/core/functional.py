@@ -628,7 +628,11 @@ def _require_params(verb: str, tree: object) -> Params:
 
 def _require_reduced(verb: str, name: str, leaf: Tensor) -> None:
     if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
-        raise ShardError(f"{verb}: '{name}' is a sum that is still pending; call reduce_grads(tree) first")
+        raise ShardError(
+            f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through "
+            "sf.reduce_grads(tree); a function in sf.tree.map that adds up a leaf ends with "
+            "value.redistribute(placements=leaf.placements)"
+        )
 
 
 def reduce_grads(

@@ -647,10 +647,13 @@ def _without_ignored(info: ModelInfo, policy: Policy, problems: list[str]) -> Mo
             )
     out = [p for p in info.params if any(matches(pattern, n) for pattern in policy.ignore for n in p.names)]
     ignored = {param.name for param in out}
-    modules = tuple(
-        replace(module, params=tuple((attribute, name) for attribute, name in module.params if name not in ignored))
-        for module in info.modules
-    )
+
+    def kept(module: ModuleInfo) -> ModuleInfo:
+        params = tuple((attribute, name) for attribute, name in module.params if name not in ignored)
+        gone = dict(module.params).get("weight") in ignored  # what has no weight here computes as it is
+        return replace(module, params=params, kind="other" if gone else module.kind)
+
+    modules = tuple(map(kept, info.modules))
     params = tuple(param for param in info.params if param.name not in ignored)
     return replace(info, params=params, modules=modules, ignored=tuple(name for param in out for name in param.names))
 

@@ -30,6 +30,11 @@ MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
+def is_batch_axis(name: str) -> bool:
+    """Whether a mesh axis splits the batch, if no policy says so."""
+    return any(fnmatchcase(name, pattern) for pattern in BATCH_AXES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How a model is laid out on a mesh; one object, no setters.
@@ -185,7 +190,7 @@ class Policy:
 
 def batch_with(axes: Sequence[str]) -> tuple[str, ...]:
     """`Policy.batch` for data axes of any name, beside the usual ones."""
-    return (*(axis for axis in axes if not any(fnmatchcase(axis, usual) for usual in BATCH_AXES)), *BATCH_AXES)
+    return (*(axis for axis in axes if not is_batch_axis(axis)), *BATCH_AXES)
 
 
 def unit_settings(given: object, unit: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ output that differs over an axis which its spec does not name is an error.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, pytree, spec_of
-from shardfn.core.collectives import Moved, RankIndex, pvary, watched, watching
+from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, kinds_of_transforms, pytree, spec_of
+from shardfn.core.collectives import Moved, RankIndex, of_rank, pvary, watched, watching
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.lowering import Lift, Lower
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
+from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
 
 
@@ -126,6 +128,12 @@ class _Region:
         if given and in_transform():
             raise ShardError("shard_map: a DTensor inside a transform; leaves of trees are this rank's parts there")
         several = {axis for axis, size in axes_of(self.mesh).items() if size > 1} - mapped_axes()
+        self._require_one_loss(several)
+        if not in_transform():  # the region computes for the batch of all ranks, a derivative by x is this rank's
+            locals_ = [
+                of_rank(x, 1 / self._batches(spec)) if x is own else x
+                for x, own, spec in zip(locals_, args, self.ins, strict=True)
+            ]
         typed = _Typed(self.mesh, several)
         for x, spec in zip(locals_, self.ins, strict=True):
             typed.note(x, frozenset(axis for _, split in _split(spec) for axis in split) & several)
@@ -138,6 +146,27 @@ class _Region:
         specs = self._out_specs(found, sizes)
         lifted = found if in_transform() else Lift.apply(specs, *found)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
+
+    def _require_one_loss(self, several: set[str]) -> None:
+        """Inside a gradient within a transform parts of outputs make a loss on each data rank, and shared weights one.
+
+        Raises:
+            ShardError: that is so.
+        """
+        split = {axis for side in self.outs for _, own in _split(side) for axis in own}
+        batch = sorted(axis for axis in several & split if is_batch_axis(axis))
+        if batch and "Grad" in kinds_of_transforms():
+            raise ShardError(
+                f"shard_map: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {batch[0]!r} "
+                "has a loss of its own, and the region adds up gradients of weights over all. Differentiate by sf.grad "
+                "outside of transforms, twice for a Hessian-vector product: "
+                "sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
+            )
+
+    def _batches(self, spec: Spec) -> int:
+        """Over how many data ranks an input is split."""
+        sizes = axes_of(self.mesh)
+        return prod(sizes[axis] for _, split in _split(spec) for axis in split if is_batch_axis(axis))
 
     def _checked(self, args: Sequence[Any]) -> dict[str, int]:
         """The size of every name."""

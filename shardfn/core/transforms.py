@@ -145,6 +145,8 @@ def differentiator(
             loss, aux = result if has_aux else (result, None)
             over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
             loss, count = _objective(loss, over)
+            if over is not None:
+                here.require_varying(loss, [axis for axis in over.plan.roles.data if over.plan.axes[axis] > 1])
         others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())

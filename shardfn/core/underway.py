@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import differentiated_in_transform, in_transform, innermost_value, kinds_of_transforms, leaf_behind
+from shardfn._torch import (
+    backward_id,
+    differentiated_in_transform,
+    in_transform,
+    innermost_value,
+    kinds_of_transforms,
+    leaf_behind,
+)
+from shardfn.core.errors import ShardError
 
 _Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
 
@@ -27,6 +35,7 @@ class Differentiation:
         self.has_forward_mode = False  # a `jvp` or `hvp` is a part of the loss
         self.used: Any = None  # the first tree that the loss computes with
         self._inner: list[Tensor] = []  # leaves that were made for differentiations inside
+        self._shared: list[tuple[Any, str, str]] = []  # node, axis and name of collectives whose result ranks share
 
     @cached_property
     def wanted(self) -> set[Any]:
@@ -42,6 +51,31 @@ class Differentiation:
         """Ids of the leaves that nobody else asks for."""
         return set(map(id, [*self._fresh, *self._inner]))
 
+    def require_varying(self, loss: Tensor, axes: Collection[str]) -> None:
+        """Check that what ranks of data axes share comes into a loss, which each has for itself, by a `pvary`.
+
+        Raises:
+            ShardError: a sum over such an axis is used as it is: its cotangent would be that of this rank's loss.
+        """
+        for axis in axes:
+            shared = {node: name for node, over, name in self._shared if over == axis}
+            nodes, seen = [loss.grad_fn], set[Any]()
+            while nodes and shared:
+                node = nodes.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                if node in shared:
+                    raise ShardError(
+                        f"value_and_grad: the loss uses what {shared[node]} over {axis!r} gives, which its ranks share,"
+                        " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
+                        f"{axis!r}) of it, whose gradient is that of all losses"
+                    )
+                kind, where = getattr(node, "_forward_cls", None), getattr(node, "where", ())
+                name = getattr(kind, "__name__", "")
+                if name not in _OF_TREES and not (name in _VARYING and where[1:2] == (axis,)):
+                    nodes += [other for other, _ in node.next_functions]
+
     @contextmanager
     def runs(self) -> Iterator[None]:
         """Within it the loss runs."""
@@ -54,6 +88,9 @@ class Differentiation:
                 outer._inner += self._fresh
 
 
+# Nodes of graphs: what ranks share is varying behind them, or is about trees, whose cotangents are means.
+_VARYING = {"_Pvary", "_IntoLosses"}
+_OF_TREES = {"_Gather", "GatherBucket", "ReduceBucket", "Lift"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
@@ -97,6 +134,13 @@ def is_differentiated(tensors: Iterable[Tensor]) -> bool:
 def reaches_others(tensors: Iterable[Tensor], own: Collection[int]) -> bool:
     """Whether a tensor is made of leaves that ask for a gradient and are not `own`."""
     return any(isinstance(source, int) and source not in own for source in _sources(tensors))
+
+
+def note_shared(made: Tensor, axis: str, name: str) -> None:
+    """A collective has made what the ranks of an axis share, of what is differentiated."""
+    if made.grad_fn is not None and backward_id() == -1:
+        for each in _UNDER_WAY.get():
+            each._shared.append((made.grad_fn, axis, name))
 
 
 def note_tree(tree: Mapping[str, Tensor]) -> None:

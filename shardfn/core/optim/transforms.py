@@ -136,8 +136,9 @@ def schedule(fn: Callable[[int], float]) -> Optimizer:
 def chain(*optimizers: Optimizer) -> Optimizer:
     """One after another: each takes the updates of the one before it for gradients.
 
-    `step` uses the fused step of the last one. A member that leaves a leaf out (`masked`) passes it on unchanged, but
-    the last one decides what is updated.
+    `step` uses the fused step of the last one. A member that leaves a leaf out (`masked`) passes it on unchanged, as in
+    optax: its gradient, which is then taken for its update. And the last one decides what is updated. So a `masked`
+    optimizer is no member: write `masked(chain(sgd(0.1), schedule(fn)), "**.weight")`, and another one for the others.
 
         >>> import torch, shardfn as sf
         >>> opt = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(1e-3))
@@ -197,7 +198,7 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool])
     """An optimizer for some of the parameters; it leaves the others alone.
 
     Two optimizers for two sets of parameters are two `masked` ones, whose steps are called one after the other with the
-    same gradients.
+    same gradients, and not members of one `chain`.
 
         >>> import torch, shardfn as sf
         >>> opt = sf.optim.masked(sf.optim.sgd(1.0), "**.bias")
