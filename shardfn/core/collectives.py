@@ -821,8 +821,8 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """The sum over the ranks of an axis: varying in, invariant out.
 
     Transpose: `pvary`, so that a loss that every rank computes alike from the sum has the right gradient. One
-    all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward. In a loss of `value_and_grad`, which each data
-    rank has for itself, a sum over a data axis is used behind a `pvary`.
+    all-reduce of x, about 2 * x.nbytes sent by each rank; none in backward. In a loss of `value_and_grad`, which each
+    data rank has for itself, a sum over a data axis is used behind a `pvary`.
 
         >>> import shardfn as sf
         >>> import torch
