@@ -3,9 +3,11 @@
 import dataclasses
 import gc
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
+from shardfn.core import pool, storage
 from shardfn.core.engine import gradients, order
 from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.mesh import grid
@@ -797,3 +800,39 @@ def test_a_forward_without_a_backward_leaves_nothing(mesh: DeviceMesh, chosen: s
     gc.collect()
     shapes = [tuple(x.shape) for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     assert not [shape for shape in shapes if shape in ((19, 5), (5, 5))]
+
+
+# What a warm step may do; see "What a step looks up" in docs/design.md. These may only fall.
+CALLS, SWITCHES, MEMORY = 412, 230, 5  # a few less, depending on which buffers are free in time
+
+
+@on_meshes({"fsdp": 2})
+def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    params = sf.shard(model, mesh, sf.Policy(units=["*"]))
+    step, x = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().sum()), torch.randn(4, 8)
+    files: list[str] = []
+    made: list[int] = []
+    apart = storage.apart
+
+    def counting(numel: int, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(numel)
+        return apart(numel, *args, **kwargs)
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "shardfn" in frame.f_code.co_filename:
+            files.append(frame.f_code.co_filename)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (storage, pool):
+            patch.setattr(module, "apart", counting)
+        for _ in range(4):
+            files.clear()
+            made.clear()
+            sys.setprofile(note)
+            try:
+                step(params, x)
+            finally:
+                sys.setprofile(None)
+    switches = sum(a != b for a, b in pairwise(files))
+    assert len(files) <= CALLS and switches <= SWITCHES and len(made) <= MEMORY, (len(files), switches, len(made))

@@ -177,3 +177,14 @@ def test_map_local_keeps_gradients() -> None:
     average = sf.tree.lerp(sf.tree.zeros_like(params), working, 0.25)
     average["w"].sum().full_tensor().backward()
     assert working["w"].grad.full_tensor().tolist() == [0.25] * 3
+
+
+def test_plain_tensors_among_leaves_say_what_to_write() -> None:
+    params = sf.shard({"w": torch.arange(3.0)}, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+    stacked, weights = sf.tree.map(lambda w: torch.stack([w, 2 * w]), params), torch.tensor([1.0, 3.0])
+    with pytest.raises(sf.ShardError, match=r"(?s)tree\.map: the function mixes .* goes through sf\.vmap"):
+        sf.tree.map(lambda w: weights[:, None] * w, stacked)
+    scaled = sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(weights, stacked)
+    assert sf.gather(scaled)["w"].tolist() == [[0, 1, 2], [0, 6, 12]]
+    with pytest.raises(TypeError, match=r"got dict; parts of trees are joined by a \| b"):
+        sf.apply(torch.nn.Linear(2, 2), {**params}, torch.ones(1, 2))  # type: ignore[arg-type]

@@ -106,7 +106,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(params, Params):
-        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}")
+        hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
+        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}{hint}")
     note_tree(params)
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)

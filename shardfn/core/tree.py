@@ -25,6 +25,7 @@ from shardfn.core.mapped import has_members, member, outside, stacked
 from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
+from shardfn.core.underway import is_under_way
 
 _INSTEAD = {
     **dict.fromkeys(
@@ -236,11 +237,28 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     if isinstance(tree, Params) and tree.plan.vmaps is not None:
         made = [_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)]
     else:
-        made = [fn(*row) for row in rows]
+        with _saying_what_mixes():
+            made = [fn(*row) for row in rows]
     if isinstance(tree, Params) and tree.plan.policy.pad:
         made = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, made, strict=True)]
     out = structure.unflatten(made)
     return _as_members(out, tree) if isinstance(tree, Params) and tree else out
+
+
+@contextmanager
+def _saying_what_mixes() -> Iterator[None]:
+    """Within it torch's error of plain tensors among DTensors says what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way():
+            raise  # a differentiation says it for its own function
+        raise ShardError(
+            "tree.map: the function mixes leaves, which are DTensors, with plain tensors: "
+            f"{str(error).splitlines()[0]}\nCompute with Python numbers. A number for each member of a stack goes "
+            "through sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(numbers, tree); a whole leaf is "
+            "sf.gather(tree)[name]"
+        ) from error
 
 
 def _as_members(made: Params, tree: Params) -> Params:

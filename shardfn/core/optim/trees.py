@@ -72,7 +72,10 @@ def require_tree(verb: str, what: str, tree: object) -> Mapping[str, Tensor]:
 def require_tensors(verb: str, params: Tree) -> None:
     for name, leaf in require_tree(verb, "params", params).items():
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{verb}: params[{name!r}] is a {type(leaf).__name__}; a tree is flat, name -> tensor")
+            raise TypeError(
+                f"{verb}: params[{name!r}] is a {type(leaf).__name__}; a tree is flat, name -> tensor; trees of "
+                "several models have an optimizer each"
+            )
 
 
 def require_some(verb: str, params: Tree) -> None:
