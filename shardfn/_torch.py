@@ -880,6 +880,11 @@ def accumulates(node: Any) -> bool:
         return False
 
 
+def function_of(node: Any) -> str:
+    """The name of the `autograd.Function` that made a node; "" for torch's own operations."""
+    return getattr(getattr(node, "_forward_cls", None), "__name__", "")
+
+
 def leaf_behind(node: Any) -> Tensor | None:
     """The leaf whose gradient a node adds up, if it is such a node."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None

@@ -43,8 +43,12 @@ def test_a_collective_of_torch_is_named(mesh: DeviceMesh) -> None:
         for transform in transforms(loss(total)):
             with pytest.raises(sf.ShardError, match=f"calls .*{name.rpartition('.')[0]}.*Use sf.collectives"):
                 transform()
-    for transform in transforms(loss(lambda v: sf.collectives.pmean(v, mesh, "fsdp"))):
+    samples, *others, gradients = transforms(loss(lambda v: v + sf.collectives.pmean(v.detach(), mesh, "fsdp")))
+    for transform in others:
         transform()
+    for transform in (samples, gradients):
+        with pytest.raises(sf.ShardError, match=r"an sf\.vmap goes on whose samples"):
+            transform()
     with pytest.raises(sf.ShardError, match="all_reduce"):  # after the run of a function with the same code
         transforms(loss(dist.all_reduce))[1]()
     # Outside of transforms everything is allowed.
@@ -123,3 +127,14 @@ def test_what_data_ranks_share_comes_into_a_loss_by_a_pvary(mesh: DeviceMesh) ->
             sf.grad(loss)(params, local, varied)
     alone = sf.grad(lambda x: sf.collectives.psum(x, mesh, "fsdp").sum())(x)  # of no tree: nobody takes a mean
     torch.testing.assert_close(alone, torch.ones_like(x))
+    if mesh["fsdp"].size() > 1:
+        for differentiate in (
+            lambda: sf.hvp(loss, (params, local, axes), params),
+            lambda: sf.vjp(lambda p: loss(p, local, axes), params),
+        ):
+            with pytest.raises(sf.ShardError, match=r"pmean: a gradient within .* whether a pvary follows"):
+                differentiate()
+        slope = sf.jvp(lambda p: loss(p, local, axes), (params,), (params,))[1]
+        torch.testing.assert_close(sf.collectives.pmean(slope, mesh, "fsdp").isfinite(), torch.tensor(True))
+        with pytest.raises(sf.ShardError, match=r"pmean|psum: an sf\.vmap goes on whose samples or members lie on"):
+            sf.vmap(lambda p, x: loss(p, x[None], axes), in_dims=(None, 0))(params, local)

@@ -231,8 +231,11 @@ def test_positions_that_are_split_in_a_vmap(mesh: DeviceMesh) -> None:
 @on_meshes({"fsdp": 2})
 def test_shapes_that_a_tree_function_changed(mesh: DeviceMesh) -> None:
     params = sf.shard(mlp(), mesh, sf.Policy())
-    with pytest.raises(sf.ShardError, match=r"gather: 'up.weight' has shape \(2, 16, 8\), its .* \(16, 8\)"):
-        sf.gather(sf.tree.map(lambda w: torch.stack([w, w]), params.select("up.weight")))
+    one = params.select("up.weight")
+    assert sf.gather(sf.tree.map(lambda w: torch.stack([w, w]), one))["up.weight"].shape == (2, 16, 8)
+    for change, shape in ((lambda w: torch.stack([w, w], 2), r"16, 8, 2"), (lambda w: w.sum(1), "16")):
+        with pytest.raises(sf.ShardError, match=rf"gather: 'up.weight' has shape \({shape},?\), its .* \(16, 8\)"):
+            sf.gather(sf.tree.map(change, one))
 
 
 @on_meshes({"fsdp": 2})

@@ -26,10 +26,12 @@ from shardfn._torch import (
     COMPILES_EXCHANGES,
     all_gather_single,
     all_to_all_single,
+    differentiated_in_transform,
     exchanging,
     gathering,
     has_no_memory,
     in_transform,
+    kinds_of_transforms,
     materialized,
     of_each_rank,
     on_each_rank,
@@ -42,9 +44,10 @@ from shardfn._torch import (
 )
 from shardfn.core import direct
 from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import is_under_way, note_shared
+from shardfn.core.underway import axes_of_losses, is_under_way, note_shared
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -684,6 +687,11 @@ _KINDS = {pair: re.sub("(?<!^)(?=[A-Z])", "_", pair.__name__.lstrip("_")).lower(
 def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
     if not torch.compiler.is_compiling():
+        if axis in mapped_axes():
+            raise ShardError(
+                f"{_KINDS[pair]}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
+                "the function: communicate outside, of what comes out"
+            )
         x = of_each_rank(x) if simulated() else x
         function, watcher = (_FULL if in_transform() else _EAGER)[pair], _WATCHER.get()
         if watcher is None:
@@ -842,7 +850,27 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """
     if not x.is_complex():
         _check_addable("psum", x)
+    if _size("psum", mesh, axis, x) == 1:
+        return x
+    _require_no_loss("psum", x, axis)
+    return _bind(_Psum, x, mesh, axis)
+
+
+def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """`psum` of what is made of a rank's part of trees, which comes into losses by `into_losses`."""
     return x if _size("psum", mesh, axis, x) == 1 else _bind(_Psum, x, mesh, axis)
+
+
+def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
+    """Outside of transforms `Differentiation.require_varying` looks whether a `pvary` follows; there nobody can."""
+    if torch.compiler.is_compiling() or axis not in axes_of_losses() or watching():
+        return
+    if "Grad" in kinds_of_transforms() and differentiated_in_transform(x):
+        raise ShardError(
+            f"{name}: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {axis!r} has a loss of "
+            "its own, and nobody can tell whether a pvary follows. Differentiate by sf.grad outside of transforms, "
+            "twice for a Hessian-vector product: sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
+        )
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -870,6 +898,13 @@ def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
         if not x.is_floating_point():
             raise ShardError(f"pmean: {x.dtype} has no mean. Convert x with x.float(), or use psum.")
         _check_addable("pmean", x)
+    if _size("pmean", mesh, axis, x) > 1:
+        _require_no_loss("pmean", x, axis)
+    return pmean_of_losses(x, mesh, axis)
+
+
+def pmean_of_losses(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """`pmean` of what every rank has a loss, or a count, of."""
     size = _size("pmean", mesh, axis, x)
     return x if size == 1 else _bind(_Psum, x, mesh, axis) / size
 

@@ -9,6 +9,7 @@ are not those of the leaf.
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from itertools import islice
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import AS_TENSORS, TorchDispatchMode, pytree
+from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
 from shardfn.core.errors import ShardError
-from shardfn.core.tree import has_parts, watched_parts
+from shardfn.core.tree import data_axes_of, has_parts, watched_parts
+from shardfn.core.underway import losses_over
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -51,6 +53,11 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
+        axes = data_axes_of((args, kwargs))
+        with losses_over(axes) if axes and in_transform() else nullcontext():
+            return first_watched(*args, **kwargs)
+
+    def first_watched(*args: Any, **kwargs: Any) -> Any:
         if _WATCHES.get() or (key := (*code, has_parts((args, kwargs)))) in _WATCHED:
             return func(*args, **kwargs)
         token = _WATCHES.set(True)

@@ -25,6 +25,7 @@ from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
+from shardfn.core.underway import axes_of_losses
 
 
 def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -154,7 +155,7 @@ class _Region:
             ShardError: that is so.
         """
         split = {axis for side in self.outs for _, own in _split(side) for axis in own}
-        batch = sorted(axis for axis in several & split if is_batch_axis(axis))
+        batch = sorted(several & split & axes_of_losses())
         if batch and "Grad" in kinds_of_transforms():
             raise ShardError(
                 f"shard_map: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {batch[0]!r} "

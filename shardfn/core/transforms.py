@@ -25,7 +25,7 @@ from shardfn._torch import (
 )
 from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
-from shardfn.core.collectives import into_losses, pmean, pvary
+from shardfn.core.collectives import into_losses, pmean_of_losses, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
@@ -145,8 +145,9 @@ def differentiator(
             loss, aux = result if has_aux else (result, None)
             over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
             loss, count = _objective(loss, over)
-            if over is not None:
-                here.require_varying(loss, [axis for axis in over.plan.roles.data if over.plan.axes[axis] > 1])
+            tree = over if over is not None else next(filter(None, (each.used for each in here.around)), None)
+            if tree is not None:
+                here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
         others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
         if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
@@ -443,7 +444,7 @@ def _averaged(value: Tensor, owner: Params | None) -> Tensor:
     """The mean over the data ranks of the tree that is differentiated."""
     if owner is not None:
         for axis in owner.plan.roles.data:
-            value = pmean(value, owner.mesh, axis)
+            value = pmean_of_losses(value, owner.mesh, axis)
     return value
 
 

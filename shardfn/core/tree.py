@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import pytree, unwrap_local, with_local
+from shardfn._torch import in_transform, pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import clear_padding_
@@ -163,6 +163,11 @@ def _trees(given: Any) -> list[Params]:
     return [tree for tree in found if isinstance(tree, Params)]
 
 
+def data_axes_of(given: Any) -> frozenset[str]:
+    """The data axes of several ranks of the trees among what is given."""
+    return frozenset(a for tree in _trees(given) for a in tree.plan.roles.data if tree.plan.axes[a] > 1)
+
+
 def has_parts(given: Any) -> bool:
     """Whether there are trees among what is given of whose leaves this rank has parts, inside a transform."""
     return any(True for tree in _trees(given) for _ in tree._parts())
@@ -251,7 +256,7 @@ def _saying_what_mixes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way():
+        if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way() or in_transform():
             raise  # a differentiation says it for its own function
         raise ShardError(
             "tree.map: the function mixes leaves, which are DTensors, with plain tensors: "

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfn._torch import (
     backward_id,
     differentiated_in_transform,
+    function_of,
     in_transform,
     innermost_value,
     kinds_of_transforms,
@@ -71,8 +72,7 @@ class Differentiation:
                         " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
                         f"{axis!r}) of it, whose gradient is that of all losses"
                     )
-                kind, where = getattr(node, "_forward_cls", None), getattr(node, "where", ())
-                name = getattr(kind, "__name__", "")
+                name, where = function_of(node), getattr(node, "where", ())
                 if name not in _OF_TREES and not (name in _VARYING and where[1:2] == (axis,)):
                     nodes += [other for other, _ in node.next_functions]
 
@@ -88,10 +88,27 @@ class Differentiation:
                 outer._inner += self._fresh
 
 
+# Data axes of trees that transforms around are given: each of their ranks has a loss of its own.
+_AXES_OF_LOSSES: ContextVar[frozenset[str]] = ContextVar("axes of losses", default=frozenset())
 # Nodes of graphs: what ranks share is varying behind them, or is about trees, whose cotangents are means.
 _VARYING = {"_Pvary", "_IntoLosses"}
 _OF_TREES = {"_Gather", "GatherBucket", "ReduceBucket", "Lift"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
+
+
+def axes_of_losses() -> frozenset[str]:
+    """The data axes of trees that transforms around differentiate functions of."""
+    return _AXES_OF_LOSSES.get()
+
+
+@contextmanager
+def losses_over(axes: Collection[str]) -> Iterator[None]:
+    """Within it runs a function, in a transform, of trees that have these data axes."""
+    token = _AXES_OF_LOSSES.set(_AXES_OF_LOSSES.get() | set(axes))
+    try:
+        yield
+    finally:
+        _AXES_OF_LOSSES.reset(token)
 
 
 def is_under_way() -> bool:

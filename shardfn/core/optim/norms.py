@@ -20,7 +20,7 @@ from shardfn._torch import (
     vmap_depth,
     with_locals,
 )
-from shardfn.core.collectives import into_losses, psum, pvary, sum_flat_
+from shardfn.core.collectives import into_losses, psum_of_trees, pvary, sum_flat_
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower
 from shardfn.core.mesh import grid
@@ -121,7 +121,7 @@ def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) ->
     for axes, names in by_axes.items():
         part = of_leaves(names)
         for axis in axes:
-            part = psum(part, tree.mesh, axis)
+            part = psum_of_trees(part, tree.mesh, axis)
         total = total + part
     return total
 

@@ -28,6 +28,9 @@ DERIVATIVES = (
 SMOOTH = ("mlp", "attention", "own parameters", "fused attention")
 
 
+YOUNGER = {"transforms": "stacks", "by hand": "regions"}  # so that the others' seeds stay what they were
+
+
 @dataclass(frozen=True)
 class Program:
     """A text that defines `main(sf, mesh)`, and the mesh it is for."""
@@ -39,10 +42,10 @@ class Program:
 
 
 def program(seed: int) -> Program:
-    """The program of a seed: kinds take turns, and every fourth of the transforms is one of stacks."""
-    names = [name for name in KINDS if name != "stacks"]
+    """The program of a seed: kinds take turns, and every fourth turn of some goes to younger ones."""
+    names = [name for name in KINDS if name not in YOUNGER.values()]
     turn, at = divmod(seed, len(names))
-    kind = "stacks" if names[at] == "transforms" and turn % 4 == 3 else names[at]
+    kind = YOUNGER.get(names[at], names[at]) if turn % 4 == 3 else names[at]
     draw = Draw(f"{kind} {seed}")
     mesh, text = KINDS[kind](draw)
     return Program(seed, kind, dict(mesh), text)
@@ -642,6 +645,77 @@ def _by_hand(draw: Draw) -> tuple[dict[str, int], str]:
     return _mesh(draw, built), _text(built, lines)
 
 
+def _regions(draw: Draw) -> tuple[dict[str, int], str]:
+    """Regions of `shard_map` and sums over data axes in losses, and derivatives of these."""
+    mesh = _mesh(draw)
+    axes = [axis for axis in ("replicate", "fsdp") if axis in mesh]
+    batch = "b" + "".join(f"@{axis}" for axis in axes)
+    up, down, whole = draw.choice(
+        [
+            ("f@tp c", "c f@tp", "u, d"),
+            ("f@tp c@fsdp", "c@fsdp f@tp", "gathered(u, 1), gathered(d, 0)"),
+            ("f@tp c", "c@fsdp f@tp", "u, gathered(d, 0)"),
+        ]
+    )
+    means = [f"    m = sf.collectives.pmean(m, mesh, '{axis}')" for axis in axes]
+    varied = [f"    m = sf.collectives.pvary(m, mesh, '{axis}')" for axis in axes if draw.chance(0.8)]
+    folded = draw.choice(["((z - m) ** 2).mean()", "(m - 1).square().sum()", "(m * z).mean()"])
+    inside = [f"    u, d = {whole}", "    z = sf.collectives.psum(torch.tanh(x @ u.T) @ d.T, mesh, 'tp')"]
+    body = draw.choice(
+        [
+            [
+                f"@sf.shard_map('{batch} c, {up}, {down} -> {batch} c', mesh)",
+                *("def region(x, u, d):", *inside, "    return z"),
+                *("def f(p, x, y):", "    return region(x, p['u'], p['d']).square().mean()"),
+            ],
+            [
+                f"@sf.shard_map('{batch} c, {batch} c, {up}, {down} -> ', mesh)",
+                *("def region(x, y, u, d):", *inside, "    m = (z - y).square().mean()", *means, "    return m"),
+                *("def f(p, x, y):", "    return region(x, y, p['u'], p['d'])"),
+            ],
+            [
+                *("def f(p, x, y):", "    z = sf.apply(model, p, x)", "    m = z.mean(0)", *means, *varied),
+                f"    return {folded}",
+            ],
+        ]
+    )
+    g = "out['g'] = sf.gather(%s)"
+    size = "1" if "region" in " ".join(body) else "x.shape[0]"  # a loss of all ranks, or that of one
+    way = draw.choice(
+        [
+            ["loss, grads = sf.value_and_grad(f)(p, x, y)", "out['loss'] = average(loss)", g % "grads"],
+            [g % "sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p, x, y), v))(p)"],
+            [g % "sf.hvp(f, (p, x, y), v)"],
+            [g % "sf.vjp(lambda p: f(p, x, y), p)[1](torch.ones((), dtype=x.dtype))[0]"],
+            ["out['slope'] = average(sf.jvp(lambda p: f(p, x, y), (p,), (v,))[1])"],
+            [g % f"sf.grad(lambda p: sf.grad(lambda x: f(p, x, y) * {size})(x).square().sum(-1).mean())(p)"],
+            [g % "sf.vmap(sf.grad(lambda p, x, y: f(p, x[None], y[None])), in_dims=(None, 0, 0))(p, x, y)"],
+            [
+                "t = sf.tree.map(lambda w: torch.stack([w, w.sin()]), p)",
+                g % "sf.tree.map(lambda w: w[1], sf.vmap(sf.grad(f), in_dims=(0, None, None))(t, x, y))",
+            ],
+        ]
+    )
+    lines = [
+        "out = {}",
+        f"torch.manual_seed({draw.randint(0, 99)})",
+        "x, y, u, d = (torch.randn(*n, dtype=torch.float64) for n in ((8, 8), (8, 8), (16, 8), (8, 16)))",
+        "x, y = sf.data.local_batch((x, y), mesh)",
+        "gathered = lambda w, dim: sf.collectives.all_gather(w, mesh, 'fsdp', dim)",
+    ]
+    if "    z = sf.apply(model, p, x)" in body:
+        lines += [
+            "model = nn.Linear(8, 8).double()",
+            f"policy = {draw.choice(['sf.Policy()', 'sf.Policy(min_size=100)'])}",
+        ]
+        lines += ["p = sf.shard(model, mesh, policy)"]
+    else:
+        lines += [f"p = sf.shard({{'u': u, 'd': d}}, mesh, sf.Policy(rules={{'u': '{up}', 'd': '{down}'}}))"]
+    lines += ["v = sf.tree.map(torch.cos, p)", *body, *way, "return out"]
+    text = "\n".join(["def main(sf, mesh):", *(f"    {line}" for line in lines)]) + "\n"
+    return mesh, text
+
+
 def _habits(draw: Draw) -> tuple[dict[str, int], str]:
     """What people write who know other libraries."""
     built = _features(draw, ORDINARY)
@@ -860,6 +934,7 @@ KINDS: dict[str, Callable[[Draw], tuple[dict[str, int], str]]] = {
     "stacks": _stacks,
     "updates": _updates,
     "by hand": _by_hand,
+    "regions": _regions,
     "habits": _habits,
     "Trainer": _trainer,
     "FSDP1": _fsdp1,
