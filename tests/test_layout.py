@@ -399,3 +399,15 @@ def test_help_and_api_pages_list_what_a_module_has(name: str) -> None:
         if not isinstance(vars(module)[other], ModuleType):
             assert vars(module)[other].__doc__, f"{module.__name__}.{other} has no docstring"
             assert re.search(rf"^    (class )?{other}\b", text, re.MULTILINE), other
+
+
+def test_the_page_of_a_weight_names_what_there_is() -> None:
+    """Every function in the table of docs/design.md that follows a weight."""
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    page = page.partition("## A weight, function by function")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2] for row in page.splitlines() if row.startswith("| ")][1:]
+    named = {name.rpartition(".")[2] for row in rows for name in re.findall(r"`([\w./]+)(?:\(\.\.\.\)\.\w+)?`", row)}
+    nodes = [node for module in MODULES for node in ast.walk(parse(module))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    modules = {name.rpartition(".")[2] for name in MODULES}
+    assert len(rows) > 15 and named - defined - modules <= {"forward", "py"}, named - defined - modules
