@@ -836,3 +836,14 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
                 sys.setprofile(None)
     switches = sum(a != b for a, b in pairwise(files))
     assert len(files) <= CALLS and switches <= SWITCHES and len(made) <= MEMORY, (len(files), switches, len(made))
+
+
+@on_meshes({"fsdp": 2})
+def test_two_trees_of_one_plan_in_turn(mesh: DeviceMesh) -> None:
+    """What a gather remembers of where shards lie is asked for again."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    one = sf.shard(model, mesh, sf.Policy())
+    other = sf.tree.map(lambda w: 2 * w, one)
+    for _ in range(3):
+        out, doubled = (sf.apply(model, tree, x) for tree in (one, other))
+        torch.testing.assert_close(doubled, 2 * out)
