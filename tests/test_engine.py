@@ -843,7 +843,7 @@ def test_two_trees_of_one_plan_in_turn(mesh: DeviceMesh) -> None:
     """What a gather remembers of where shards lie is asked for again."""
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     one = sf.shard(model, mesh, sf.Policy())
-    other = sf.tree.map(lambda w: 2 * w, one)
+    other, _ = sf.optim.clip(one, 0.5 * float(sf.optim.global_norm(one)))  # its shards lie side by side, too
     for _ in range(3):
-        out, doubled = (sf.apply(model, tree, x) for tree in (one, other))
-        torch.testing.assert_close(doubled, 2 * out)
+        out, halved = (sf.apply(model, tree, x) for tree in (one, other))
+        torch.testing.assert_close(2 * halved, out, rtol=1e-4, atol=1e-4)
