@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,10 +50,9 @@ from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial
-from shardfn.core.underway import derivatives_asked_for, note_tree
+from shardfn.core.underway import asks, derivatives_asked_for, note_tree
 from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, unit_casts, wire
 
-_asks_of = attrgetter("requires_grad")
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers
 _WAYS = 64  # of one kind of call that are remembered
@@ -212,7 +210,7 @@ class _Call:
 
     def _require_frozen(self) -> None:
         """What asked for no gradient when the tree was made has none."""
-        if torch.is_grad_enabled() and any(map(_asks_of, self.record.frozen)):
+        if torch.is_grad_enabled() and any(map(asks, self.record.frozen)):
             raise ShardError(
                 "apply: parameters that asked for no gradient when sf.shard made the tree do now, and would get none. "
                 "Write model.load_state_dict(sf.gather(params)), and shard the model again"

@@ -585,20 +585,12 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 or not (x.is_floating_point() or x.is_complex()) else _Weighed.apply(x, factor)
 
 
-class _OfRank(_OfFactor):
+class _OfRank(_Weighed):
     """The identity; what is made of its cotangent, which is this rank's, has a cotangent that counts by a number."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _Weighed.apply(grads[0], ctx.factor), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].view_as(tangents[0])
 
 
 def of_rank(x: Any, factor: float) -> Any:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -37,7 +36,7 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
-from shardfn.core.underway import Differentiation, is_under_way, reaches_others
+from shardfn.core.underway import Differentiation, asks, is_under_way, reaches_others
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -131,7 +130,7 @@ def differentiator(
 
     def _at_top(args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Any]) -> Found:
         inputs = list(args)
-        connected = torch.is_grad_enabled() and any(map(_asks, given))
+        connected = torch.is_grad_enabled() and any(map(_is_asked_for, given))
         trees = [_differentiable(tree, average) for tree in given]
         for position, tree in zip(positions, trees, strict=True):
             inputs[position] = tree
@@ -149,7 +148,7 @@ def differentiator(
             if tree is not None:
                 here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
         others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
-        if not connected and (owner is None or here.around or here.meets_others or _asks(others)):
+        if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(others)):
             connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
             _require_reduction(reduce if connected else "mean", owner)
         with of_dtensors("value_and_grad"), _of_forward_mode(here):
@@ -292,12 +291,9 @@ def grad(
     return call
 
 
-_asks_for: Callable[[Tensor], bool] = attrgetter("requires_grad")
-
-
-def _asks(tree: Any) -> bool:
+def _is_asked_for(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    return any(map(_asks_for, tree.values() if isinstance(tree, Params) else _tensors(tree)))
+    return any(map(asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:

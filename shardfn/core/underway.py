@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardfn._torch import (
 )
 from shardfn.core.errors import ShardError
 
+asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
 _Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
-from operator import attrgetter, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +78,9 @@ from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
 from shardfn.core.plan import Bucket, Plan, Unit
+from shardfn.core.underway import asks
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
-_asks: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _first: Callable[[Any], Any] = itemgetter(0)
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
@@ -643,7 +643,7 @@ class _Gathered:
         """
         self.release()
         self.session.end_backward_of(self.event.unit)
-        needed, spot, leaves = [*map(_asks, self._leaves)], self.spot, self._leaves
+        needed, spot, leaves = [*map(asks, self._leaves)], self.spot, self._leaves
         pending = [*map(dense, grads)]
         if not all(needed):
             spot = spot.part(needed)
