@@ -4,6 +4,8 @@ Everything here is resolved once, at import, and used elsewhere under one name. 
 """
 
 import copy as copying
+import math
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -397,6 +399,11 @@ def storage_key(x: Tensor) -> int:
 def outside_dispatch() -> AbstractContextManager[Any]:
     """Within it, no dispatch mode sees operations."""
     return _disable_current_modes()
+
+
+def outside_functions() -> AbstractContextManager[Any]:
+    """Within it, no function mode sees functions."""
+    return torch._C.DisableTorchFunction()
 
 
 # What calls something with the gradient of a tensor.
@@ -1034,3 +1041,179 @@ def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device)
         if peer != rank:
             with suppress(RuntimeError):
                 receive_from(group, torch.empty(1), peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+# Numbers that an operator takes for sizes and that hold two; torch asks their nodes, in C++ and in `torch.SymInt`.
+
+
+class Node:
+    """What torch asks of the node of a `SymInt`, `SymFloat` or `SymBool`, for a number that is two.
+
+    A result of what torch computes with is another node. What it decides by, `decided` says.
+    """
+
+    def __init__(self, rank: Any, one: Any) -> None:
+        self.rank, self.one = rank, one
+
+    def decided(self, in_general: Any = None) -> Any:
+        """The number that counts; there may be one that is right in general."""
+        raise NotImplementedError
+
+    def made(self, rank: Any, one: Any, *others: Any) -> "Node":
+        """What is made of this and other nodes."""
+        raise NotImplementedError
+
+    def is_int(self) -> bool:
+        return type(self.rank) is int
+
+    def is_float(self) -> bool:
+        return type(self.rank) is float
+
+    def is_bool(self) -> bool:
+        return type(self.rank) is bool
+
+    def is_constant(self) -> bool:
+        return self.rank == self.one
+
+    def known(self) -> Any:
+        return self.rank if self.rank == self.one else None
+
+    def asked(self, *_: Any) -> Any:
+        return self.decided()
+
+    in_general: bool | None = None  # of a comparison, what holds but in special cases
+
+    def guard_bool(self, *_: Any) -> Any:
+        return self.decided(self.in_general)
+
+    def or_false(self, *_: Any) -> Any:
+        return self.decided(False)
+
+    def or_true(self, *_: Any) -> Any:
+        return self.decided(True)
+
+    def of_many(self, *_: Any) -> Any:
+        """As if sizes were neither 0 nor 1, which one process tells."""
+        return self.decided(self.one)
+
+    def wrap(self, number: Any) -> "Node":
+        return self.made(number, number)
+
+    def contiguous(self, sizes: Any, strides: Any) -> "Node":
+        def row_major(world: str) -> bool:
+            expected = 1
+            for pair in reversed([*zip(sizes, strides, strict=True)]):
+                size, stride = (_of(n, world) for n in pair)
+                if size == 0:
+                    return True
+                if size != 1 and stride != expected:
+                    return False
+                expected *= size
+            return True
+
+        return self.made(row_major("rank"), row_major("one"))
+
+    def no(self, *_: Any) -> "Node":
+        return self.made(False, False)
+
+    def yes(self, *_: Any) -> "Node":
+        return self.made(True, True)
+
+    def certain(self, *_: Any) -> "Node":
+        return self.made(1, 1)
+
+    def itself(self, *_: Any) -> "Node":
+        return self
+
+    def nothing(self) -> None:
+        return None
+
+    def false(self) -> bool:
+        return False
+
+    def true(self, *_: Any) -> bool:
+        return True
+
+    def str(self) -> str:
+        return repr(self.rank)
+
+    def sym_sum(self, terms: Any) -> "Node":
+        return self.made(*(sum(_of(getattr(x, "node", x), world) for x in terms) for world in ("rank", "one")))
+
+    is_symbolic = has_hint = expect_size = true
+    is_nested_int = false
+    nested_int = singleton_int = nested_int_coeff = nothing
+    maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = known
+    guard_int = guard_float = expect_true = require_hint = bool_ = int_ = asked
+    guard_or_false = statically_known_true = or_false
+    guard_or_true, guard_size_oblivious = or_true, of_many
+    wrap_int = wrap_float = wrap_bool = wrap
+    clone = sym_int = trunc = floor = ceil = round = itself
+    is_contiguous = is_non_overlapping_and_dense = contiguous
+    is_non_overlapping_and_dense_indicator = certain
+    is_channels_last_contiguous_2d = is_channels_last_contiguous_3d = no
+    is_channels_last_strides_2d = is_channels_last_strides_3d = no
+    _graph_repr = str
+
+    @property
+    def hint(self) -> Any:
+        return self.rank
+
+
+def _of(number: Any, world: str) -> Any:
+    return getattr(number, world) if isinstance(number, Node) else number
+
+
+def _in_both(function: Callable[..., Any]) -> Any:
+    def method(self: Node, *others: Any) -> Node:
+        rank, one = (function(*(_of(x, world) for x in (self, *others))) for world in ("rank", "one"))
+        made = self.made(rank, one, *others)
+        made.in_general = {operator.eq: False, operator.ne: True}.get(function)
+        return made
+
+    return method
+
+
+_SAME_NAMES = "add sub mul mod floordiv truediv pow neg eq ne lt le gt ge"
+_ON_NUMBERS = {name: getattr(operator, name) for name in _SAME_NAMES.split()}
+_ON_NUMBERS |= {"int_floordiv": operator.floordiv, "int_truediv": operator.truediv, "float_truediv": operator.truediv}
+_ON_NUMBERS |= {"pow_by_natural": operator.pow, "float_pow": operator.pow, "sym_min": min, "sym_max": max, "abs": abs}
+_ON_NUMBERS |= {"and_": lambda a, b: a and b, "or_": lambda a, b: a or b, "sym_not": operator.not_}
+_ON_NUMBERS |= {"sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b, "sym_float": float}
+_ON_NUMBERS |= {"sym_sqrt": math.sqrt, "is_integer": lambda a: float(a).is_integer()}
+for _name, _function in _ON_NUMBERS.items():
+    setattr(Node, _name, _in_both(_function))
+
+
+# Of a tensor subclass: functions of torch take it as they take others.
+plainly: Any = torch._C._disabled_torch_function_impl
+
+
+def symbol(node: Node) -> Any:
+    """An integer of which an operator sees the node."""
+    return torch.SymInt(node)
+
+
+def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor) -> Any:
+    """A tensor of a class around others, with these sizes and strides, on the device and in the dtype of `like`."""
+    return Tensor._make_wrapper_subclass(
+        cls,
+        sizes,
+        strides=strides,
+        dtype=like.dtype,
+        device=like.device,
+        dispatch_sizes_strides_policy="strides",  # or torch keeps what it was told once of its memory
+    )
+
+
+_aten = torch.ops.aten
+# How a tensor lies in memory, as torch asks a wrapper.
+OF_MEMORY: dict[Any, Callable[..., Any]] = {
+    _aten.is_contiguous.default: Tensor.is_contiguous,
+    _aten.is_contiguous.memory_format: lambda x, layout: x.is_contiguous(memory_format=layout),
+    _aten.sym_is_contiguous.default: lambda x, layout=torch.contiguous_format: x.is_contiguous(memory_format=layout),
+    _aten.is_non_overlapping_and_dense.default: lambda x: x.is_contiguous() or x.t().is_contiguous(),
+    _aten.is_strides_like_format.default: _aten.is_strides_like_format.default,
+    _aten.stride.default: lambda x: list(x.stride()),
+    _aten.sym_stride.default: lambda x: list(x.stride()),
+}

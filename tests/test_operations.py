@@ -11,7 +11,8 @@ from einops import rearrange
 from torch import Tensor
 
 from shardfn.core.collectives import watched
-from shardfn.core.engine.records import Whole
+from shardfn.core.engine.functions import Functions
+from shardfn.core.engine.paired import Paired, local_of, whole_of
 from shardfn.core.engine.tags import Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import SAME, SUM, Part, even
@@ -271,23 +272,25 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]
     inputs = [_rand(*shape) for shape in case.inputs]
-    whole = Whole()
-    with whole:
-        expected = case.fn(*inputs)
+    expected = case.fn(*inputs)
     results: list[Tensor] = []
     said: Part | None = None
     for rank in range(case.ranks):
-        run = Variance({"tp": case.ranks}, whole)
-        own = [_taken(x, part, rank, case.ranks) for x, part in zip(inputs, case.parts, strict=True)]
-        for x, part in zip(own, case.parts, strict=True):
-            run.mark(x, Tag({"tp": part} if part is not None else {}))
-        with run, watched(run.note_collective):
-            results.append(case.fn(*own))
-        said = run.tag(results[-1]).parts.get("tp")
+        run = Variance({"tp": case.ranks})
+        with run.worlds.run():
+            pairs = [(_taken(x, part, rank, case.ranks), x) for x, part in zip(inputs, case.parts, strict=True)]
+            given = [x if own.shape == x.shape else Paired(own, x) for own, x in pairs]
+            for x, part in zip(given, case.parts, strict=True):
+                run.mark(x, Tag({"tp": part} if part is not None else {}))
+            with run, Functions(run), watched(run.note_collective):
+                made = case.fn(*given)
+        results.append(local_of(made))
+        said = run.tag(made).parts.get("tp")
         assert said is not None and said.kind == case.kind, (said, case.kind)
         assert said.why if case.kind == "lost" else not said.why
         if case.kind == "split":
             torch.testing.assert_close(results[-1], _taken(expected, said, rank, case.ranks))
+            torch.testing.assert_close(whole_of(made), expected)
     if said == SAME:
         torch.testing.assert_close(results[-1], expected)
     if said == SUM:
@@ -309,7 +312,7 @@ def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
 @pytest.mark.parametrize("summed", [lambda x: x.sum(-1), lambda x: (x[:, 0] * x[:, 1]).sum(-1), lambda x: x @ x.mT])
 def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], summed: Callable[..., Tensor]) -> None:
     """What is there is zero in a weight, and anything after an exponential function."""
-    run = Variance({"tp": RANKS}, padded=padded)
+    run = Variance({"tp": RANKS}, "rank", padded=padded)
     x, weight = _rand(2, 4, 3), _rand(4, 3)
     run.mark(x, Tag({"tp": even(2, 3)}))
     run.mark(weight, Tag({"tp": even(1, 3)}, weight=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +143,9 @@ def test_second_derivatives_are_those_of_one_rank_or_refused(mesh: DeviceMesh, n
 def test_what_is_zero_for_some_numbers_only_is_not_zero() -> None:
     """A zero to the power of an integer is one where that is zero, too."""
     zeros, powers = torch.zeros(3), torch.tensor([0, 1, 2])
-    assert padding.after(torch.ops.aten.pow.Tensor_Tensor, (zeros, powers), {}, lambda x: x is zeros) == (False, False)
-    assert padding.after(torch.ops.aten.mul.Tensor, (zeros, powers), {}, lambda x: x is zeros) == (True, False)
+    padded: tuple[Any, Any] = lambda x: x is zeros, lambda x: False
+    assert padding.after(torch.ops.aten.pow.Tensor_Tensor, (zeros, powers), {}, *padded) == (False, False)
+    assert padding.after(torch.ops.aten.mul.Tensor, (zeros, powers), {}, *padded) == (True, False)
 
 
 @pytest.mark.parametrize("name", EQUAL)

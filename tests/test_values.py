@@ -5,19 +5,20 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core.engine.blanks import to_meta
-from shardfn.core.engine.records import Whole
+from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.values import Values
+from shardfn.core.engine.variance import Variance
 
 
-def _run() -> tuple[Whole, Tensor]:
+def _run() -> tuple[Variance, Tensor]:
     """A run, and integers without data that it knows."""
-    run = Whole()
+    run = Variance({})
     return run, to_meta(torch.tensor([3, 1, 2]), run.values)
 
 
 def test_integers_become_lists_and_lists_become_integers() -> None:
     run, x = _run()
-    with run, run.values.lists():
+    with run.worlds.run(), run, Functions(run):
         assert (2 * x).tolist() == [6, 2, 4]
         assert torch.tensor([4, 5], device="meta").add(1).tolist() == [5, 6]
         assert len(torch.repeat_interleave(x)) == 6

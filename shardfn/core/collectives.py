@@ -693,8 +693,7 @@ def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Te
             return out
         with watched(None):  # what it is made of is not the function's
             out = function.apply(x, mesh, axis, *dims)
-        watcher(Moved(_KINDS[pair], pair.varies, axis, dims), x, out)
-        return out
+        return watcher(Moved(_KINDS[pair], pair.varies, axis, dims), x, out)
     if not traces_first_order():
         raise ShardError(
             "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
@@ -713,7 +712,7 @@ class Moved(NamedTuple):
     dims: tuple[Any, ...]
 
 
-Watcher = Callable[[Moved, Tensor, Tensor], None]  # with what went in, and what came out
+Watcher = Callable[[Moved, Tensor, Tensor], Tensor]  # what went in, what came out -> what is given for it
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _ASKED: ContextVar[Callable[[str], None] | None] = ContextVar("asked", default=None)

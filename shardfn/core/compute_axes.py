@@ -138,8 +138,7 @@ class ComputeAxes:
                 pieces.append(piece.flatten(dim, dim + 1))
             taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         self._count(x, axis, 0 if ready or not x.requires_grad else 1)
-        self.note_part(taken, axis, wanted)
-        return taken
+        return self.note_part(taken, axis, wanted, x)
 
     def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str, dim: int | None) -> Any:
         """The sum that a leaf of the output of the module at `path` is, in each of its calls."""
@@ -158,8 +157,7 @@ class ComputeAxes:
             size = x.shape[step.dim] // self.sizes[step.axis]
             with self.hidden():
                 own = x.narrow(step.dim, self.coords[step.axis] * size, size)
-            self.note_part(own, step.axis, even(step.dim, size))
-            return self.note_acts(own, step.path)
+            return self.note_acts(self.note_part(own, step.axis, even(step.dim, size), x), step.path)
         if step.how == "slice":
             self._count(x, step.axis, 1 if x.requires_grad else 0)
             return self.note_acts(collectives.shard_slice(x, self.mesh, step.axis, step.dim), step.path)
@@ -182,8 +180,7 @@ class ComputeAxes:
                 piece = collectives.all_gather_invariant(piece, self.mesh, axis, dim + 1)
                 whole.append(piece.flatten(dim, dim + 1))
             joined = torch.cat(whole, dim)
-        self.note_part(joined, axis, None)
-        return joined
+        return self.note_part(joined, axis, None, x)
 
     # -- for a run without data ---------------------------------------------------------------------------------------
 
@@ -198,8 +195,9 @@ class ComputeAxes:
         """
         return nullcontext()
 
-    def note_part(self, x: Tensor, axis: str, part: Part | None) -> None:
-        """What x is over an axis."""
+    def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
+        """What x is over an axis; and `of` what it is a part, or the whole."""
+        return x
 
     def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
         """What the last dim of x is over axes: sizes of 1 leave that open."""

@@ -32,8 +32,8 @@ def bloom_attention(
         alibi = alibi.view(batch, -1, *alibi.shape[1:])
         padding = own.num_heads * axis_size(layouts.mesh, axis) - alibi.shape[1]
         heads = shard_slice(F.pad(alibi, (0, 0, 0, 0, 0, padding)), layouts.mesh, axis, 1)
-        given.arguments["alibi"] = own_alibi = heads.flatten(0, 1)
-    layouts.note_part(own_alibi, axis, Part("split", 0, ((batch, heads.shape[1]),)))
+        own_alibi, part = heads.flatten(0, 1), Part("split", 0, ((batch, heads.shape[1]),))
+    given.arguments["alibi"] = layouts.note_part(own_alibi, axis, part, given.arguments["alibi"])
     return class_of(own).forward(*given.args, **given.kwargs)
 
 

@@ -1,8 +1,7 @@
 """Which steps `Policy.acts` needs where, found by a run without data; see [Note: steps] in sequence.py. Layer 4."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from shardfn.core.compute_axes import Adjustments, Step
 from shardfn.core.dropout import axes_of_dims
 from shardfn.core.engine.binding import Forward
+from shardfn.core.engine.paired import local_of
 from shardfn.core.engine.tags import BY_ACTS, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
@@ -84,7 +84,7 @@ class Flow:
         return {path: self._around(path) for path in paths}
 
     def _around(self, path: str) -> Around:
-        takes = stepping(self._axes, partial(self._inputs, path), partial(self._outputs, path))
+        takes = stepping(self._axes, self._of_rank(self._inputs, path), self._of_rank(self._outputs, path))
 
         def around(inner: Forward) -> Forward:
             def within(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +98,13 @@ class Flow:
             return takes(within)
 
         return around
+
+    def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str) -> Callable[[list[Any]], list[Step]]:
+        def found(leaves: list[Any]) -> list[Step]:
+            with self._variance.hidden():  # sizes are those of a rank
+                return steps(path, leaves)
+
+        return found
 
     def _part(self, x: Any, axis: str) -> Any:
         return self._variance.tag(x).parts.get(axis)
@@ -225,7 +232,7 @@ class Flow:
 
     def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
         """Over which dim the sum that a module makes is scattered, if it is."""
-        known = [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
+        x, known = local_of(x), [dim for at, over, dim in self._adjust.may_scatter if (at, over) == (path, axis)]
         if path in self._adjust.whole:
             return None
         inside = any(call.sizes for call in self._calls if call.path != path)

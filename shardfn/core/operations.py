@@ -16,6 +16,13 @@ from shardfn.core.parts import SAME, SUM, Lost, Part, even, in_two_dims, reshape
 
 Parts = list["Part | None"]
 
+# What moves elements, and does not change them.
+MOVES = set(
+    "expand unsqueeze squeeze transpose permute t slice select narrow split split_with_sizes unsafe_split unbind "
+    "repeat alias detach lift_fresh cat stack empty empty_like zeros ones full arange scalar_tensor copy_ _to_copy "
+    "clone contiguous view _unsafe_view _reshape_alias reshape".split()
+)
+
 
 @dataclass(frozen=True)
 class Operation:

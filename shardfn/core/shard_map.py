@@ -261,11 +261,12 @@ class _Typed(TorchFunctionMode):
             )
         self._indexed |= {axis} & self._axes
 
-    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> Tensor:
         """A collective made `out` of x."""
         if moved.axis in self._axes:
             known = self.axes_of(x)
             self.note(out, known | {moved.axis} if moved.varies else known - {moved.axis})
+        return out
 
     def axes_of(self, x: Tensor) -> frozenset[str]:
         """Over which axes a tensor differs; constants do not."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.core.compute_axes import ComputeAxes
+from shardfn.core.engine.paired import local_of
 from shardfn.core.engine.tags import BY_ACTS
 from shardfn.core.engine.variance import Variance
 from shardfn.core.mesh import MeshSpec
@@ -118,11 +119,12 @@ class TracedAxes(ComputeAxes):
             for x, own in reversed(before):
                 variance.mark(x, replace(variance.tag(x), sources=own))
 
-    def note_part(self, x: Tensor, axis: str, part: Part | None) -> None:
-        """What x is over an axis."""
+    def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
+        """What x is over an axis; one process has `of` in its place."""
         tag = self._variance.tag(x)
         parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
         self._variance.mark(x, replace(tag, parts=parts))
+        return x if of is None else self._variance.beside(x, of)
 
     def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
         """What the last dim of x is over axes: sizes of 1 leave that open."""
@@ -161,7 +163,8 @@ class TracedAxes(ComputeAxes):
 
     def _count(self, x: Tensor, axis: str, parts: int) -> None:
         size = self.sizes[axis]
-        self.bytes_moved += parts * (size - 1) * x.numel() * x.element_size() // size
+        own = local_of(x)
+        self.bytes_moved += parts * (size - 1) * own.numel() * own.element_size() // size
 
 
 def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:

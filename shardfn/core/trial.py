@@ -16,19 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import out_of_inference_mode, outside_modes, outside_transforms, pytree
+from shardfn._torch import (
+    out_of_inference_mode,
+    outside_dispatch,
+    outside_functions,
+    outside_modes,
+    outside_transforms,
+    pytree,
+)
 from shardfn.core import plan as planning
 from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
 from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
-from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, has_attribute
+from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, has_attribute, own_forward
 from shardfn.core.engine.blanks import to_meta
+from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.guards import Place, Reads, Watch
-from shardfn.core.engine.leaving import check_kept, check_outputs
+from shardfn.core.engine.leaving import check_kept, check_outputs, same_values
+from shardfn.core.engine.numbering import Numbers
+from shardfn.core.engine.paired import Decision, Paired, Size, World, local_of
 from shardfn.core.engine.reached import Reached
-from shardfn.core.engine.records import Comparable, Framed, Whole
 from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
@@ -132,7 +141,6 @@ class Trial:
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
         self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
-        self._whole: Whole | None = None
         self._reached: Reached | None = None
         self.reads = Reads()
         self._watch: Watch | None = None
@@ -142,7 +150,7 @@ class Trial:
         self._known: Adjustments | None = None
         self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
-        self._failed_whole: str | None = None  # why the forward cannot be run without data on one rank
+        self._last: Variance | None = None  # the last run
 
     def adjustments(
         self, args: Any, kwargs: Any, known: Adjustments | None = None, blanks: Sequence[Place] = ()
@@ -163,17 +171,17 @@ class Trial:
 
     def watched(self, args: Any, kwargs: Any, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
         """What runs ask of the values in some places; None when they fail."""
-        self._calls, self._whole = [("", args, kwargs)], None
+        self._calls = [("", args, kwargs)]
         self._watch = watch = Watch(places, pytree.tree_leaves((args, kwargs)))
         try:
             with outside_transforms(), outside_modes(), out_of_inference_mode():
-                self._whole = self._run_whole()
-                self._run(adjust)
+                for world in ("one", "rank"):
+                    self._left(adjust, self._variance(world))
         except Exception:
             return None
         finally:
-            self._watch, whole, self._whole = None, self._whole, None
-        return watch if whole is not None else None
+            self._watch = None
+        return watch
 
     def adjustments_after(self, calls: Sequence[InnerCall]) -> Adjustments:
         """The same for the last of several calls, without gradients; those before it fill caches that it reads."""
@@ -214,7 +222,6 @@ class Trial:
                     other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
                     trial = Trial(self.model, other, self.mesh, self._buffers, self.method)
                     trial._calls, trial._differentiates = self._calls, self._differentiates
-                    trial._whole, trial._failed_whole = self._whole, self._failed_whole
                     try:
                         trial._settle()
                     except Unserved as next_one:
@@ -229,7 +236,6 @@ class Trial:
 
     def _settle(self) -> Adjustments:
         with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
-            self._whole = self._whole or self._run_whole()
             if self._known is not None and (as_known := self._found_less(replace(self._known, **_NO_ENDS))):
                 return replace(as_known, splits=self._splits())
             try:
@@ -292,7 +298,7 @@ class Trial:
             elif not found.mixed and not found.vary:
                 if found.in_shares or found.may_scatter:
                     self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
-                return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
+                return _with_ends(adjust, found)
             else:
                 break
         for source, axis in sorted(found.vary if not found.mixed else ()):
@@ -317,33 +323,31 @@ class Trial:
             return frozenset()
         return frozenset((drop.path, drop.call, _split_dims(drop)) for drop in self._drops)
 
-    def _forward(self, bound: Bound, run: Framed, begin: Callable[[], None] = lambda: None) -> Any:
+    def _forward(self, bound: Bound, run: Variance, begin: Callable[[], None] = lambda: None) -> Any:
         """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
         output, calls = None, cast_inputs(self.plan, to_meta(self._calls, run.values))
-        for leaf in pytree.tree_leaves(calls):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                run.begins_with(leaf)
         buffers = to_meta(self._buffers, run.values)
-        run.origins.name_all(calls, "input")
-        run.origins.name_all(buffers, "buffer")
+        _name_all(run.numbers, calls, "input")
+        _name_all(run.numbers, buffers, "buffer")
         bound.begin(buffers)
         for module, copy in bound.pairs() if self._blanks else ():
             for place in self._blanks:
                 if place.table is module.__dict__:
                     copy.__dict__[place.name] = blank = to_meta(place.table[place.name], run.values)
-                    run.origins.name_all(blank, f"attribute {place.name} of {id(module)}")
+                    _name_all(run.numbers, blank, f"attribute {place.name} of {id(module)}")
         self._reached = self._reached or Reached(self.model, self._calls)
         with ExitStack() as around:
             for mode in (
                 self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values())),
                 _random_numbers_again(),
                 self.reads.of(bound),
+                watched(run.note_collective),
+                run.worlds.run(),
                 run,
-                Comparable(run.hooked),
+                Functions(run),
+                torch.enable_grad(),
             ):
                 around.enter_context(mode)
-            around.enter_context(run.values.lists())
-            around.enter_context(torch.enable_grad())
             if self._watch is not None:
                 leaves, structure = pytree.tree_flatten(calls)
                 self._watch.put(bound, leaves, run.values)
@@ -358,34 +362,6 @@ class Trial:
         """What the last run has put elsewhere than into modules."""
         return self._reached.collected if self._reached is not None else []
 
-    def _run_whole(self) -> Whole | None:
-        """The forward with whole weights; None when that cannot be run without data."""
-        layouts, dtypes = self.plan.layouts, self.plan.compute_dtypes
-        whole = Whole()
-        around = {path: _within(whole, path) for path in self.names}
-        around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
-
-        def weight(name: str) -> Tensor:
-            with whole.hidden(), outside_transforms():  # no operation of the forward, which are compared one by one
-                layout = layouts[name]
-                made = torch.empty(layout.shape, dtype=dtypes[name], device="meta", requires_grad=layout.trainable)
-                whole.begins_with(made)
-                whole.origins.name(made, "weight", name)
-                return made
-
-        ignored = frozenset(self.plan.info.ignored)
-        shaped = shaped_forwards(self.plan)
-        wiring = Wiring(self.names, weight, shaped, around, ignored=ignored, of_own=_meta_table, rehearses=True)
-        bound = Bound(self.model, wiring)
-        try:
-            with watched(whole.note_collective):
-                whole.output = self._forward(bound, whole)
-            whole.assigned, whole.contents, whole.collected = bound.assigned(), bound.contents(), self._collected()
-        except Exception as error:
-            self._failed_whole = f"{whole.failed_at or type(self.model).__name__!r}: {error}"
-            return None  # the run with parts tells what cannot be done
-        return whole
-
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
         return frozenset(
@@ -397,52 +373,126 @@ class Trial:
         )
 
     def _run(self, adjust: Adjustments) -> Findings:
-        """One forward."""
+        """One forward, and what it found."""
+        variance = self._variance("both")
+        kept = self._left(adjust, variance)
+        if kept is None:
+            return variance.findings
+        output, *others = kept
+        check_backwards(variance, output)
+        check_outputs(variance, output, kept_by_acts(self.plan))
+        for values in others:
+            check_kept(variance, values)
+        self._axes.agree()
+        variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
+        found, self.bytes_moved = variance.findings, self._axes.bytes_moved
+        if variance.worlds.decided and not found.mixed:
+            self._require_values_of_a_rank(adjust, _with_ends(adjust, found), variance.worlds.decided)
+        return found
+
+    def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments, decided: Sequence[Decision]) -> None:
+        """Check that a rank, which goes other ways than one process, makes the same values of what it has.
+
+        Raises:
+            ShardError: it does not, or that cannot be told.
+        """
+        drops = self._drops
+        mine = Numbers()
+        followed = mine, self._left(adjust, self._variance("both", mine))
+        other = Numbers(mine)
+        alone = self._variance("rank", other)
+        try:
+            done = other, self._left(ended, alone, follows=False)
+        except ShardError:
+            raise
+        except Exception as error:
+            raise self._stopped(alone, error) from error
+        finally:
+            self._drops = drops
+        if not same_values(followed, done):
+            raise self._unserved(_decisions(decided))
+
+    def _unserved(self, problems: Sequence[Problem]) -> Unserved:
+        findings = Findings(mixed=list(problems))
+        return Unserved(self._listed(findings), Failure(tuple(problems)))
+
+    def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
         stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
-        variance = Variance(sizes, self._whole, others_forwards(self.plan), padded, self._asked_for)
-        axes = TracedAxes(self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0), variance)
+        return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers)
+
+    def _left(self, adjust: Adjustments, variance: Variance, follows: bool = True) -> tuple[Any, ...] | None:
+        """What a forward returns and keeps; None when it failed, and another run may do better.
+
+        `follows`: which collectives are missing; or takes those that `adjust` says, as a real call does.
+        """
+        place = self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0)
+        axes = ComputeAxes(*place)
+        if follows:
+            axes = self._axes = TracedAxes(*place, variance)
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
         around = {path: _noting(variance, axes, path, path in noted, path in above) for path in self.names}
         self._drops = _Drops(variance)
-        around |= {path: chained(cast, around[path]) for path, cast in unit_casts(self.plan).items()}
         for path in dropout_modules(self.model):
             around[path] = chained(around[path], self._drops.around(path))
         weight = _MetaWeights(self.plan, variance, self._differentiates)
-        flow = Flow(self.plan, variance, axes, adjust, self._several)
-        around |= {path: chained(moves, around.get(path)) for path, moves in flow.around().items()}
+        flow = Flow(self.plan, variance, self._axes, adjust, self._several)
+        steps = flow.around() if follows else {}
+        around |= {path: chained(moves, around.get(path)) for path, moves in steps.items()}
         wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
-        bound = Bound(self.model, replace(wiring, of_own=_meta_table, rehearses=True))
+        bound = Bound(self.model, self._of_both(wiring, variance))
         try:
-            with watched(variance.note_collective):
-                output = self._forward(bound, variance, flow.begin)
+            output = self._forward(bound, variance, flow.begin)
         except ShardError:
             raise
         except Exception as error:
+            if variance.worlds.at != "both":
+                raise
             if flow.failed(variance.failed_at):
-                return variance.findings
-            raise self._failed(variance, error) from error
-        check_backwards(variance, output)
-        check_outputs(variance, output, self._whole and self._whole.output, kept_by_acts(self.plan))
-        check_kept(variance, bound.assigned(), self._whole and self._whole.assigned)
-        check_kept(variance, bound.contents(), self._whole and self._whole.contents)
-        check_kept(variance, self._collected(), self._whole and self._whole.collected)
-        axes.agree()
-        variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
-        self.bytes_moved = axes.bytes_moved
-        return variance.findings
+                return None
+            raise self._failed(adjust, variance, error) from error
+        return output, bound.assigned(), bound.contents(), self._collected()
 
-    def _failed(self, variance: Variance, error: Exception) -> ShardError:
-        if self._failed_whole is not None:
+    def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
+        """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
+        shaped, casts, forwards = shaped_forwards(self.plan), unit_casts(self.plan), dict(wiring.forwards)
+        for path in others_forwards(self.plan):
+            module = unwrapped(submodule(self.model, path))
+            own = shaped.get(path) or own_forward(module)
+            forwards[path] = _in_each_world(run, forwards.get(path, own), own)
+        around = {path: _not_in_one(run, moves) for path, moves in wiring.around.items()}
+        around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
+        sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
+        return replace(wiring, forwards=forwards, around=around, sizes=sizes, of_own=_meta_table, rehearses=True)
+
+    def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
+        """The sizes that a module has in attributes, of a rank and of one process."""
+        module, found = unwrapped(submodule(self.model, path)), dict[str, Any](own)
+        for name, size in own.items():
+            holder, _, attribute = name.rpartition(".")
+            have = getattr(module.__dict__.get(holder) if holder else module, attribute, None)
+            if isinstance(have, int) and run.worlds.at != "rank":
+                found[name] = have if have == size or run.worlds.at == "one" else Size(size, have)
+        return found
+
+    def _failed(self, adjust: Adjustments, variance: Variance, error: Exception) -> ShardError:
+        decided = variance.worlds.decided
+        if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
+            return self._unserved(_decisions(decided))
+        if variance.worlds.at == "both" and (why := self._fails_in(adjust, "one")):
             return ShardError(
-                f"apply: a run of the forward without data, on whole weights, failed in {self._failed_whole}\n"
+                f"apply: a run of the forward without data, on whole weights, failed in {why}\n"
                 "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
                 "follow x.device, and control flow must not depend on values that depend on weights."
                 f"{self._loop_hint()}"
             )
+        return self._stopped(variance, error)
+
+    def _stopped(self, variance: Variance, error: Exception) -> Unserved:
+        """What is said of a run with the sizes of a rank that failed."""
         path = variance.failed_at or type(self.model).__name__
         failure = Failure(
             tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__
@@ -452,6 +502,15 @@ class Trial:
             f"failed in {path!r}: {error}{described(self.plan, failure)}{self._loop_hint()}",
             failure,
         )
+
+    def _fails_in(self, adjust: Adjustments, world: World) -> str:
+        """Where and why the forward cannot be run without data in one world; empty when it can."""
+        alone = self._variance(world)
+        try:
+            self._left(adjust, alone)
+        except Exception as error:
+            return f"{alone.failed_at or type(self.model).__name__!r}: {error}"
+        return ""
 
     def _loop_hint(self) -> str:
         if self.method in ("__call__", "forward"):
@@ -476,7 +535,7 @@ class _Drop:
 class _Drops(list[_Drop]):
     """The calls of dropout modules in a run."""
 
-    def __init__(self, variance: Variance | None = None) -> None:
+    def __init__(self, variance: Variance) -> None:
         super().__init__()
         self._variance = variance
 
@@ -486,7 +545,7 @@ class _Drops(list[_Drop]):
         def around(inner: Forward) -> Forward:
             def forward(x: Tensor) -> Tensor:
                 calls = sum(drop.path == path for drop in self)
-                self.append(_Drop(path, calls, x.shape, self._variance.tag(x) if self._variance is not None else Tag()))
+                self.append(_Drop(path, calls, local_of(x).shape, self._variance.tag(x)))
                 return inner(x)
 
             return forward
@@ -506,18 +565,20 @@ class _MetaWeights:
             layout, sizes = self._plan.layouts[name], self._plan.axes
             keep = (*self._plan.roles.compute, *layout.kept)
             shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
-            with self._variance.hidden(), outside_transforms():
-                parts = [torch.empty(shape, dtype=self._plan.compute_dtypes[name], device="meta") for shape in shapes]
+            dtype = self._plan.compute_dtypes[name]
+            with outside_dispatch(), outside_functions(), outside_transforms():
+                parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
                 made = compute_view(layout, parts).detach()
+                whole = torch.empty(layout.shape, dtype=dtype, device="meta")
+                made = made if made.shape == whole.shape else Paired(made, whole)
             trains = layout.trainable and self._differentiates
             made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
             parts = weight_parts(self._plan, layout)
             sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
             empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
             self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
-            self._variance.begins_with(made)
+            _name_all(self._variance.numbers, made, f"weight {name}")
             self._made[name] = made
-        self._variance.origins.name(self._made[name], "weight", name)
         return self._made[name]
 
 
@@ -526,16 +587,59 @@ def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
 
 
-def _within(run: Whole, path: str) -> Callable[[Forward], Forward]:
-    """Name the module whose operations follow."""
+def _with_ends(adjust: Adjustments, found: Findings) -> Adjustments:
+    return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
+
+
+def _name_all(numbers: Numbers | None, tree: Any, kind: str) -> None:
+    """Say of every tensor of a tree that it is one of a kind, by its place."""
+    for at, leaf in enumerate(pytree.tree_leaves(tree)):
+        if isinstance(leaf, Tensor) and numbers is not None:
+            numbers.name(leaf, kind, at)
+
+
+def _in_each_world(run: Variance, parallel: Forward, own: Forward) -> Forward:
+    """The parallel forward of a module on a rank, its own one in one process."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def of_rank() -> Any:
+            return parallel(module, *args, **kwargs)
+
+        def of_one() -> Any:
+            return own(module, *args, **kwargs)
+
+        if run.worlds.at != "both":
+            return of_one() if run.worlds.at == "one" else of_rank()
+        return run.in_each_world(of_rank, of_one)
+
+    return forward
+
+
+def _not_in_one(run: Variance, moves: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
+    """What goes around a forward, but for one process."""
 
     def around(inner: Forward) -> Forward:
+        moved = moves(inner)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return run.call(path, inner, args, kwargs)
+            return (inner if run.worlds.at == "one" else moved)(*args, **kwargs)
 
         return forward
 
     return around
+
+
+def _decisions(decided: Sequence[Decision]) -> list[Problem]:
+    """What is wrong with control flow that depends on sizes of a rank."""
+    return [
+        Problem(
+            f"in {each.path or '(the model)'!r}: {each.line} decides by {each.rank!r}, which is {each.one!r} on one "
+            "rank, and other values are made: its control flow depends on this rank's sizes",
+            "sizes",
+            at=each.path,
+        )
+        for each in decided
+    ]
 
 
 def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool) -> Callable[[Forward], Forward]:
@@ -543,7 +647,8 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            out = variance.call(path, inner, args, kwargs)
+            with variance.inside(path):
+                out = inner(*args, **kwargs)
             for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":

@@ -227,8 +227,8 @@ def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
             length = out.shape[-1] // parts
             with axes.hidden():
                 own = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
-            axes.note_part(own, axis, Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts))
-            return own
+            part = Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts)
+            return axes.note_part(own, axis, part, out)
 
         return forward
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardfn._torch import blank_gradients, has_hooks, outside_dispatch, pytree, ran_backward, users_backward
 from shardfn.core.collectives import watched
-from shardfn.core.engine.records import tensors_of
 from shardfn.core.engine.tags import Problem, Tag
+from shardfn.core.engine.values import tensors_of
 from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import SUM
 
@@ -41,12 +41,12 @@ def why_not_linear(x: Tensor) -> str:
     function = users_backward(x)
     if function is None:
         return ""
-    name, run = function.__qualname__, Variance({_AXIS: 2})
+    name, run = function.__qualname__, Variance({_AXIS: 2}, "rank")
     grads = blank_gradients(x)
     for grad in grads:
         run.mark(grad, Tag({_AXIS: SUM}))
     try:
-        with outside_dispatch(), torch.no_grad(), watched(run.note_collective), run:
+        with outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
             found = tensors_of(ran_backward(x, grads))
     except Exception as error:
         return f"the backward of {name} cannot be run without data ({error})"

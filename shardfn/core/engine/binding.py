@@ -240,7 +240,7 @@ class Bound:
         It holds the copy weakly: a cycle would keep gathered weights until the next garbage collection.
         """
         wiring = self._wiring
-        function = wiring.forwards.get(path) or _own_forward(module)
+        function = wiring.forwards.get(path) or own_forward(module)
         if compiler is not None:
             function = compiled(own_code(function, module), compiler)
         if isinstance(module, nn.RNNBase) and path not in wiring.forwards:
@@ -403,7 +403,7 @@ def _method(function: Forward, here: Callable[[], Any]) -> Forward:
     return call
 
 
-def _own_forward(module: nn.Module) -> Forward:
+def own_forward(module: nn.Module) -> Forward:
     """The forward of a module as a function of the module."""
     patched = module.__dict__.get("forward")
     if compiler_of_wrapped(module) is not None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardfn._torch import argument_names, base_name, is_mutable, pytree
-from shardfn.core.engine.records import MOVES, tensors_of
+from shardfn.core.engine.values import tensors_of
+from shardfn.core.operations import MOVES
 
 Zero = Callable[[Tensor], bool]  # whether a tensor is zero in padding
 
@@ -28,10 +29,10 @@ _KEEPING = MOVES | set(
 )
 
 
-def after(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for: str = "") -> tuple[bool, bool]:
+def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for: str = "") -> tuple[bool, bool]:
     """Whether the result of an operation is zero in padding, and whether it or a derivative is no number there.
 
-    `asked_for`: which derivatives, besides a gradient, see `derivatives_asked_for`.
+    `wanted`: whether a tensor has a gradient. `asked_for`: which derivatives are besides, see `derivatives_asked_for`.
     """
     inputs = tensors_of((args, kwargs))
     if not any(map(zero, inputs)):
@@ -41,12 +42,12 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for: str = "") ->
     if name in ("native_layer_norm", "native_group_norm", "_fused_rms_norm") and named.get("eps") == 0:
         return False, True
     if name in _KEEPING:
-        breaks = name not in MOVES and _has_no_derivative(func, args, kwargs, zero, asked_for)
+        breaks = name not in MOVES and _has_no_derivative(func, args, kwargs, zero, wanted, asked_for)
         return all(zero(x) for x in inputs if x.is_floating_point() or x.is_complex()), breaks
     by_chance = torch.Tag.nondeterministic_seeded in func.tags
     if (torch.Tag.pointwise in func.tags or is_mutable(func)) and not by_chance:
         stays, breaks = _of_one_element(func, args, kwargs, zero)
-        return stays, breaks or _has_no_derivative(func, args, kwargs, zero, asked_for)
+        return stays, breaks or _has_no_derivative(func, args, kwargs, zero, wanted, asked_for)
     if name in _PRODUCTS:
         return True, False
     if name in _SUMS:
@@ -75,7 +76,7 @@ def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool
     return not found and not again, isfinite(abs(elsewhere)) and not isfinite(abs(found))
 
 
-def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for: str) -> bool:
+def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asks: Zero, asked_for: str) -> bool:
     """Whether a derivative that is asked for is no number where padding is zero; a direction is zero there, too."""
     wanted: list[Tensor] = []
 
@@ -89,7 +90,7 @@ def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asked_for:
         dtype = torch.float64 if x.is_floating_point() else x.dtype
         value = 0 if zero(x) else 0.7 if dtype.is_floating_point or dtype.is_complex else 1
         made = torch.full([min(n, 2) for n in x.shape], value, dtype=dtype)
-        if not (zero(x) and x.requires_grad):
+        if not (zero(x) and asks(x)):
             return made
         wanted.append(made.requires_grad_())
         return dual(made, torch.zeros_like(made))

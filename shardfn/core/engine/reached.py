@@ -96,7 +96,7 @@ def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN
 
 def _kept(value: Any, depth: int) -> Iterator[Any]:
     """The tensors and whole numbers in a value; other numbers, which may be times, are nobody's."""
-    if isinstance(value, Tensor) or type(value) is int:
+    if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
         yield value
     elif depth and not (isinstance(value, _ENDS) or is_cache(value)):
         for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):

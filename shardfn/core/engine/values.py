@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_name, base_of, is_mutable, pytree
@@ -31,6 +30,11 @@ def _add_leaves(tree: Any, found: list[Any]) -> None:
             _add_leaves(x, found)
         else:
             found.append(x)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors that an operator takes or makes, in their order."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 class Values:
@@ -82,9 +86,17 @@ class Values:
                     self._known[blank] = value
         return out
 
-    def lists(self) -> TorchFunctionMode:
-        """A mode under which lists become known tensors, and known tensors lists."""
-        return _Lists(self)
+    def same(self, x: Tensor, as_: Tensor) -> None:
+        """A tensor has the values of another one."""
+        if as_ in self._known:
+            self._known[x] = self._known[as_]
+
+    def agree(self, x: Tensor, other: Tensor) -> bool:
+        """Whether two tensors have the same values, as far as they are known."""
+        if x is other:
+            return True
+        mine, own = self._known.get(x), self._known.get(other)
+        return mine is own or (mine is not None and own is not None and torch.equal(mine, own))
 
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""
@@ -124,22 +136,6 @@ class Values:
                     base = base_of(x)
                     if base is not None:
                         self._known.pop(base, None)
-
-
-class _Lists(TorchFunctionMode):
-    """`tolist` is no operation, and fails on meta tensors; what `torch.tensor` reads is lost on them."""
-
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self._values = values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist and (known := self._values.as_list(args[0])) is not None:
-            return known
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and out.is_meta and not isinstance(args[0], Tensor):
-            self._values.note(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
-        return out
 
 
 def _counts(x: Tensor) -> bool:

@@ -8,79 +8,105 @@ are replicated because their heads do not divide. There the gradient on each ran
 the missing `pvary` from its types; here the forward runs once on meta tensors under `Variance`, which follows the types
 through every operation and says where it is missing.
 
-[Note: run beside the whole one]
-Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So the forward also runs
-with whole weights, under `Whole`, and each result must be the part of the whole one that is claimed. Operations are
-matched module call by module call, in their order. What is made of weights and inputs has to be made alike: what only
-one of the runs does with it is lost, or refused where nothing is split, unless it repeats values in their places; so is
-what is done with another value, see [Note: origins].
+[Note: beside the whole]
+Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So every operation is
+done on what one process has, too (`paired.py`), and each result must be the part of the whole one that is claimed.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, has_hooks, is_mutable, storage_number, users_backward
+from shardfn._torch import (
+    OF_MEMORY,
+    TorchDispatchMode,
+    argument_names,
+    base_name,
+    base_of,
+    has_hooks,
+    is_mutable,
+    outside_dispatch,
+    pytree,
+    storage_number,
+    users_backward,
+)
 from shardfn.core.collectives import Moved, watching
 from shardfn.core.engine import padding
-from shardfn.core.engine.origins import OF_SHAPES, Origin, differ, passed_on
-from shardfn.core.engine.records import (
-    ARRANGING,
-    COPIES,
-    EMPTY,
-    MOVES,
-    REPEATING,
-    Framed,
-    Record,
-    Whole,
-    called,
-    dim_of_cut,
-    record_of,
-    tensors_of,
+from shardfn.core.engine.numbering import Numbers
+from shardfn.core.engine.paired import (
+    ALONE,
+    Decision,
+    Paired,
+    World,
+    Worlds,
+    both,
+    is_paired,
+    local_of,
+    of_memory,
+    paired,
+    taken,
+    tensors_by_local,
+    whole_of,
 )
 from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
-from shardfn.core.operations import Operation, made_here, parts_after
+from shardfn.core.engine.values import Values, leaves_of, tensors_of
+from shardfn.core.operations import MOVES, Operation, made_here, parts_after
 from shardfn.core.parts import SAME, Part, Shape, after_collective, even
 
+_EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_COPYING = {"expand", "repeat", "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "_to_copy", "clone", "alias"}
+_REPEATING = {"expand", "repeat"}
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
+_CUTS = {"slice", "narrow"}
+# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
+_SIZES = set(
+    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
+    "normalized_shape num_classes self_size input_sizes".split()
+)
 
-class Variance(Framed):
+
+class Variance(TorchDispatchMode):
     """Follows tags through the operations of a forward."""
 
     def __init__(
         self,
         sizes: Mapping[str, int],
-        whole: Whole | None = None,
+        world: World = "both",
         ours: Collection[str] = (),
         padded: Collection[tuple[int, int]] = (),
         asked_for: str = "",
+        numbers: Numbers | None = None,
     ) -> None:
         """Follow what differs over axes.
 
         Args:
             sizes: the axes over which values may be split, and their sizes.
-            whole: a run with whole values, if there was one.
-            ours: modules whose forwards are derived from rules, and so are not those of that run.
-            padded: (true size, stored size) of factors that are padded here and not in that run.
+            world: the worlds to run in.
+            ours: modules whose forwards are derived from rules.
+            padded: (true size, stored size) of factors that are padded on ranks.
             asked_for: which derivatives are, besides a gradient, see `derivatives_asked_for`.
+            numbers: those of values, if they count.
         """
-        super().__init__(whole.origins if whole is not None else None)
+        super().__init__()
         self.sizes = dict(sizes)
-        self._whole, self._ours, self._padded = whole, frozenset(ours), frozenset(padded)
+        self.worlds, self._pairs = Worlds(world), world == "both"
+        self.worlds.path, self.worlds.noted = lambda: self._path[-1], self._decided
+        self.values, self.numbers = Values(), numbers
+        self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
+        self._path: list[str] = [""]
+        self._failed_at: str | None = None
+        self._instead: Tensor | None = None  # what the next copy gives
+        self._shapes: list[tuple[str, tuple[tuple[int, ...], ...]]] | None = None  # of a function in one process
+        self._expected: Iterator[tuple[str, tuple[tuple[int, ...], ...]]] | None = None  # the same, for a rank
         self._tags = WeakIdKeyDictionary()
         self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
-        self._next: dict[tuple[str, int], int] = {}  # in which place of a call's records the run is
-        self._passed: dict[tuple[str, int], list[str]] = {}  # what of them was not done here, and nothing was lost for
-        self._after_loss = set[tuple[str, int]]()  # calls with values that were lost before
-        self._copied_dims: list[int] = []  # the dims that were repeated before the last operation found, not here
-        self._pieces: dict[tuple[str, int], set[str]] = {}  # of what `Policy.acts` splits, what a call computes with
         self._writes = 0  # of values that are split otherwise than what they replace
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
         self._seen = WeakIdKeyDictionary()  # how many there were when its tag was made
@@ -91,10 +117,12 @@ class Variance(Framed):
         self.losses: list[Problem] = []  # where parts were lost, in order
         self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
 
+    # -- what is known ------------------------------------------------------------------------------------------------
+
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
         known: Tag = self._tags.get(tensor) or Tag()
-        written = self._written.get(storage_number(tensor)) if self._written else None
+        written = self._written.get(storage_number(local_of(tensor))) if self._written else None
         if written is not None and written[1] > (self._seen.get(tensor) or 0):
             why = "another view of its memory was written with values that are split otherwise"
             return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
@@ -106,11 +134,157 @@ class Variance(Framed):
         if self._written:
             self._seen[tensor] = self._writes
 
-    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
-        """A collective made `out` of x."""
-        self.origins.put([out], self.origins.of([x]))
-        if moved.axis not in self.sizes:
-            return
+    def is_zero(self, x: Tensor) -> bool:
+        """Whether x is known to hold nothing but zeros."""
+        return x in self._zeros
+
+    def as_list(self, x: Tensor) -> Any:
+        """The values of a tensor; None when they are not known."""
+        found = {world: self.values.as_list(taken(x, world)) for world in ALONE}
+        return None if None in found.values() else both(found["rank"], found["one"])
+
+    def sources(self, args: Any) -> Collection[str]:
+        """Where `Policy.acts` splits what a function is given first."""
+        return self.tag(args[0]).by_acts if args and type(args[0]) is Paired else ()
+
+    # -- where the run is ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Within the forward of a module; remembers the deepest one that raised."""
+        self._path.append(path)
+        try:
+            yield
+        except Exception:
+            self._failed_at = self._failed_at or path
+            raise
+        finally:
+            self._path.pop()
+
+    @property
+    def failed_at(self) -> str:
+        """The path of the module in which the run failed; empty for the model itself."""
+        return self._failed_at or ""
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Within it operations are those of a rank alone."""
+        with self.worlds.only("rank" if self.worlds.at == "both" else self.worlds.at):
+            yield
+
+    # -- both worlds --------------------------------------------------------------------------------------------------
+
+    def in_each_world(self, of_rank: Callable[[], Any], of_one: Callable[[], Any]) -> Any:
+        """What a rank and one process make, each by itself, as one."""
+        with self.worlds.only("rank"):
+            mine = of_rank()
+        with self.worlds.only("one"), torch.no_grad():
+            whole = of_one()
+        return self.packed(mine, whole)
+
+    def function_in_each_world(self, done: Callable[[], Any], given: Any) -> Any:
+        """What a function of torch makes of what it is given, in each world by itself.
+
+        As long as it does the same operations in both, the shapes of results are known.
+        """
+        self._shapes = []
+        with self.worlds.only("one"), torch.no_grad():
+            whole = done()
+        self._expected, self._shapes = iter(self._shapes), None
+        with self.worlds.only("rank"):
+            mine = done()
+        self._expected = None
+        out = self.packed(mine, whole)
+        results, why = tensors_of(pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
+        if why:
+            self._lose(results, why, "pads")
+        for x in results:
+            shape, expected = tuple(local_of(x).shape), tuple(whole_of(x).shape)
+            if not self._fits(self.tag(x).whole_shape(shape, self.sizes), expected):
+                self._lose([x], f"a result has shape {shape} here and {expected} on one rank, which it is no part of")
+        return out
+
+    def packed(self, mine: Any, whole: Any) -> Any:
+        """What a rank has, and what one process has in its place, as one."""
+        leaves, structure = pytree.tree_flatten(mine)
+        others, other = pytree.tree_flatten(whole)
+        if len(leaves) != len(others) or structure != other:
+            self._lose(tensors_of(leaves), f"{len(leaves)} values are made here, and {len(others)} on one rank")
+            return mine
+        return pytree.tree_unflatten([self._pack(a, b) for a, b in zip(leaves, others, strict=True)], structure)
+
+    def beside(self, x: Tensor, whole: Tensor) -> Tensor:
+        """What a rank has, beside what one process has in its place."""
+        return self._pack(x, whole_of(whole)) if self._pairs else x
+
+    def _pack(self, mine: Any, whole: Any) -> Any:
+        if isinstance(mine, tuple) and isinstance(whole, tuple) and len(mine) == len(whole):  # sizes
+            return type(mine)(self._pack(a, b) for a, b in zip(mine, whole, strict=True))
+        if not (isinstance(mine, Tensor) and isinstance(whole, Tensor)):
+            plain = isinstance(mine, int | float | str | list | range | torch.dtype)
+            return both(mine, whole) if plain and type(mine) is type(whole) else mine
+        if mine is whole:
+            return mine
+        local, other = local_of(mine), whole_of(whole)
+        if local.dim() != other.dim():
+            self._lose([mine], f"a value has shape {tuple(local.shape)} here and {tuple(other.shape)} on one rank")
+            return mine
+        if type(mine) is not Paired and self._same(local, other):
+            return mine
+        tag = self.tag(mine)
+        with outside_dispatch():
+            made = Paired(local.detach(), other.detach())  # another tensor, of the same memory
+        for old, new in ((local, made.local), (other, made.whole)):
+            self.values.same(new, old)
+        with torch.set_grad_enabled(mine.requires_grad):
+            self._instead = made
+            out = mine.clone()
+        self.mark(out, tag)
+        if self.numbers is not None:
+            self.numbers.same(out, mine)
+        self._place(out, tuple(other.shape))
+        return out
+
+    def _same(self, local: Tensor, whole: Tensor) -> bool:
+        """Whether there is one tensor in both worlds, as far as that is known."""
+        return (
+            local.shape == whole.shape
+            and local.stride() == whole.stride()
+            and local.dtype == whole.dtype
+            and self.values.agree(local, whole)
+        )
+
+    def _place(self, x: Tensor, whole: Shape) -> None:
+        """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
+        tag, shape = self.tag(x), tuple(local_of(x).shape)
+        for axis, part in tag.parts.items() if len(tag.parts) == 1 else ():
+            ways = [part, *(even(dim, size) for dim, size in enumerate(shape))] if part.alone else []
+            fits = [way for way in ways if way.whole_shape(shape, self.sizes[axis]) == whole]
+            if fits and fits[0] is not part:
+                self.mark(x, replace(tag, parts={axis: fits[0]}))
+
+    def _lose(self, tensors: Sequence[Tensor], why: str, cure: Literal["sizes", "pads"] = "sizes") -> None:
+        lost = Part("lost", why=why, cure=cure, where=self._path[-1])
+        for x in tensors:
+            self.mark(x, replace(self.tag(x), parts=dict.fromkeys(self.tag(x).parts or list(self.sizes)[:1], lost)))
+
+    def _decided(self, decision: Decision) -> None:
+        if decision.sources:
+            self.needs_whole(decision.sources, self._path[-1])
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> Tensor:
+        """A collective made `out` of x; one process has x itself."""
+        if self.worlds.at == "one":
+            return out
+        if moved.axis in self.sizes:
+            self._follow_collective(moved, x, out)
+        if self.numbers is not None:
+            self.numbers.same(out, x, moved.kind, moved.axis, moved.dims)
+        return self.beside(out, x)
+
+    def _follow_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
         known = self.tag(x)
         parts = dict(known.parts)
         before = parts.pop(moved.axis, None)
@@ -122,93 +296,25 @@ class Variance(Framed):
                 "twice",
             )
         lost = before is not None and before.kind == "lost" and not self._is_made_within(before)
-        part = before if lost else after_collective(moved.kind, before, out.shape, moved.dims)
+        part = before if lost else after_collective(moved.kind, before, tuple(local_of(out).shape), moved.dims)
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
         still_split = any(part.split for part in parts.values())
         self.mark(out, Tag(parts, wants, frozenset(), known.split_by if still_split else frozenset()))
-        if x in self._made:
-            self.begins_with(out)
-
-    @contextmanager
-    def inside(self, path: str, given: Sequence[Tensor] = (), places: tuple[Hashable, ...] = ()) -> Iterator[None]:
-        """Within the forward of a module, whose operations have to be all that there are on one rank."""
-        if self._is_models_own:
-            mine = called(path, self.origins.of(given), places)
-            whole = self._matching(mine)
-            if whole is None:
-                self._differs(f"{path!r} is called, and not on one rank")
-            elif self._given_others(mine, whole):
-                self._differs(f"{path!r} is called with another value than on one rank")
-        with super().inside(path, given, places):
-            yield
-            self.end()
-
-    def _left(self, frame: tuple[str, int], given: list[Tensor], results: list[Tensor]) -> None:
-        """Of a forward that is not the module's own, outputs are what and where they are in the whole run."""
-        wholes = self._whole.left.get(frame, ()) if self._whole is not None and frame[0] in self._ours else ()
-        for x, (origin, shape) in zip(results, wholes, strict=True) if len(results) == len(wholes) else ():
-            same = any(x is other for other in given) and self.origins.of([x]) != (origin,)
-            self.origins.put([x], [None if same else origin])
-            self._place(x, shape)
-
-    def _place(self, x: Tensor, whole: Shape) -> None:
-        """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
-        tag = self.tag(x)
-        for axis, part in tag.parts.items() if len(tag.parts) == 1 else ():
-            ways = [part, *(even(dim, size) for dim, size in enumerate(x.shape))] if part.alone else []
-            fits = [way for way in ways if way.whole_shape(x.shape, self.sizes[axis]) == whole]
-            if fits and fits[0] is not part:
-                self.mark(x, replace(tag, parts={axis: fits[0]}))
-
-    def differ(self, mine: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:
-        """Whether values are known to be others than some of the whole run."""
-        return self._whole is not None and differ(self.origins.of(mine), self._whole.origins.of(whole))
 
     def _is_made_within(self, part: Part) -> bool:
         """Whether a part was lost in a parallel forward that is running, whose author knows what is done with it."""
-        return part.where is not None and any(path in self._ours and part.where == path for path, _ in self._path)
+        return part.where is not None and part.where in self._path and part.where in self._ours
 
-    def _given_others(self, mine: Record, whole: Record) -> bool:
-        """Whether something is given other values than on one rank."""
-        if any(path in self._ours for path, _ in self._path):
-            return False
-        return mine.places != whole.places or differ(mine.given, whole.given)
-
-    def end(self) -> None:
-        """The forward of a module, or of the model, ends: on one rank nothing more is done in it."""
-        frame = self._path[-1]
-        sources = self._pieces.pop(frame, None)
-        passed = self._passed.pop(frame, [])
-        if self._whole is not None and self._is_models_own:
-            passed += [record.name for record in self._whole.after(frame, self._next.get(frame, 0)) if record.counts]
-        if passed and sources:
-            self.needs_whole(sources, frame[0])
-        elif passed:
-            self._differs(f"{passed[0]} is not done, which one rank does")
-
-    def _differs(self, what: str) -> None:
-        """Refuse a forward that does something else than on one rank."""
-        sources = self._pieces.get(self._path[-1])
-        if sources:
-            self.needs_whole(sources, self._path[-1][0])
-        else:
-            # What was lost says more, if it is used.
-            problems = self.findings.doubts if self._path[-1] in self._after_loss else self.findings.mixed
-            problems.append(self._problem(f"{what}: its control flow depends on this rank's sizes", "sizes"))
-
-    @property
-    def _is_models_own(self) -> bool:
-        """Whether the module that is running does what it does on one rank, as far as that is known."""
-        return self._whole is not None and not self._hidden and self._path[-1][0] not in self._ours
+    # -- problems -----------------------------------------------------------------------------------------------------
 
     def refuse(self, why: str, kind: Kind = "rules", x: Tensor | None = None) -> None:
         """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
         self.findings.mixed.append(self._problem(why, kind, x))
 
     def _problem(self, why: str, kind: Kind, x: Tensor | None = None) -> Problem:
-        path = here = self._path[-1][0]
+        path = here = self._path[-1]
         known = self.tag(x) if x is not None else Tag()
         lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
         if lost is not None:
@@ -217,20 +323,62 @@ class Variance(Framed):
         what = f"in {path or '(the model)'!r}: {why}{where}"
         return Problem(what, kind, known.split_by, here)
 
+    # -- operations ---------------------------------------------------------------------------------------------------
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OF_MEMORY:
+            return of_memory(func, args)
         kwargs = kwargs or {}
+        if self._instead is not None:
+            out, self._instead = self._instead, None
+            return out
+        world = self.worlds.at if watching() or self.worlds.at == "one" else "rank"
         self.stuck = None
+        pairs = is_paired(args) or is_paired(kwargs)
+        if world == "one":
+            return self._alone(func, args, kwargs) if pairs else self._of_one(func, args, kwargs)
+        if pairs and base_name(func) in _VIEWS:
+            func, args = torch.ops.aten.reshape.default, args[:2]
+        mine = taken((args, kwargs), "rank") if pairs else (args, kwargs)
         try:
-            out = self.values.run(func, args, kwargs)
+            out = local = whole = self.values.run(func, *mine)
+            if pairs and world == "both":
+                whole = self.values.run(func, *taken((args, kwargs), "one"))
         except Exception:
             tensors = tensors_of((args, kwargs))
-            self.stuck = Stuck(base_name(func), tuple((tuple(x.shape), self.tag(x)) for x in tensors))
+            self.stuck = Stuck(base_name(func), tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors))
             raise
+        if pairs:
+            given = tensors_by_local(args) | tensors_by_local(kwargs)
+            out = paired(local, whole, given, self._same) if world == "both" else paired(local, local, given)
         if not watching():
             return out  # within a collective, which says itself what it made
         self._note_draws(func, args, out)
-        self._follow(func, args, kwargs, out)
+        self._follow(func, args, kwargs, mine, out, local, whole if world == "both" else None)
+        if self.numbers is not None:
+            self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
+            self.numbers.writes += tensors_of(out) if is_mutable(func) else []
         return out
+
+    def _alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation in one process; what it writes is what it was given."""
+        given = {id(whole_of(x)): x for x in tensors_of((args, kwargs))}
+        out = self._of_one(func, *taken((args, kwargs), "one"))
+        return paired(out, out, given)
+
+    def _of_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self.values.run(func, args, kwargs)
+        if self._shapes is not None:
+            self._shapes.append((base_name(func), tuple(tuple(x.shape) for x in tensors_of(out))))
+        return out
+
+    def _shapes_of_one(self, func: Any, whole: Any) -> tuple[tuple[int, ...], ...] | None:
+        """The shapes that the results of an operation have in one process, as far as that is known."""
+        if whole is not None:
+            return tuple(tuple(x.shape) for x in tensors_of(whole))
+        name, shapes = next(self._expected, ("", ())) if self._expected is not None else ("", ())
+        self._expected = self._expected if name == base_name(func) else None
+        return shapes if self._expected is not None else None
 
     def _note_draws(self, func: Any, args: Any, out: Any) -> None:
         """Refuse decisions by random values: each way would need a run of its own."""
@@ -250,11 +398,7 @@ class Variance(Framed):
             )
         certain = all(drawn) and name in ("lt", "le", "gt", "ge") and isinstance(args[1], int | float)
         if not (certain and not 0 < args[1] < 1):
-            self._drawn.update(dict.fromkeys(results, all(drawn) and name in REPEATING))
-
-    def is_zero(self, x: Tensor) -> bool:
-        """Whether x is known to hold nothing but zeros."""
-        return x in self._zeros
+            self._drawn.update(dict.fromkeys(results, all(drawn) and name in _COPYING))
 
     def hooked(self, x: Tensor) -> None:
         """Something will be called with the gradient of x: refuse that where it is a part of it."""
@@ -269,27 +413,29 @@ class Variance(Framed):
             if has_hooks(x):
                 self.hooked(x)
             elif users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
-                self.with_backwards.setdefault(id(x), (x, self._path[-1][0]))
+                self.with_backwards.setdefault(id(x), (x, self._path[-1]))
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, mine: tuple[Any, Any], out: Any, local: Any, whole: Any
+    ) -> None:
         inputs, results = tensors_of((args, kwargs)), tensors_of(out)
         self.note_backwards(inputs)
-        counts = self.counts(func, args, kwargs, out)
-        mine = record_of(func, args, kwargs, out, counts, self.origins.of(inputs))
-        whole = self._matching(mine) if self._compared(func) else None
         name = base_name(func)
-        parts = self._parts(mine, func, args, kwargs, out, whole)
-        self._require_alike(func, inputs, parts, self._unlike(name, mine, whole, inputs, counts))
-        self.origins.put(results, self._origins(mine, whole, counts), is_mutable(func))
-        self._require_groups(func, inputs, parts, whole)
+        parts = self._parts(func, inputs, *mine, tensors_of(local), self._shapes_of_one(func, whole))
+        if whole is not None:
+            self._compare(func, mine, taken((args, kwargs), "one"), tensors_of(local), tensors_of(whole), parts)
+            if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
+                for own in parts:
+                    own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
+        self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
         for own in parts:
             fresh = {axis: part for axis, part in own.items() if part.kind == "lost" and part.where is None}
-            own.update({axis: replace(part, where=self._path[-1][0]) for axis, part in fresh.items()})
-            self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1][0]) for p in fresh.values()]
+            own.update({axis: replace(part, where=self._path[-1]) for axis, part in fresh.items()})
+            self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1]) for p in fresh.values()]
         weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
-        empty = self._empty(func, args, kwargs) if self._padded else frozenset[str]()
+        empty = self._empty(func, inputs, mine) if self._padded else frozenset[str]()
         for result, own in zip(results, parts, strict=True):
             splits = frozenset(axis for axis, part in own.items() if part.split)
             tag = replace(known, parts=own, weight=weight, empty=empty & splits)
@@ -302,85 +448,63 @@ class Variance(Framed):
             self._zeros.pop(x, None)
         zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
         self._zeros.update(dict.fromkeys(results if zeros else [], True))
-        self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+        self._fresh.update(dict.fromkeys(results if name in _EMPTY else [], True))
 
-    def _empty(self, func: Any, args: Any, kwargs: Any) -> frozenset[str]:
+    def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
         """The axes over which results are zero in padding; refuses what is no number there."""
         found = set[str]()
-        for axis in frozenset().union(*(self.tag(x).empty for x in tensors_of((args, kwargs)))):
-            stays, breaks = padding.after(func, args, kwargs, partial(self._is_empty, axis), self._asked_for)
+        of = {id(local_of(x)): self.tag(x).empty for x in inputs}
+        asks = {id(local_of(x)): x.requires_grad for x in inputs}
+        for axis in frozenset[str]().union(*of.values()):
+            stays, breaks = padding.after(
+                func, *mine, lambda x, axis=axis: axis in of[id(x)], lambda x: asks[id(x)], self._asked_for
+            )
             if breaks:
                 name = base_name(func).rstrip("_")
                 self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
             found.update([axis] if stays else [])
         return frozenset(found)
 
-    def _is_empty(self, axis: str, x: Tensor) -> bool:
-        return axis in self.tag(x).empty
-
-    def _unlike(self, name: str, mine: Record, whole: Record | None, inputs: list[Tensor], counts: bool) -> str:
-        """What is done in another way than on one rank, if it is; `counts`: with what is made of weights or inputs."""
-        if whole is not None and name == "expand":
-            return self._of_other_shapes(name, whole, inputs)  # a row or a column
-        if not counts or not mine.counts:
-            return ""
-        if whole is None:
-            return f"{name} is done here, and not on one rank"
-        if name in OF_SHAPES:
-            return ""
-        if not whole.counts:
-            return f"{name} is given a value, and a constant on one rank"
-        if self._given_others(mine, whole):
-            return f"{name} is given another value than on one rank"
-        if mine.differentiated != whole.differentiated:
-            return f"{name} is done {'with' if mine.differentiated else 'without'} gradients, other than on one rank"
-        return self._of_other_shapes(name, whole, inputs)
-
-    def _of_other_shapes(self, name: str, whole: Record, inputs: list[Tensor]) -> str:
-        for x, shape in zip(inputs, whole.given_shapes, strict=True) if len(inputs) == len(whole.given_shapes) else ():
-            if not self.tag(x).parts and not self._fits(tuple(x.shape), shape):
-                return f"{name} is given a value of shape {tuple(x.shape)}, and of {shape} on one rank"
-        return ""
-
-    def _origins(self, mine: Record, whole: Record | None, counts: bool) -> Sequence[Origin]:
-        """Where the results of an operation come from."""
-        count = len(mine.shapes)
-        if not self._is_models_own:
-            return (passed_on(mine.given) if self._hidden else None,) * count
-        if mine.name in REPEATING - {"lift_fresh"}:
-            return (self.passed_on(mine),) * count
-        if not counts:
-            return self.origins.constants(mine)
-        return whole.made if whole is not None and whole.counts and len(whole.made) == count else (None,) * count
-
     def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
         lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
         for tag in map(self.tag, inputs) if lost else ():
             if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
-                self.needs_whole(tag.by_acts, self._path[-1][0])
+                self.needs_whole(tag.by_acts, self._path[-1])
 
     def _parts(
-        self, mine: Record, func: Any, args: Any, kwargs: Any, out: Any, whole: Record | None
+        self,
+        func: Any,
+        inputs: Sequence[Tensor],
+        args: Any,
+        kwargs: Any,
+        results: list[Tensor],
+        shapes: tuple[tuple[int, ...], ...] | None,
     ) -> list[dict[str, Part]]:
-        """By axis, the parts of each result."""
-        name, results = base_name(func), tensors_of(out)
-        shapes = whole.shapes if whole is not None and len(whole.shapes) == len(results) else None
-        pointwise = torch.Tag.pointwise in func.tags
+        """By axis, the parts of each result; `shapes`: of these in one process."""
+        name = base_name(func)
+        shapes = shapes if shapes is not None and len(shapes) == len(results) else None
         found: list[dict[str, Part]] = [{} for _ in results]
-        tags = {id(x): self.tag(x) for x in tensors_of((args, kwargs))}
+        tags = {id(local_of(x)): self.tag(x) for x in inputs}
+        zeros = {id(local_of(x)) for x in inputs if x in self._zeros}
 
         def seen_from(axis: str) -> Operation:
-            def part(x: Tensor) -> Part | None:
-                return tags[id(x)].parts.get(axis)
-
-            zero = self._zeros.__contains__
-            size = self.sizes[axis]
-            found = (name, args, kwargs, tuple(results), part, size, pointwise, shapes, zero, self._padded)
-            return Operation(*found, lambda x: self.tag(x).weight)
+            return Operation(
+                name,
+                args,
+                kwargs,
+                tuple(results),
+                lambda x: tags[id(x)].parts.get(axis),
+                self.sizes[axis],
+                torch.Tag.pointwise in func.tags,
+                shapes,
+                lambda x: id(x) in zeros,
+                self._padded,
+                lambda x: tags[id(x)].weight,
+            )
 
         operations = {axis: seen_from(axis) for axis in self.sizes}
-        varied = [axis for axis, op in operations.items() if any(op.part(x) is not None for x in op.inputs)]
+        varied = [axis for axis in operations if any(axis in tag.parts for tag in tags.values())]
         made = {axis: parts_after(operations[axis]) for axis in varied}
         if not varied and shapes is not None:
             made = made_here(operations)
@@ -388,74 +512,63 @@ class Variance(Framed):
             for own, part in zip(found, parts, strict=True):
                 if part is not None:
                     own[axis] = part
-        if whole is not None:
-            numbers = mine.numbers == whole.numbers and self._starts_alike(mine, whole, args, kwargs)
-            self._compare(mine, whole, results, found, numbers, self._repeats_in_order(name, args, kwargs))
         return found
-
-    def _starts_alike(self, mine: Record, whole: Record, args: Any, kwargs: Any) -> bool:
-        """Whether a cut begins where it does in the whole value."""
-        if mine.start is None or whole.start is None:
-            return mine.start == whole.start
-        x, dim = args[0], dim_of_cut(args, kwargs)
-        at = tuple(mine.start if d == dim else n for d, n in enumerate(x.shape))
-        return self._fits((self.tag(x).whole_shape(at, self.sizes)[dim],), (whole.start,))
-
-    def _repeats_in_order(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether keys that one rank repeats here, and ranks share, are one after the other there: k0 k0 k1 k1."""
-        inputs = tensors_of((args, kwargs))
-        split = [(axis, part, x) for x in inputs for axis, part in self.tag(x).parts.items() if part.split]
-        heads = [(part, part.whole_shape(x.shape, self.sizes[axis])[part.dim]) for axis, part, x in split]
-        shared = [part.dim for part, count in heads if part.share > 1 and count > 1]  # one has no order
-        return not shared or (name not in ARRANGING and all(at > dim for at in self._copied_dims for dim in shared))
 
     def _compare(
         self,
-        mine: Record,
-        whole: Record,
+        func: Any,
+        mine: tuple[Any, Any],
+        other: tuple[Any, Any],
         results: list[Tensor],
+        wholes: list[Tensor],
         found: list[dict[str, Part]],
-        numbers: bool,
-        in_order: bool,
     ) -> None:
-        """Lose what is not the part of the whole result that it is said to be.
-
-        `numbers`: those given are alike. `in_order`: what was repeated before is in the order of the heads that use it.
-        """
-        name = mine.name
-        if len(whole.shapes) != len(found):
-            why = f"{name} has {len(found)} results here and {len(whole.shapes)} on one rank"
+        """Lose what is not the part of the whole result that it is said to be."""
+        name = base_name(func)
+        if len(wholes) != len(results):
+            why = f"{name} has {len(results)} results here and {len(wholes)} on one rank"
             for own in found:
                 own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
             return
-        if name == "_local_scalar_dense" and not numbers:
-            self.refuse(
-                "the forward asks for a value that is another one on one rank, since it is made of this rank's sizes",
-                "sizes",
-            )
+        numbers = mine is other or self._numbers_agree(func, mine, other)
         problem = ""
-        for result, own, expected in zip(results, found, whole.shapes, strict=True):
+        for result, whole, own in zip(results, wholes, found, strict=True):
             if any(part.kind == "lost" for part in own.values()):
                 continue
+            expected = tuple(whole.shape)
             shape = Tag(own).whole_shape(tuple(result.shape), self.sizes)
-            if shape != expected:
-                # Keys of grouped queries are not repeated on a rank that has one of these queries.
-                once = {axis: replace(part, share=1, second=None) for axis, part in own.items()}
-                repeated = Tag(once).whole_shape(tuple(result.shape), self.sizes)
-                for_all = all(part.share in (1, self.sizes[axis]) for axis, part in own.items())  # also padded queries
-                if in_order and (repeated == expected or (for_all and self._fits(repeated, expected))):
-                    own.update(once)
-                    shape = repeated
-            if self._fits(shape, expected) and numbers:
-                continue
-            problem = (
-                f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a part "
-                f"of it would make {shape}: a size is taken from elsewhere than the tensors"
-            )
-            if self._fits(shape, expected):
+            if not self._fits(shape, expected):
+                problem = (
+                    f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a "
+                    f"part of it would make {shape}: a size is taken from elsewhere than the tensors"
+                )
+            elif not numbers or not (own or self.values.agree(result, whole)):
                 problem = f"{name} is given numbers made of this rank's sizes"
         for own in found if problem else ():  # one wrong result tells of the others
             own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem, cure="sizes")))
+
+    def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+        """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
+        name = base_name(func)
+        sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
+        (args, kwargs), (others, other_kwargs) = mine, other
+        named = dict(zip(argument_names(func), args, strict=False)) | kwargs
+        whole = dict(zip(argument_names(func), others, strict=False)) | other_kwargs
+        for key, value in named.items():
+            if key in sizes:
+                continue
+            pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
+            if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
+                return False
+        return name not in _CUTS or self._starts_alike(mine, other)
+
+    def _starts_alike(self, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+        """Whether a cut begins where it does in the whole value."""
+        x, whole = mine[0][0], other[0][0]
+        dim = (mine[0][1] if len(mine[0]) > 1 else mine[1].get("dim", 0)) % max(x.dim(), 1)
+        start, expected = _start(mine, x.shape[dim]), _start(other, whole.shape[dim])
+        scaled = start * whole.shape[dim], expected * x.shape[dim]
+        return scaled[0] == scaled[1] or start == expected == 0
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""
@@ -464,76 +577,28 @@ class Variance(Framed):
             for mine, other in zip(shape, expected, strict=True)
         )
 
-    def _matching(self, mine: Record) -> Record | None:
-        """The next record that something done here may be a part of; None when it is done here only."""
-        assert self._whole is not None
-        frame = self._path[-1]
-        start = self._next.get(frame, 0)
-        records = self._whole.after(frame, start, start + _AHEAD)
-        self._copied_dims = []
-        for at, record in enumerate(records):
-            if mine.may_be_part_of(record, self._padded) or (at == 0 and mine.falls_apart_unlike(record)):
-                passed = [other for other in records[:at] if other.counts]
-                if passed and mine.name in REPEATING:
-                    return None
-                self._next[frame] = start + at + 1
-                if passed:
-                    self._passed.setdefault(frame, []).extend(other.name for other in passed)
-                self._copied_dims = [other.repeats for other in records[:at] if other.repeats is not None]
-                return record
-        return None
+    def _repeats_otherwise(self, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> str:
+        """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
+        if not self._padded:
+            return ""
+        heads = [
+            (local_of(x).shape[part.dim], whole_of(x).shape[part.dim])
+            for x in inputs
+            for part in self.tag(x).parts.values()
+            if part.alone and part.second is None
+        ]
+        once = [local_of(x).numel() * whole_of(y).numel() for x, y in zip(inputs, results, strict=False)]
+        again = [local_of(y).numel() * whole_of(x).numel() for x, y in zip(inputs, results, strict=False)]
+        if len(dict(heads)) == len(set(heads)) and not (heads and once != again):
+            return ""
+        return "heads are not repeated as on one rank: pad queries and keys alike"
 
-    def _compared(self, func: Any) -> bool:
-        """Whether an operation is the model's own, so that the run with whole values has done it too."""
-        return self._is_models_own and base_name(func) not in COPIES
-
-    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], unlike: str) -> None:
-        """Lose what is computed in another way than on one rank, as by `if x.shape[1] > 4`; `unlike` says in which."""
-        kinds = ("split", "sum")
-        pieces = [tag for tag in map(self.tag, inputs) if any(part.kind in kinds for part in tag.parts.values())]
-        sources = {source for tag in pieces for source in tag.by_acts}
-        for own in parts if sources else ():  # what follows gathers one dim
-            split = {axis for axis, part in own.items() if part.second is not None}
-            own.update(dict.fromkeys(split, Part("lost", why=f"{base_name(func)} makes two split dims of one")))
-        if not self._compared(func):
-            return
-        frame = self._path[-1]
-        if sources:
-            self._pieces.setdefault(frame, set()).update(sources)
-        passed = self._passed.get(frame, [])
-        if any(_is_lost(part) for x in inputs for part in self.tag(x).parts.values()):
-            self._after_loss.add(frame)
-            return
-        if not (unlike or passed):
-            return
-        why = unlike or f"{passed[0]} is done on one rank, not here"
-        if pieces:
-            self._passed.pop(frame, None)
-            lost = Part("lost", why=f"{why}: control flow depends on this rank's sizes", cure="sizes")
-            for own in parts:  # what is lost already says more
-                own.update({axis: lost for axis in own or list(self.sizes)[:1] if not _is_lost(own.get(axis))})
-        elif unlike:
-            self._differs(why)
-
-    def _require_groups(
-        self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]], whole: Record | None
-    ) -> None:
-        """Lose padded heads that are repeated another number of times than on one rank: they meet those of others."""
-        frame = self._path[-1]
-        if not self._padded or self._whole is None or not self._compared(func):
-            return
-        if whole is not None:
-            known = [part for x in inputs for part in self.tag(x).parts.values() if part.split]
-            for own in parts if self._copied_dims and known and all(part.share == 1 for part in known) else ():
-                why = "heads are not repeated as on one rank: pad queries and keys alike"
-                own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
-            return
-        following = self._whole.records.get(frame, [])[self._next.get(frame, 0) :][:1]
-        split = any(part.split for x in inputs for part in self.tag(x).parts.values())
-        if split and following and following[0].name == base_name(func) == "expand":
+    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
+        """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
+        if any(self.tag(x).by_acts for x in inputs):
             for own in parts:
-                why = "heads are repeated more or less often than on one rank: pad queries and keys alike"
-                own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
+                split = {axis for axis, part in own.items() if part.second is not None}
+                own.update(dict.fromkeys(split, Part("lost", why=f"{base_name(func)} makes two split dims of one")))
 
     def require_varied(self, x: Tensor, axis: str, path: str) -> None:
         """Have an input of a module varied where it is made, since those of other calls are."""
@@ -552,7 +617,8 @@ class Variance(Framed):
         """Other views of the same memory know nothing of what is in it now."""
         if self.tag(written).parts != parts:
             self._writes += 1
-            self._written[storage_number(written)] = written.untyped_storage(), self._writes
+            memory = local_of(written)
+            self._written[storage_number(memory)] = memory.untyped_storage(), self._writes
 
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
@@ -560,9 +626,9 @@ class Variance(Framed):
         if base is None or not tag.parts:
             return
         known, fresh = self._tags.get(base) or Tag(), base in self._fresh
-        parts = dict(known.parts)
+        parts, have, new = dict(known.parts), local_of(base).shape, local_of(written).shape
         for axis, part in tag.parts.items():
-            fits = base.dim() == written.dim() and base.shape[part.dim] == written.shape[part.dim] if part.split else 0
+            fits = len(have) == len(new) and have[part.dim] == new[part.dim] if part.split else 0
             if part == SAME and parts.get(axis) in (None, SAME):
                 parts[axis] = SAME
             elif fits and fresh and axis not in parts:
@@ -594,8 +660,7 @@ class Variance(Framed):
         return Tag({}, wants, sources, split_by)
 
 
-_AHEAD = 64  # how many operations of the whole run may have no counterpart here
-
-
-def _is_lost(part: Part | None) -> bool:
-    return part is not None and part.kind == "lost"
+def _start(given: tuple[Any, Any], size: int) -> int:
+    args, kwargs = given
+    begin = (args[2] if len(args) > 2 else kwargs.get("start")) or 0
+    return min(max(begin + (size if begin < 0 else 0), 0), size)

@@ -1,0 +1,345 @@
+"""Two sizes in one run: what one rank has, and what one process has. Layer 3.
+
+[Note: paired sizes]
+A forward with split weights has other sizes on a rank than in one process. It runs once, without data, and every tensor
+whose sizes differ holds two, `Paired`; each size of it is two numbers, `Size`. An operation is done on both, each with
+plain numbers, so that there is nothing to align afterwards: the same operation of the user's line, in both worlds.
+
+    world | what operations take of a pair      | where
+    ------|-------------------------------------|---------------------------------------------
+    both  | each of them by itself              | the model's own forwards
+    rank  | what a rank has                     | parallel forwards, collectives
+    one   | what one process has                | the module's own forward, in place of those
+
+Python decides by a size that differs (`if`, `range`, `float`): it goes the way of one process, and the line is noted.
+Whether a rank, which goes its own way, makes the same values is seen in a run of its own; see `values_of_a_rank` in
+trial.py. torch itself decides by one: the function that is running is done in each world by itself.
+"""
+
+import linecache
+import operator
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import OF_MEMORY, Node, plainly, symbol, wrapper
+
+World = Literal["both", "rank", "one"]
+ALONE: tuple[World, World] = ("rank", "one")
+
+
+class Apart(BaseException):
+    """torch decides by a size that differs: the function that is running has to be done in each world by itself."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A size by which Python decided, which is one here and another one in one process; `line` is the user's."""
+
+    rank: Any
+    one: Any
+    line: str
+    path: str
+    sources: frozenset[str] = frozenset()
+
+
+class Worlds:
+    """In which worlds a run is, and what was decided in both by sizes that differ."""
+
+    def __init__(self, at: World = "both") -> None:
+        self.at = at
+        self.decided: list[Decision] = []
+        self.in_torch = False  # a function of torch is running
+        self.path: Callable[[], str] = str  # of the module that is running
+        self.noted: Callable[[Decision], None] = lambda decision: None
+
+    @contextmanager
+    def only(self, world: World) -> Iterator[None]:
+        """Within it, one of them."""
+        before, self.at = self.at, world
+        try:
+            yield
+        finally:
+            self.at = before
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Within it, sizes ask these worlds."""
+        token = _WORLDS.set(self)
+        try:
+            yield
+        finally:
+            _WORLDS.reset(token)
+
+    def decide(self, rank: Any, one: Any, sources: frozenset[str] = frozenset(), in_general: Any = None) -> Any:
+        """Which of two values counts; within torch there may be one that is right in general.
+
+        Raises:
+            Apart: in both worlds, within a function of torch.
+        """
+        if rank == one or self.at == "rank":
+            return rank
+        if self.at == "one":
+            return one
+        if self.in_torch and in_general is not None:
+            return in_general
+        if self.in_torch:
+            raise Apart
+        decision = Decision(rank, one, _line(), self.path(), sources)
+        if decision not in self.decided:
+            self.decided.append(decision)
+        self.noted(decision)
+        return one
+
+
+_WORLDS: ContextVar[Worlds] = ContextVar("worlds")
+
+
+def _line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardfn"):
+        frame = frame.f_back
+    code, at = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, at, frame.f_globals).strip()
+    return f"`{text}` ({os.path.relpath(code.co_filename)}:{at})"
+
+
+class _Sized(Node):
+    """A number of a rank and of one process, as torch's operators see it."""
+
+    def __init__(self, rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(rank, one)
+        self.sources = sources
+
+    def decided(self, in_general: Any = None) -> Any:
+        return _WORLDS.get().decide(self.rank, self.one, self.sources, in_general)
+
+    def made(self, rank: Any, one: Any, *others: Any) -> "Node":
+        sources = self.sources.union(*(other.sources for other in others if isinstance(other, _Sized)))
+        return _Sized(rank, one, sources)
+
+
+class Size(torch.SymInt):
+    """A size that is one number on a rank and another one in one process; for Python it is an `int`."""
+
+    node: Any
+
+    def __init__(self, rank: int, one: int, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(_Sized(rank, one, sources))
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]  # for `isinstance`
+    __hash__: Any = None  # whose keys would be those of both
+
+    def __bool__(self) -> bool:
+        return bool(self.node.decided())
+
+    def __int__(self) -> int:
+        return int(self.node.decided())
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(self.node.decided())
+
+    def __repr__(self) -> str:
+        return repr(self.node.decided())
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.node.decided(), spec)
+
+    def __trunc__(self) -> Any:
+        return self
+
+    __floor__ = __ceil__ = __pos__ = __trunc__
+
+    def __round__(self, *_: Any) -> Any:
+        return self
+
+
+def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
+    """A number that is `rank` and `one`; one that is no integer is decided by."""
+    if type(rank) is type(one) and rank == one:
+        return rank
+    if type(rank) is int and type(one) is int:
+        return Size(rank, one, sources)
+    return _WORLDS.get().decide(rank, one, sources)
+
+
+def of_world(x: Any, world: World) -> Any:
+    """What one world has of a number."""
+    if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) and isinstance(x.node, Node):
+        return x.node.one if world == "one" else x.node.rank
+    return x
+
+
+def _combined(function: Callable[..., Any]) -> Any:
+    def method(self: Any, *others: Any) -> Any:
+        nodes = [x.node for x in others if type(x) in (Size, torch.SymInt)]
+        if not all(type(x) in (int, float, bool, Size, torch.SymInt) for x in others):
+            return NotImplemented
+        rank, one = (function(*(of_world(x, world) for x in (self, *others))) for world in ALONE)
+        return both(rank, one, self.node.sources.union(*(getattr(node, "sources", ()) for node in nodes)))
+
+    return method
+
+
+def _swapped(function: Callable[..., Any]) -> Any:
+    return lambda a, b: function(b, a)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Size, f"__{_name}__", _combined(getattr(operator, _name)))
+    setattr(Size, f"__r{_name}__", _combined(_swapped(getattr(operator, _name))))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
+    setattr(Size, f"__{_name}__", _combined(getattr(operator, _name)))
+
+
+def _divmod(self: Any, other: Any) -> Any:
+    return self // other, self % other
+
+
+Size.__divmod__ = _divmod  # type: ignore[attr-defined]
+Size.__rdivmod__ = lambda self, other: (other // self, other % self)  # type: ignore[attr-defined]
+
+
+class Paired(Tensor):
+    """A tensor without data that has other sizes, or known values, on a rank than in one process."""
+
+    local: Tensor
+    whole: Tensor
+
+    @staticmethod
+    def __new__(cls: type["Paired"], local: Tensor, whole: Tensor) -> "Paired":
+        """`local` is what a rank has, `whole` what one process has in its place."""
+        shapes, strides = zip(local.shape, whole.shape, strict=True), zip(local.stride(), whole.stride(), strict=True)
+        made = wrapper(cls, [_symbol(*n) for n in shapes], [_symbol(*n) for n in strides], local)
+        made.local, made.whole = local, whole
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Outside of runs: in each world, or in the one that is."""
+        if func in OF_MEMORY:
+            return of_memory(func, args)
+        kwargs = kwargs or {}
+        local, whole = (func(*taken(args, world), **taken(kwargs, world)) for world in ALONE)
+        return paired(local, whole, tensors_by_local(args))
+
+    __torch_function__: Any = plainly
+
+
+def of_memory(func: Any, args: Any) -> Any:
+    """How a pair lies in memory."""
+    rank, one = (OF_MEMORY[func](*taken(args, world)) for world in ALONE)
+    if isinstance(rank, list):
+        return [_symbol(*n) for n in zip(rank, one, strict=True)]
+    return _WORLDS.get().decide(rank, one, in_general=False)
+
+
+def _symbol(rank: int, one: int) -> Any:
+    return rank if rank == one else symbol(_Sized(rank, one))
+
+
+def local_of(x: Tensor) -> Tensor:
+    """What a rank has of a tensor."""
+    return x.local if type(x) is Paired else x
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """What one process has in the place of a tensor."""
+    return x.whole if type(x) is Paired else x
+
+
+def taken(tree: Any, world: World) -> Any:
+    """What one world has of the arguments of an operation."""
+    if type(tree) is Paired:
+        return tree.whole if world == "one" else tree.local
+    if isinstance(tree, list | tuple):
+        items = [taken(x, world) for x in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {key: taken(x, world) for key, x in tree.items()}
+    return of_world(tree, world)
+
+
+def is_paired(tree: Any) -> bool:
+    """Whether the worlds have different arguments."""
+    if isinstance(tree, list | tuple):
+        return any(map(is_paired, tree))
+    if isinstance(tree, dict):
+        return any(map(is_paired, tree.values()))
+    return type(tree) is Paired or (isinstance(tree, torch.SymInt | torch.SymFloat | torch.SymBool))
+
+
+def tensors_by_local(tree: Any) -> dict[int, Tensor]:
+    """The tensors among arguments, by the identity of what a rank has of them."""
+    found: dict[int, Tensor] = {}
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: dict[int, Tensor]) -> None:
+    for x in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(x, Tensor):
+            found[id(local_of(x))] = x
+        elif isinstance(x, list | tuple | dict):
+            _add_tensors(x, found)
+
+
+Same = Callable[[Tensor, Tensor], bool]
+
+
+def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
+    """Results of an operation in both worlds as one; those that are arguments are these.
+
+    `same`: whether known values are.
+    """
+    if isinstance(local, list | tuple):
+        if len(local) != len(whole):
+            return local
+        items = [paired(a, b, given, same) for a, b in zip(local, whole, strict=True)]
+        return items if isinstance(local, list) else tuple(items)
+    if not isinstance(local, Tensor):
+        return local if type(local) is type(whole) and local == whole else _number(local, whole)
+    if id(local) in given:
+        return given[id(local)]
+    if local.shape == whole.shape and local.stride() == whole.stride() and same(local, whole):
+        return local
+    return Paired(local, whole)
+
+
+def _number(rank: Any, one: Any) -> Any:
+    """A number that an operation gives to torch."""
+    if type(rank) is int and type(one) is int:
+        return symbol(_Sized(rank, one))
+    if rank != rank and one != one:  # neither is a number
+        return rank
+    raise Apart
+
+
+def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
+    """What a function of torch returned, with sizes that Python takes for integers."""
+    if type(x) is torch.SymInt:
+        return _size(x, sources)
+    if isinstance(x, tuple) and any(type(n) is torch.SymInt for n in x):
+        return type(x)(_size(n, sources) if type(n) is torch.SymInt else n for n in x)
+    if type(x) is torch.SymBool or type(x) is torch.SymFloat:
+        return both(of_world(x, "rank"), of_world(x, "one"))
+    return x
+
+
+def _size(x: Any, sources: Collection[str]) -> Any:
+    worlds = _WORLDS.get()
+    if worlds.at != "both":
+        return of_world(x, worlds.at)
+    return both(x.node.rank, x.node.one, x.node.sources | frozenset(sources))
