@@ -54,7 +54,7 @@ class Worlds:
     """In which worlds a run is, and what was decided in both by sizes that differ."""
 
     def __init__(self, at: World = "both") -> None:
-        self.at = at
+        self.at: World = at
         self.decided: list[Decision] = []
         self.in_torch = False  # a function of torch is running
         self.path: Callable[[], str] = str  # of the module that is running

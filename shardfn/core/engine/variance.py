@@ -169,7 +169,7 @@ class Variance(TorchDispatchMode):
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Within it operations are those of a rank alone."""
-        with self.worlds.only("rank" if self.worlds.at == "both" else self.worlds.at):
+        with self.worlds.only("one" if self.worlds.at == "one" else "rank"):
             yield
 
     # -- both worlds --------------------------------------------------------------------------------------------------
