@@ -221,6 +221,8 @@ for _name in (
     "div",
     "addcmul",
     "addcdiv",
+    "hardswish",
+    "floor_divide",
     "lerp",
     "pow",
     "clamp",
