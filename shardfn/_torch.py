@@ -44,7 +44,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _local_tensor
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, _api
+from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -438,6 +439,29 @@ def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
     """What the backward of the `autograd.Function` that made x makes of gradients; hooks are not called."""
     node: Any = x.grad_fn
     return node.apply(*grads)
+
+
+class _FromLocal(_FromTorchTensor):
+    """`DTensor.from_local`, of whose backward torch (2.13) cuts the graph where it moves data."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        if grad_output is None or not torch.is_grad_enabled():
+            return _FromTorchTensor.backward(ctx, grad_output)
+        wanted = getattr(ctx, "grad_placements", None)
+        if wanted is None:
+            name = "forward_input_placements" if hasattr(ctx, "forward_input_placements") else "previous_placement"
+            wanted = [Replicate() if placement.is_partial() else placement for placement in getattr(ctx, name)]
+        found = grad_output.redistribute(grad_output.device_mesh, wanted).to_local()
+        return found, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def differentiates_from_local() -> None:
+    """From now on gradients of gradients by inputs of `parallelize_module`'s modules are those of one process.
+
+    Needless when `torch.distributed.tensor._api._FromTorchTensor.backward` has a graph, too.
+    """
+    _api._FromTorchTensor = _FromLocal
 
 
 def storage_number(x: Tensor) -> int:

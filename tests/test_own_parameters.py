@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrizations, parametrize
 
 import shardfn as sf
 from shardfn.core import wiring
@@ -285,6 +286,29 @@ def test_blocks_of_other_kinds_are_as_on_one_rank(mesh: DeviceMesh, block: type[
     torch.manual_seed(3)
     policy = sf.Policy(rules={f"blocks.*.{name}": rule for name, rule in BLOCKS[block].items()})
     _require_parity(Model(block).double(), policy, mesh)
+
+
+def _of_its_bias(linear: nn.Linear) -> nn.Module:
+    return parametrize.register_parametrization(linear, "bias", nn.Tanh())
+
+
+PARAMETRIZED: list[Callable[[nn.Linear], Any]] = [
+    parametrizations.weight_norm,
+    parametrizations.orthogonal,
+    parametrizations.spectral_norm,
+    _of_its_bias,
+]
+
+
+@pytest.mark.parametrize("made", PARAMETRIZED)
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_linears_whose_weights_are_made_of_others_stay_as_they_are(
+    mesh: DeviceMesh, made: Callable[[nn.Linear], nn.Module]
+) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    made(next(linear for linear in model if isinstance(linear, nn.Linear)))
+    _require_parity(model.eval(), sf.Policy(rules={"2.weight": "f@tp _", "4.weight": "_ f@tp"}), mesh)
 
 
 class Noting(Own):

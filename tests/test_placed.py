@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.func import functional_call
 
 import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
@@ -423,6 +424,60 @@ def test_second_derivatives_of_a_parallelized_model(mesh: DeviceMesh) -> None:
         torch.stack(squares).sum().backward()
         found.append([p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters])
     assert_trees_close(found[0], found[1])
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("kind", ["functional", "Trainer", "fully_shard"])
+def test_a_penalty_on_the_gradient_by_an_input_behind_which_blocks_are_parallelized(
+    mesh: DeviceMesh, kind: str
+) -> None:
+    """torch alone cuts the graph of what such a block's input gets."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain = nn.Sequential(nn.Linear(4, 8), block, nn.Tanh(), nn.Linear(8, 1)).double()
+    model, x = copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64)
+    parallelize_module(model[1], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def penalty(forward: Any) -> Tensor:
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(forward(given).sum(), given, create_graph=True)
+        return slope.square().sum()
+
+    penalty(plain).backward()
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
+    if kind == "functional":
+        params = sf.shard(model, mesh, sf.Policy())
+        found = dict(sf.gather(sf.grad(lambda p: penalty(lambda x: sf.apply(model, p, x)))(params)))
+    else:
+        model = sf.Trainer(model, mesh) if kind == "Trainer" else fully_shard(model, mesh=mesh["fsdp"])
+        penalty(model).backward()
+        grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        found = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        found = {name: torch.zeros_like(wanted[name]) if g is None else g for name, g in found.items()}
+    assert_trees_close(found, wanted)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_transforms_of_a_parallelized_model_are_refused(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(p: sf.Params) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    v = sf.tree.map(torch.ones_like, params)
+    with pytest.raises(sf.ShardError, match=r"parallelize_module has split .* sf.grad twice"):
+        sf.hvp(loss, (params,), v)
+    product = sf.gather(sf.grad(lambda p: sf.tree.dot(sf.grad(loss)(p), v))(params))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    whole, ones = dict(sf.gather(params)), {name: torch.ones_like(w) for name, w in sf.gather(params).items()}
+
+    def one(p: dict[str, Tensor]) -> Tensor:
+        return functional_call(plain, p, (x,)).square().mean()
+
+    assert_trees_close(dict(product), torch.func.jvp(torch.func.grad(one), (whole,), (ones,))[1])
 
 
 @on_meshes({"fsdp": 2, "tp": 2})

@@ -175,6 +175,7 @@ class _Call:
             self._require_frozen()
             if inside:
                 self._require_own_samples()
+                self._require_no_dtensors()
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -223,6 +224,16 @@ class _Call:
             raise ShardError(
                 "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
                 "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
+            )
+
+    def _require_no_dtensors(self) -> None:
+        """torch's DTensors, which modules compute with that `parallelize_module` has split, are in no transform."""
+        if self.plan.placed_axes:
+            raise ShardError(
+                "apply: sf.jvp, vjp, hvp, vmap or a transform of torch.func goes on, and modules that "
+                "parallelize_module has split compute with DTensors, which torch takes into none. Write sf.grad twice "
+                "for a Hessian-vector product, sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params), or "
+                "split the model by rules instead: sf.policies.from_parallelize_plan(plan)"
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:

@@ -193,9 +193,12 @@ def kind_of(module: nn.Module) -> str:
     """Which parallel forward can stand for the module's own.
 
     The forward must be torch's: a subclass that overrides it computes something else. `nn.MultiheadAttention` reads
-    the weight of its output projection without calling it, so that projection does not count either.
+    the weight of its output projection without calling it, so that projection does not count either. A weight that is
+    made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
     forward = None if "forward" in vars(unwrapped(module)) else class_of(module).forward
+    if not issubclass(class_of(module), nn.MultiheadAttention) and "weight" not in parameters_of(unwrapped(module)):
+        return "other"
     if forward is nn.Linear.forward and not isinstance(
         unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear
     ):

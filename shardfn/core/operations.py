@@ -228,6 +228,8 @@ for _name in (
     "div",
     "addcmul",
     "addcdiv",
+    "hardswish",
+    "floor_divide",
     "lerp",
     "pow",
     "clamp",

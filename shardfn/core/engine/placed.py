@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn._torch import DTensorSpec, dtensor_spec, unwrap_local, waited, wrap_local
+from shardfn._torch import DTensorSpec, differentiates_from_local, dtensor_spec, unwrap_local, waited, wrap_local
 from shardfn.core.mesh import Grid, part_of
 from shardfn.core.plan import Plan
 
@@ -25,6 +25,8 @@ def placed_specs(plan: Plan, grid: Grid) -> Mapping[str, tuple[DTensorSpec, froz
             placements = [Replicate() if dim is None else Shard(dim) for _, dim in layout.placed]
             spec = dtensor_spec(part_of(grid.mesh, axes), placements, layout.shape, plan.compute_dtypes[name])
             found[name] = spec, frozenset(at for at, axis in enumerate(axes) if axis in plan.roles.data)
+    if found:
+        differentiates_from_local()
     return found
 
 
