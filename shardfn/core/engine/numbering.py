@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_of, holds_data, pytree, storage_number
-from shardfn.core.engine.paired import local_of, of_world
+from shardfn.core.engine.paired import Paired, local_of, of_world
+from shardfn.core.engine.values import Values
 
 # Of what they are given only shape and dtype count.
 _OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
@@ -45,6 +46,7 @@ class Numbers:
 
     def __init__(self, other: "Numbers | None" = None) -> None:
         """`other`: those of a run that they are compared with."""
+        self.values = Values()  # which are known in this run
         self._known: dict[Hashable, int] = other._known if other is not None else {}
         self._of = WeakIdKeyDictionary()  # tensor -> its number, and what had been written to its memory by then
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, what has been written to it
@@ -58,9 +60,10 @@ class Numbers:
             now = self._history(x)
             return number if now == before else self._number("written", number, now)
         x = local_of(x)
-        if x.is_meta or not holds_data(x) or x.numel() > _MOST:
+        held = self.values.of(x) if x.is_meta else x
+        if held is None or not holds_data(held) or held.numel() > _MOST:
             return self._number("unknown", len(self._known))
-        return self._number("held", x.dtype, tuple(x.shape), _hash_of(x))
+        return self._number("held", held.dtype, tuple(held.shape), _hash_of(held))
 
     def name(self, x: Tensor, *words: Hashable) -> None:
         """Say what a value is."""
@@ -115,8 +118,10 @@ class Numbers:
         self._of[x] = number, self._history(x)
 
     def _history(self, x: Tensor) -> int:
-        """What has been written to the memory of a tensor, in this run."""
-        return self._written.get(storage_number(local_of(x)), (None, _UNWRITTEN))[1] if self._written else _UNWRITTEN
+        """What has been written to the memory of a tensor, in this run; one of a transform has none of its own."""
+        if not self._written or not (type(x) is Paired or holds_data(x)):
+            return _UNWRITTEN
+        return self._written.get(storage_number(local_of(x)), (None, _UNWRITTEN))[1]
 
     def _number(self, *words: Hashable) -> int:
         return self._known.setdefault(words, len(self._known))

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_name, base_of, is_mutable, pytree
 
+EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 
@@ -63,6 +64,7 @@ class Values:
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if (
             draws
+            or name in EMPTY
             or any(x not in self._known for x in tensors)
             or (not tensors and not _makes_small_integers(name, args, kwargs))
         ):
@@ -97,6 +99,10 @@ class Values:
             return True
         mine, own = self._known.get(x), self._known.get(other)
         return mine is own or (mine is not None and own is not None and torch.equal(mine, own))
+
+    def of(self, x: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known."""
+        return self._known.get(x)
 
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""

@@ -54,11 +54,10 @@ from shardfn.core.engine.paired import (
     whole_of,
 )
 from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
-from shardfn.core.engine.values import Values, leaves_of, tensors_of
+from shardfn.core.engine.values import EMPTY, Values, leaves_of, tensors_of
 from shardfn.core.operations import MOVES, Operation, made_here, parts_after
 from shardfn.core.parts import SAME, Part, Shape, after_collective, even
 
-_EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _COPYING = {"expand", "repeat", "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "_to_copy", "clone", "alias"}
 _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
@@ -96,7 +95,7 @@ class Variance(TorchDispatchMode):
         self.sizes = dict(sizes)
         self.worlds, self._pairs = Worlds(world), world == "both"
         self.worlds.path, self.worlds.noted = lambda: self._path[-1], self._decided
-        self.values, self.numbers = Values(), numbers
+        self.values, self.numbers = numbers.values if numbers is not None else Values(), numbers
         self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
         self._path: list[str] = [""]
@@ -448,7 +447,7 @@ class Variance(TorchDispatchMode):
             self._zeros.pop(x, None)
         zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
         self._zeros.update(dict.fromkeys(results if zeros else [], True))
-        self._fresh.update(dict.fromkeys(results if name in _EMPTY else [], True))
+        self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
         """The axes over which results are zero in padding; refuses what is no number there."""
