@@ -136,7 +136,11 @@ class Size(torch.SymInt):
         super().__init__(_Sized(rank, one, sources))
 
     __class__ = property(lambda self: int)  # type: ignore[assignment]  # for `isinstance`
-    __hash__: Any = None  # whose keys would be those of both
+
+    def __hash__(self) -> int:
+        raise TypeError(  # einops does without its caches then, which would mix what ranks and one process have
+            f"a size of this rank, {self.node.rank}, which is {self.node.one} on one rank, is no key: write int(n)"
+        )
 
     def __bool__(self) -> bool:
         return bool(self.node.decided())

@@ -242,6 +242,8 @@ class Variance(TorchDispatchMode):
         if self.numbers is not None:
             self.numbers.same(out, mine)
         self._place(out, tuple(other.shape))
+        if not tag.parts and not self.values.agree(local, other):
+            self._lose([out], "a value is made of this rank's sizes")
         return out
 
     def _same(self, local: Tensor, whole: Tensor) -> bool:

@@ -1,0 +1,131 @@
+"""Sizes that are one number on a rank and another one in one process, in every way that Python has to ask for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+import shardfn as sf
+
+RULES = {"up.weight": "f@tp c", "down.weight": "c f@tp"}
+
+
+class Two(nn.Module):
+    """8 features, 16 hidden ones; `between` is given these, of which each of two ranks has 8."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, 16), nn.Linear(16, 8), between
+        self.cache: dict[Any, Any] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.between(self, torch.tanh(self.up(x))))
+
+
+def _planned(between: Callable[[Any, Tensor], Any]) -> sf.Plan:
+    example = torch.randn(4, 8)
+    return sf.plan(Two(between), sf.MeshSpec(fsdp=1, tp=2), sf.Policy(rules=RULES), example=example)
+
+
+def _known_kind(m: Any, h: Tensor) -> Tensor:
+    n = h.shape[-1]
+    if not isinstance(n, int):
+        raise TypeError(n)
+    return h.view(4, n // 2, 2).flatten(1)
+
+
+def _in_words(m: Any, h: Tensor) -> Tensor:
+    m.said = len(f"{h.shape[-1]:d} of {h.shape[-1]}") * 0
+    return h
+
+
+def _either_way(m: Any, h: Tensor) -> Tensor:
+    return h.clone() if h.shape[-1] > 8 else h
+
+
+def _one_by_one(m: Any, h: Tensor) -> Tensor:
+    return torch.cat([part * 2 for part in h.split(2, -1)], -1)
+
+
+def _quotient(m: Any, h: Tensor) -> Tensor:
+    groups, rest = divmod(h.shape[-1], 4)
+    return h.unflatten(-1, (groups, 4)).flatten(1) if not rest else h
+
+
+def _arranged(m: Any, h: Tensor) -> Tensor:
+    return rearrange(rearrange(h, "b (h d) -> b h d", d=4), "b h d -> b (h d)")
+
+
+def _grouped(m: Any, h: Tensor) -> Tensor:
+    return F.group_norm(h, h.shape[-1] // 4)
+
+
+def _halves(m: Any, h: Tensor) -> Tensor:
+    a, b = h.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a, b], -1).flatten(1)
+
+
+def _turned(m: Any, h: Tensor) -> Tensor:
+    return h.unflatten(-1, (-1, 8)).transpose(0, 1).contiguous().transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "between", [_known_kind, _in_words, _either_way, _quotient, _arranged, _grouped, _halves, _turned]
+)
+def test_what_comes_out_alike_is_planned(between: Callable[[Any, Tensor], Any]) -> None:
+    _planned(between)
+
+
+def _as_key(m: Any, h: Tensor) -> Tensor:
+    return m.cache.setdefault(h.shape[-1], h)
+
+
+def _as_number_key(m: Any, h: Tensor) -> Tensor:
+    return h * {8: 2.0, 16: 3.0}[int(h.shape[-1])]
+
+
+def _scaled(m: Any, h: Tensor) -> Tensor:
+    return h * h.shape[-1]
+
+
+def _by_its_root(m: Any, h: Tensor) -> Tensor:
+    return h * float(h.shape[-1]) ** -0.5
+
+
+def _in_a_text(m: Any, h: Tensor) -> Tensor:
+    return h if f"{h.shape[-1]}" == "16" else -h
+
+
+def _through_numbers(m: Any, h: Tensor) -> Tensor:
+    return h * torch.tensor([h.shape[-1]], device=h.device)
+
+
+def _chunks(m: Any, h: Tensor) -> Tensor:
+    return torch.cat([part * at for at, part in enumerate(h.chunk(h.shape[-1] // 4, -1))], -1)
+
+
+def _if_contiguous(m: Any, h: Tensor) -> Tensor:
+    turned = h.view(4, -1, 8).transpose(0, 1)  # of one rank [1, 4, 8], which is contiguous
+    return h if turned.is_contiguous() else -h
+
+
+REFUSED = {
+    _as_key: "is no key: write int",
+    _as_number_key: "decides by 8, which is 16",
+    _scaled: "given numbers made of this rank's sizes",
+    _by_its_root: "decides by 8.0|decides by 8",
+    _in_a_text: "decides by 8, which is 16",
+    _through_numbers: "sizes",
+    _chunks: "results here and|values are made here|sizes",
+    _if_contiguous: "decides by True, which is False",
+}
+
+
+@pytest.mark.parametrize("between", REFUSED)
+def test_what_does_not_is_refused(between: Callable[[Any, Tensor], Any]) -> None:
+    with pytest.raises(sf.ShardError, match=REFUSED[between]):
+        _planned(between)
