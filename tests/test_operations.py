@@ -110,6 +110,7 @@ NEIGHBOURS = Part("split", 1, ((1, 1),), share=2)  # one of two columns, the sam
 
 CASES = {
     "element by element": Case(lambda x: torch.sigmoid(x) * 2 + 1, X, (LAST,)),
+    "what torch does not call pointwise": Case(lambda x: F.hardswish(x) + torch.floor_divide(x, 2), X, (LAST,)),
     "with a shared value": Case(lambda x, y: x * y, ((3, 4, 6), (3, 4, 1)), (LAST, None)),
     "with a shared value along the split dim": Case(
         lambda x, y: x * y[..., : x.shape[-1]], (*X, (6,)), (LAST, None), "lost"
