@@ -748,7 +748,7 @@ def _broken(kind: type[nn.Module]) -> None:
     ("kind", "match"),
     [
         (_HardCoded, "failed in '_HardCoded': shape '.-1, 4, 2.' is invalid"),
-        (_Unsummed, "slice is done here, and not on one rank"),
+        (_Unsummed, "slice has a result of shape .3, 4. here and of .3, 8. on one rank"),
     ],
 )
 def test_models_that_do_not_fit_are_found_before_any_data_moves(kind: type[nn.Module], match: str) -> None:

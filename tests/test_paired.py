@@ -113,7 +113,7 @@ def _if_contiguous(m: Any, h: Tensor) -> Tensor:
     return h if turned.is_contiguous() else -h
 
 
-REFUSED = {
+REFUSED: dict[Callable[..., Any], str] = {
     _as_key: "is no key: write int",
     _as_number_key: "decides by 8, which is 16",
     _scaled: "given numbers made of this rank's sizes",

@@ -463,7 +463,7 @@ class Trial:
             module = unwrapped(submodule(self.model, path))
             own = shaped.get(path) or own_forward(module)
             forwards[path] = _in_each_world(run, forwards.get(path, own), own)
-        around = {path: _not_in_one(run, moves) for path, moves in wiring.around.items()}
+        around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
         around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
         return replace(wiring, forwards=forwards, around=around, sizes=sizes, of_own=_meta_table, rehearses=True)
@@ -615,14 +615,17 @@ def _in_each_world(run: Variance, parallel: Forward, own: Forward) -> Forward:
     return forward
 
 
-def _not_in_one(run: Variance, moves: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
+def _not_in_one(run: Variance, path: str, moves: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
     """What goes around a forward, but for one process."""
 
     def around(inner: Forward) -> Forward:
         moved = moves(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (inner if run.worlds.at == "one" else moved)(*args, **kwargs)
+            if run.worlds.at != "one":
+                return moved(*args, **kwargs)
+            with run.inside(path):
+                return inner(*args, **kwargs)
 
         return forward
 

@@ -19,11 +19,11 @@ trial.py. torch itself decides by one: the function that is running is done in e
 import linecache
 import operator
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import currentframe
 from typing import Any, Literal
 
 import torch
@@ -104,7 +104,8 @@ _WORLDS: ContextVar[Worlds] = ContextVar("worlds")
 
 def _line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame = currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardfn"):
         frame = frame.f_back
     code, at = frame.f_code, frame.f_lineno
@@ -131,11 +132,10 @@ class Size(torch.SymInt):
     """A size that is one number on a rank and another one in one process; for Python it is an `int`."""
 
     node: Any
+    __class__: Any = property(lambda self: int)  # for `isinstance`
 
     def __init__(self, rank: int, one: int, sources: frozenset[str] = frozenset()) -> None:
         super().__init__(_Sized(rank, one, sources))
-
-    __class__ = property(lambda self: int)  # type: ignore[assignment]  # for `isinstance`
 
     def __hash__(self) -> int:
         raise TypeError(  # einops does without its caches then, which would mix what ranks and one process have
@@ -208,12 +208,11 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
     setattr(Size, f"__{_name}__", _combined(getattr(operator, _name)))
 
 
-def _divmod(self: Any, other: Any) -> Any:
-    return self // other, self % other
-
-
-Size.__divmod__ = _divmod  # type: ignore[attr-defined]
-Size.__rdivmod__ = lambda self, other: (other // self, other % self)  # type: ignore[attr-defined]
+for _name, _method in {
+    "__divmod__": lambda self, other: (self // other, self % other),
+    "__rdivmod__": lambda self, other: (other // self, other % self),
+}.items():
+    setattr(Size, _name, _method)
 
 
 class Paired(Tensor):
