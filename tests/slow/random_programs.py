@@ -18,6 +18,8 @@ A program (`programs/mains.py`) is given `shardfn` on the ranks of its mesh, and
 
 import argparse
 import logging
+import math
+import operator
 import re
 import sys
 import textwrap
@@ -35,6 +37,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import einops
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
@@ -114,6 +117,7 @@ def _main(made: Program, functions: ModuleType, mesh: Any) -> Any:
     """What the program returns."""
     ranks = _Ranks(mesh)
     names: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "sf": functions}
+    names |= {"math": math, "operator": operator, "rearrange": einops.rearrange, "repeat": einops.repeat}
     names |= {"average": ranks.average, "whole": ranks.whole, "full": _full, "__name__": f"program_{made.seed}"}
     torch.manual_seed(0)
     exec(compile(made.text, f"<program {made.seed}>", "exec"), names)

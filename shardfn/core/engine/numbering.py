@@ -60,7 +60,7 @@ class Numbers:
             now = self._history(x)
             return number if now == before else self._number("written", number, now)
         x = local_of(x)
-        held = self.values.of(x) if x.is_meta else x
+        held = self.values.of(x)
         if held is None or not holds_data(held) or held.numel() > _MOST:
             return self._number("unknown", len(self._known))
         return self._number("held", held.dtype, tuple(held.shape), _hash_of(held))

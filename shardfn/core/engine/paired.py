@@ -110,7 +110,8 @@ def _line() -> str:
         frame = frame.f_back
     code, at = frame.f_code, frame.f_lineno
     text = linecache.getline(code.co_filename, at, frame.f_globals).strip()
-    return f"`{text}` ({os.path.relpath(code.co_filename)}:{at})"
+    place = f"{os.path.relpath(code.co_filename)}:{at}"
+    return f"`{text}` ({place})" if text else place
 
 
 class _Sized(Node):

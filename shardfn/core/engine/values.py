@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, is_mutable, pytree
+from shardfn._torch import base_name, base_of, holds_data, is_mutable, outside_dispatch, outside_functions, pytree
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -93,16 +93,17 @@ class Values:
         if as_ in self._known:
             self._known[x] = self._known[as_]
 
-    def agree(self, x: Tensor, other: Tensor) -> bool:
-        """Whether two tensors have the same values, as far as they are known."""
+    def agree(self, x: Tensor, other: Tensor, held: bool = False) -> bool:
+        """Whether two tensors have the same values, as far as they are known; `held`: also of those with data."""
         if x is other:
             return True
-        mine, own = self._known.get(x), self._known.get(other)
-        return mine is own or (mine is not None and own is not None and torch.equal(mine, own))
+        known = self.of if held else self._known.get
+        mine, own = known(x), known(other)
+        return mine is own or (mine is not None and own is not None and _equal(mine, own))
 
     def of(self, x: Tensor) -> Tensor | None:
         """The values of a tensor, if they are known."""
-        return self._known.get(x)
+        return self._known.get(x) if x.is_meta or not holds_data(x) else x
 
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""
@@ -142,6 +143,14 @@ class Values:
                     base = base_of(x)
                     if base is not None:
                         self._known.pop(base, None)
+
+
+def _equal(x: Tensor, other: Tensor) -> bool:
+    """Whether values are equal, or no numbers in the same places."""
+    with outside_dispatch(), outside_functions():
+        if x.shape != other.shape or x.dtype != other.dtype:
+            return False
+        return bool(((x == other) | ((x != x) & (other != other))).all())
 
 
 def _counts(x: Tensor) -> bool:

@@ -228,7 +228,7 @@ class Variance(TorchDispatchMode):
         if local.dim() != other.dim():
             self._lose([mine], f"a value has shape {tuple(local.shape)} here and {tuple(other.shape)} on one rank")
             return mine
-        if type(mine) is not Paired and self._same(local, other):
+        if type(mine) is not Paired and self._same(local, other, held=True):
             return mine
         tag = self.tag(mine)
         with outside_dispatch():
@@ -242,17 +242,17 @@ class Variance(TorchDispatchMode):
         if self.numbers is not None:
             self.numbers.same(out, mine)
         self._place(out, tuple(other.shape))
-        if not tag.parts and not self.values.agree(local, other):
+        if not tag.parts and not self.values.agree(local, other, held=True):
             self._lose([out], "a value is made of this rank's sizes")
         return out
 
-    def _same(self, local: Tensor, whole: Tensor) -> bool:
+    def _same(self, local: Tensor, whole: Tensor, held: bool = False) -> bool:
         """Whether there is one tensor in both worlds, as far as that is known."""
         return (
             local.shape == whole.shape
             and local.stride() == whole.stride()
             and local.dtype == whole.dtype
-            and self.values.agree(local, whole)
+            and self.values.agree(local, whole, held)
         )
 
     def _place(self, x: Tensor, whole: Shape) -> None:

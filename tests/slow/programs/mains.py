@@ -28,7 +28,8 @@ DERIVATIVES = (
 SMOOTH = ("mlp", "attention", "own parameters", "fused attention")
 
 
-YOUNGER = {"transforms": "stacks", "by hand": "regions"}  # so that the others' seeds stay what they were
+# So that the others' seeds stay what they were.
+YOUNGER = {"operations": "sizes", "transforms": "stacks", "by hand": "regions"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,12 @@ def _blocks(draw: Draw, kinds: Sequence[str] = ORDINARY) -> tuple[dict[str, int]
 
 def _operations(draw: Draw) -> tuple[dict[str, int], str]:
     built = model(draw, ["mixed mlp"], most=2)
+    lines = [*_begin(draw, built), *_base(draw, built), "step = sf.value_and_grad(base)", *_step()]
+    return _mesh(draw, among=SPLIT), _text(built, lines)
+
+
+def _sizes(draw: Draw) -> tuple[dict[str, int], str]:
+    built = model(draw, ["mlp of sizes"], most=2)
     lines = [*_begin(draw, built), *_base(draw, built), "step = sf.value_and_grad(base)", *_step()]
     return _mesh(draw, among=SPLIT), _text(built, lines)
 
@@ -925,6 +932,7 @@ def _trainer(draw: Draw) -> tuple[dict[str, int], str]:
 KINDS: dict[str, Callable[[Draw], tuple[dict[str, int], str]]] = {
     "blocks": _blocks,
     "operations": _operations,
+    "sizes": _sizes,
     "backward": _backward,
     "losses": _losses,
     "calls": _calls,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from programs.operations import ANY, ORDINARY, POSITIONS
+from programs.operations import ANY, ORDINARY, POSITIONS, SIZES
 
 WIDTH = 8
 HOW = "HOW"  # the number, in what a block passes
@@ -83,6 +83,13 @@ def mlp(draw: Draw, operations: Sequence[str] = (), features: int = 16) -> Block
 def mixed_mlp(draw: Draw) -> Block:
     """With operations that may not be right on parts."""
     statements = draw.some(ANY, 1, 2) + draw.some(ORDINARY, 0, 1)
+    draw.shuffle(statements)
+    return mlp(draw, statements)
+
+
+def mlp_of_sizes(draw: Draw) -> Block:
+    """With what is made of the number of features, of which a rank has a part."""
+    statements = draw.some(SIZES, 1, 2) + draw.some(ORDINARY, 0, 1)
     draw.shuffle(statements)
     return mlp(draw, statements)
 
@@ -418,6 +425,7 @@ KINDS: dict[str, Callable[[Draw], Block]] = {
     "cached": cached,
     "mlp": mlp,
     "mixed mlp": mixed_mlp,
+    "mlp of sizes": mlp_of_sizes,
     "attention": attention,
     "fused attention": fused_attention,
     "own parameters": own_parameters,

@@ -96,6 +96,61 @@ a, b = h.chunk(2, -1); h = torch.cat([a * torch.sigmoid(b), b], -1) | a, b = h.c
 h = h.sin(); h = h + h.detach().mean(1, keepdim=True)
 """.replace("\n", " | ")
 
+# The number of features, as forwards ask for it.
+WIDTHS = """
+h.shape[-1] | h.size(-1) | h.size()[2] | len(h[0, 0]) | int(h.shape[-1]) | h[0].numel() // h.shape[1] | h.stride(1)
+h.shape[2:].numel() | math.prod(h.shape[2:]) | sum(h.shape[2:]) | max(h.shape[-1], 1) | min(h.shape[2:])
+round(h.shape[-1])
+2 * (h.shape[-1] // 2) | -(-h.shape[-1] // 1) | sum(divmod(h.shape[-1], 1)) | x.shape[-1] * 2
+operator.index(h.size(2))
+abs(h.shape[-1]) | math.floor(h.shape[-1] / 1) | torch.numel(h) // math.prod(h.shape[:2]) | [*h.shape][-1] | 16
+torch.tensor(h.shape)[-1].item() | len(h.mT[0]) | int(f"{h.shape[-1]}") | self.up.out_features
+self.up.weight.shape[0]
+h.shape[-1] + h.shape[1] - x.shape[1] | math.isqrt(h.shape[-1] ** 2) | int(math.sqrt(h.shape[-1] ** 2))
+h.shape[-1] ^ 0
+""".replace("\n", " | ")
+
+# What they do with it.
+USES = """
+h.reshape(-1, {n}).sin().view(*h.shape[:2], {n}) | h.view(*h.shape[:2], 2, {n} // 2).sin().flatten(2)
+h.view(*h.shape[:2], {n} // 2, 2).flip(-1).reshape(h.shape) | h.unflatten(-1, ({n} // 2, 2)).softmax(-1).flatten(-2)
+h.view(*h.shape[:2], {n} // 4, 4).softmax(-1).view(*h.shape[:2], {n}) | h[..., : {n}] * 2 | h.narrow(-1, 0, {n}).cos()
+h / {n} | h / {n} ** 0.5 | h * math.sqrt({n}) | h * math.log2({n}) | h ** ({n} / {n}) | h * (1 - 1 / {n})
+h % {n} + h
+h if {n} > 8 else h.sin() | h.sin() if {n} % 2 == 0 else h.cos() | h.sin() if isinstance({n}, int) else h
+h * bool({n})
+h * len(f"{{{n}}}") | h * len("x" * {n}) | h * len([0] * {n}) | h * {{16: 2}}.get({n}, 3) | h * ({n} in (16, 32))
+h * ({n} == h.shape[-1]) | h * sorted([{n}, 6])[0] | h + sum(range({n})) | h.sin() if {n} is not None and {n} else h
+torch.cat(h.split({n} // 2, -1)[::-1], -1).sin() | torch.cat(h.split([{n} // 2, {n} - {n} // 2], -1), -1).sin()
+torch.cat([h[..., i : i + 1] for i in range({n})], -1) | sum(h[..., i : i + 1] for i in range({n})) * h
+torch.cat(h.chunk({n}, -1), -1) | torch.stack([h[..., i] * i for i in range({n})], -1) | h.roll({n}, -1)
+h.roll({n} // 2, -1)
+h + torch.zeros({n}, {on}) | h + torch.ones({n}, dtype=h.dtype, {on}) | h * torch.arange({n}, {on})
+h + torch.full([1], {n}, {on}) | h + h.new_ones({n})
+h + h.new_zeros(h.shape[0], h.shape[1], {n}) | h + torch.tensor({n}) | h * torch.tensor([1.0, {n}])[0]
+h + torch.tensor([{n}])
+h + torch.empty_like(h).fill_({n}) | h @ torch.eye({n}, dtype=h.dtype, {on})
+h.expand(h.shape[0], h.shape[1], {n}) + 1
+h.as_strided(h.shape, h.stride()).sin() | h.sin() if h.is_contiguous() else h | h.mT.reshape(len(h), {n}, -1).mT.sin()
+F.pad(h, (0, {n}))[..., : {n}] | h.repeat(1, 1, {n} // {n}) | F.layer_norm(h, ({n},))
+F.rms_norm(h, [{n}], eps=1 / {n})
+F.dropout(h, 0 * {n}) | h.clamp(max={n} / 32) | h.cumsum(-1) / {n} | h - h.sum(-1, keepdim=True) / {n}
+h.softmax(-1) * {n}
+rearrange(h, "b s (g f) -> b s g f", f={n} // 4).sin().flatten(2) | rearrange(h, "b s (g f) -> b s (f g)", g=2).sin()
+rearrange(h, "b s (f g) -> b s f g", f={n} // 2).softmax(-1).flatten(2)
+repeat(h.mean(-1), "b s -> b s f", f={n}) + h
+F.linear(h, torch.ones({n}, {n}, dtype=h.dtype, {on})) / {n} | F.avg_pool1d(h, {n} // {n})
+torch.linspace(0, 1, {n}, {on}) * h
+F.scaled_dot_product_attention(h, h, h, scale={n} ** -0.5) | h.index_fill(-1, torch.tensor([0], {on}), {n})
+h.index_select(-1, torch.arange({n}, {on})) | h[..., torch.arange({n}, {on})].sin() | h[..., [*range({n})]]
+h.view(len(h), -1, {n}).sin()
+h.sum(-1, keepdim=True).expand(-1, -1, {n}) * 0.1 | h.masked_fill(torch.arange({n}, {on}) >= {n}, 0.0)
+h * h.new_tensor({n})
+h.where(torch.ones({n}, dtype=torch.bool, {on}), h.sin()) | h.view(torch.Size([*h.shape[:2], {n}])).sin()
+torch.broadcast_to(h.mean(-1, True), (*h.shape[:2], {n})) + h | h.tile((1, 1, {n} // {n}))
+h.unfold(-1, {n}, 1).sum(-2)
+""".replace("\n", " | ")
+
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in text.split(" | ") if entry.strip())
@@ -107,5 +162,6 @@ ANY = (
     *(f"h = {entry}" for text in (SHAPES, PRODUCTS, MIXED) for entry in _listed(text)),
     *(entry.replace("; ", "\n") for entry in _listed(IN_PLACE)),
 )
+SIZES = tuple(f"h = {use.format(n=n, on='device=h.device')}" for use in _listed(USES) for n in _listed(WIDTHS))
 # Of the positions alone: right on any mesh.
 POSITIONS = tuple(f"h = {entry.format(d=1)}" for entry in _listed(ALONG))
