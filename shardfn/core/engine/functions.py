@@ -12,6 +12,7 @@ from shardfn.core.engine.paired import Apart, sizes_of
 from shardfn.core.engine.variance import Variance
 
 _ASKING = {Tensor.is_contiguous}
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
@@ -30,6 +31,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in HOOKING:
             self._run.hooked(args[0])
+        if func in _READING:
+            self._run.read(*args[: 1 + (func is torch.equal)])
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
             args = (args[0], _of_tensors(args[1]), *args[2:])
         if func in _ASKING and self._worlds.at == "both":

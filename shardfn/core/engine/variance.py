@@ -16,7 +16,7 @@ done on what one process has, too (`paired.py`), and each result must be the par
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,14 @@ _SIZES = set(
 )
 
 
+class _Done(NamedTuple):
+    """An operation in one process: its name, what it was given, and the shapes of its results."""
+
+    name: str
+    given: tuple[Any, Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+
 class Variance(TorchDispatchMode):
     """Follows tags through the operations of a forward."""
 
@@ -101,8 +109,9 @@ class Variance(TorchDispatchMode):
         self._path: list[str] = [""]
         self._failed_at: str | None = None
         self._instead: Tensor | None = None  # what the next copy gives
-        self._shapes: list[tuple[str, tuple[tuple[int, ...], ...]]] | None = None  # of a function in one process
-        self._expected: Iterator[tuple[str, tuple[tuple[int, ...], ...]]] | None = None  # the same, for a rank
+        self._done: list[_Done] | None = None  # by a function in one process
+        self._expected: Iterator[_Done] | None = None  # the same, for a rank, as long as it does the same operations
+        self._apart = False  # a rank does what one process has done before
         self._tags = WeakIdKeyDictionary()
         self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
@@ -141,6 +150,12 @@ class Variance(TorchDispatchMode):
         """The values of a tensor; None when they are not known."""
         found = {world: self.values.as_list(taken(x, world)) for world in ALONE}
         return None if None in found.values() else both(found["rank"], found["one"])
+
+    def read(self, *values: Tensor) -> None:
+        """Python reads these: refuse what is made of a rank's sizes, of which both worlds have one memory."""
+        for x in values:
+            if not x.is_meta and self.worlds.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
+                self.refuse("the forward reads a value that is made of this rank's sizes", "sizes", x)
 
     def sources(self, args: Any) -> Collection[str]:
         """Where `Policy.acts` splits what a function is given first."""
@@ -186,13 +201,13 @@ class Variance(TorchDispatchMode):
 
         As long as it does the same operations in both, the shapes of results are known.
         """
-        self._shapes = []
+        self._done = []
         with self.worlds.only("one"), torch.no_grad():
             whole = done()
-        self._expected, self._shapes = iter(self._shapes), None
+        self._expected, self._done, self._apart = iter(self._done), None, True
         with self.worlds.only("rank"):
             mine = done()
-        self._expected = None
+        self._expected, self._apart = None, False
         out = self.packed(mine, whole)
         results, why = tensors_of(pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
         if why:
@@ -355,6 +370,8 @@ class Variance(TorchDispatchMode):
         if not watching():
             return out  # within a collective, which says itself what it made
         self._note_draws(func, args, out)
+        if base_name(func) == "_local_scalar_dense":
+            self.read(args[0])
         self._follow(func, args, kwargs, mine, out, local, whole if world == "both" else None)
         if self.numbers is not None:
             self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
@@ -369,17 +386,16 @@ class Variance(TorchDispatchMode):
 
     def _of_one(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.values.run(func, args, kwargs)
-        if self._shapes is not None:
-            self._shapes.append((base_name(func), tuple(tuple(x.shape) for x in tensors_of(out))))
+        if self._done is not None:
+            self._done.append(_Done(base_name(func), (args, kwargs), tuple(tuple(x.shape) for x in tensors_of(out))))
         return out
 
-    def _shapes_of_one(self, func: Any, whole: Any) -> tuple[tuple[int, ...], ...] | None:
-        """The shapes that the results of an operation have in one process, as far as that is known."""
-        if whole is not None:
-            return tuple(tuple(x.shape) for x in tensors_of(whole))
-        name, shapes = next(self._expected, ("", ())) if self._expected is not None else ("", ())
-        self._expected = self._expected if name == base_name(func) else None
-        return shapes if self._expected is not None else None
+    def _in_one(self, func: Any) -> "_Done | None":
+        """The same operation in one process, of a function that is done in each world by itself."""
+        done = next(self._expected, None) if self._expected is not None else None
+        same = done is not None and done.name == base_name(func)
+        self._expected = self._expected if same else None
+        return done if same else None
 
     def _note_draws(self, func: Any, args: Any, out: Any) -> None:
         """Refuse decisions by random values: each way would need a run of its own."""
@@ -422,7 +438,13 @@ class Variance(TorchDispatchMode):
         inputs, results = tensors_of((args, kwargs)), tensors_of(out)
         self.note_backwards(inputs)
         name = base_name(func)
-        parts = self._parts(func, inputs, *mine, tensors_of(local), self._shapes_of_one(func, whole))
+        done = self._in_one(func) if self._apart else None
+        shapes = tuple(tuple(x.shape) for x in tensors_of(whole)) if whole is not None else done and done.shapes
+        parts = self._parts(func, inputs, *mine, tensors_of(local), shapes)
+        if self._apart and (is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
+            why = f"{name} is given numbers made of this rank's sizes"
+            for own in parts:
+                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
         if whole is not None:
             self._compare(func, mine, taken((args, kwargs), "one"), tensors_of(local), tensors_of(whole), parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
@@ -441,6 +463,8 @@ class Variance(TorchDispatchMode):
             splits = frozenset(axis for axis, part in own.items() if part.split)
             tag = replace(known, parts=own, weight=weight, empty=empty & splits)
             if is_mutable(func):
+                if own and not result.is_meta and not inputs[0].is_meta:
+                    self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
                 self._note_written(result, own)
                 self._tag_base(result, tag)
             if inputs or own:
