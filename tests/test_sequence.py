@@ -260,7 +260,7 @@ def test_a_value_that_another_length_decides_is_refused(mesh: DeviceMesh) -> Non
     try:
         _require_like_one_rank(mesh, model, _policy(), _ids())
     except sf.ShardError as problem:
-        assert "asks for a value that is another one on one rank" in str(problem)
+        assert "decides by False, which is True on one rank" in str(problem)
 
 
 ENTRIES: dict[str, dict[str, str]] = {

@@ -150,7 +150,7 @@ class Trial:
         self._known: Adjustments | None = None
         self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
-        self._last: Variance | None = None  # the last run
+        self._decided: Sequence[Decision] = ()  # in the last run
 
     def adjustments(
         self, args: Any, kwargs: Any, known: Adjustments | None = None, blanks: Sequence[Place] = ()
@@ -296,6 +296,8 @@ class Trial:
             elif new := found.vary - adjust.vary:
                 adjust = replace(adjust, vary=adjust.vary | new)
             elif not found.mixed and not found.vary:
+                if self._decided:
+                    self._require_values_of_a_rank(adjust, _with_ends(adjust, found), self._decided)
                 if found.in_shares or found.may_scatter:
                     self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
                 return _with_ends(adjust, found)
@@ -385,10 +387,8 @@ class Trial:
             check_kept(variance, values)
         self._axes.agree()
         variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
-        found, self.bytes_moved = variance.findings, self._axes.bytes_moved
-        if variance.worlds.decided and not found.mixed:
-            self._require_values_of_a_rank(adjust, _with_ends(adjust, found), variance.worlds.decided)
-        return found
+        self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
+        return variance.findings
 
     def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments, decided: Sequence[Decision]) -> None:
         """Check that a rank, which goes other ways than one process, makes the same values of what it has.

@@ -70,7 +70,7 @@ class Functions(TorchFunctionMode):
         plain = {key: x for key, x in kwargs.items() if key != "requires_grad"} | {"device": "cpu"}
         held = func(*args, **plain)
         out = held.to("meta")
-        self._run.values.note(out, held)
+        self._run.values.note(out, held, made=True)
         return out.requires_grad_(kwargs.get("requires_grad", False))
 
 

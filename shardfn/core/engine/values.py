@@ -44,9 +44,9 @@ class Values:
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
 
-    def note(self, blank: Tensor, real: Tensor) -> None:
-        """A meta tensor stands for a real one."""
-        if _counts(real) and real.numel() <= _LARGEST:
+    def note(self, blank: Tensor, real: Tensor, made: bool = False) -> None:
+        """A meta tensor stands for a real one; `made`: of numbers, so that it counts whatever its dtype."""
+        if (made or _counts(real)) and real.numel() <= _LARGEST:
             self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
 
     def knows(self, x: Tensor) -> bool:
