@@ -113,6 +113,19 @@ def _if_contiguous(m: Any, h: Tensor) -> Tensor:
     return h if turned.is_contiguous() else -h
 
 
+def _in_memory(m: Any, h: Tensor) -> Tensor:
+    held = torch.zeros(2)
+    held[torch.tensor(h.shape[-1]) // 16] = 7.0
+    return h + held[1]
+
+
+def _read_again(m: Any, h: Tensor) -> Tensor:
+    held = torch.zeros(2)
+    seen = held.numpy()
+    held[0] = h.shape[-1]
+    return h + float(seen[0])
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     _as_key: "is no key: write int",
     _as_number_key: "decides by 8, which is 16",
@@ -121,6 +134,13 @@ REFUSED: dict[Callable[..., Any], str] = {
     _in_a_text: "decides by 8, which is 16",
     _through_numbers: "sizes",
     _chunks: "results here and|values are made here|sizes",
+    lambda m, h: h + torch.tensor(h.shape[-1]): "a value is made of this rank's sizes",
+    lambda m, h: h * h.new_tensor([h.shape[-1]]): "a value is made of this rank's sizes",
+    lambda m, h: h + (torch.tensor(h.shape[-1]) // 8).tolist(): "reads a value that is made of this rank's sizes",
+    lambda m, h: h + float((torch.tensor([h.shape[-1]]) // 8).numpy()[0]): "reads a value",
+    lambda m, h: h if torch.equal(torch.tensor([h.shape[-1]]) // 8, torch.tensor([2])) else h.sin(): "reads a value",
+    _in_memory: "reads a value",
+    _read_again: "writes a value|given numbers|copy_|fill_",
     _if_contiguous: "decides by True, which is False",
 }
 

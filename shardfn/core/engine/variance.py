@@ -353,13 +353,14 @@ class Variance(TorchDispatchMode):
         pairs = is_paired(args) or is_paired(kwargs)
         if world == "one":
             return self._alone(func, args, kwargs) if pairs else self._of_one(func, args, kwargs)
+        done = func
         if pairs and base_name(func) in _VIEWS:
-            func, args = torch.ops.aten.reshape.default, args[:2]
+            done, args = torch.ops.aten.reshape.default, args[:2]
         mine = taken((args, kwargs), "rank") if pairs else (args, kwargs)
         try:
-            out = local = whole = self.values.run(func, *mine)
+            out = local = whole = self.values.run(done, *mine)
             if pairs and world == "both":
-                whole = self.values.run(func, *taken((args, kwargs), "one"))
+                whole = self.values.run(done, *taken((args, kwargs), "one"))
         except Exception:
             tensors = tensors_of((args, kwargs))
             self.stuck = Stuck(base_name(func), tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors))
