@@ -19,7 +19,7 @@ trial.py. torch itself decides by one: the function that is running is done in e
 import linecache
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -283,6 +283,12 @@ def is_paired(tree: Any) -> bool:
     if isinstance(tree, dict):
         return any(map(is_paired, tree.values()))
     return type(tree) is Paired or (isinstance(tree, torch.SymInt | torch.SymFloat | torch.SymBool))
+
+
+def sources_of(leaves: Iterable[Any]) -> frozenset[str]:
+    """The modules at which `Policy.acts` splits what sizes among arguments are of."""
+    nodes = [x.node for x in leaves if type(x) in (Size, torch.SymInt)]
+    return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, _Sized)))
 
 
 def tensors_by_local(tree: Any) -> dict[int, Tensor]:

@@ -49,6 +49,7 @@ from shardfn.core.engine.paired import (
     local_of,
     of_memory,
     paired,
+    sources_of,
     taken,
     tensors_by_local,
     whole_of,
@@ -447,7 +448,8 @@ class Variance(TorchDispatchMode):
             for own in parts:
                 own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
         if whole is not None:
-            self._compare(func, mine, taken((args, kwargs), "one"), tensors_of(local), tensors_of(whole), parts)
+            other, sources = taken((args, kwargs), "one"), sources_of(leaves_of((args, kwargs)))
+            self._compare(func, mine, other, tensors_of(local), tensors_of(whole), parts, sources)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
                 for own in parts:
                     own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
@@ -548,8 +550,9 @@ class Variance(TorchDispatchMode):
         results: list[Tensor],
         wholes: list[Tensor],
         found: list[dict[str, Part]],
+        sources: frozenset[str],
     ) -> None:
-        """Lose what is not the part of the whole result that it is said to be."""
+        """Lose what is not the part of the whole result that it is said to be; `sources`: of sizes that it is given."""
         name = base_name(func)
         if len(wholes) != len(results):
             why = f"{name} has {len(results)} results here and {len(wholes)} on one rank"
@@ -572,6 +575,8 @@ class Variance(TorchDispatchMode):
                 problem = f"{name} is given numbers made of this rank's sizes"
         for own in found if problem else ():  # one wrong result tells of the others
             own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem, cure="sizes")))
+        if problem and sources:
+            self.needs_whole(sources, self._path[-1])
 
     def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
         """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
