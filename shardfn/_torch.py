@@ -1231,6 +1231,7 @@ def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor
 
 
 _aten = torch.ops.aten
+PLAIN = {_aten.size.default, _aten.stride.default}  # of which C++ wants numbers
 # How a tensor lies in memory, as torch asks a wrapper.
 OF_MEMORY: dict[Any, Callable[..., Any]] = {
     _aten.is_contiguous.default: Tensor.is_contiguous,
@@ -1238,6 +1239,7 @@ OF_MEMORY: dict[Any, Callable[..., Any]] = {
     _aten.sym_is_contiguous.default: lambda x, layout=torch.contiguous_format: x.is_contiguous(memory_format=layout),
     _aten.is_non_overlapping_and_dense.default: lambda x: x.is_contiguous() or x.t().is_contiguous(),
     _aten.is_strides_like_format.default: _aten.is_strides_like_format.default,
+    _aten.size.default: lambda x: list(x.shape),
     _aten.stride.default: lambda x: list(x.stride()),
     _aten.sym_stride.default: lambda x: list(x.stride()),
 }

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from shardfn.core.collectives import watched
 from shardfn.core.engine.functions import Functions
@@ -16,6 +19,7 @@ from shardfn.core.engine.paired import Paired, local_of, whole_of
 from shardfn.core.engine.tags import Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import SAME, SUM, Part, even
+from shardfn.testing import on_meshes
 
 RANKS = 2
 
@@ -296,6 +300,130 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
         torch.testing.assert_close(results[-1], expected)
     if said == SUM:
         torch.testing.assert_close(results[0] + results[1], expected)
+
+
+# One function of each row of operations along dims, of x [4, 4, 4, 4].
+ALONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "cumsum": lambda x: x.cumsum(-2),
+    "cumprod": lambda x: x.cumprod(0),
+    "cummax": lambda x: x.cummax(2).values,
+    "diff": lambda x: x.diff(dim=1),
+    "sort": lambda x: x.sort(1).values,
+    "sort, descending": lambda x: x.sort(descending=True).values,
+    "argsort": lambda x: x.argsort(2),
+    "topk": lambda x: x.topk(2, 1).values,
+    "kthvalue": lambda x: x.kthvalue(2, 1, keepdim=True).values,
+    "sum": lambda x: x.sum((0, 2)),
+    "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "mean of all": lambda x: x.mean(),
+    "amax": lambda x: x.amax((1, 3)),
+    "max": lambda x: x.max(1).values,
+    "min of all": lambda x: x.min(),
+    "prod": lambda x: x.prod(2),
+    "any": lambda x: (x > 1).any(1),
+    "argmax": lambda x: x.argmax(1),
+    "var": lambda x: x.var(2),
+    "var, biased, of all": lambda x: x.var(unbiased=False),
+    "std": lambda x: x.std((1, 2)),
+    "var_mean": lambda x: torch.var_mean(x, -1)[0],
+    "logsumexp": lambda x: x.logsumexp((1,)),
+    "norm": lambda x: x.norm(dim=1),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 3, (0, 1)),
+    "count_nonzero": lambda x: (x > 0).count_nonzero(1),
+    "nansum": lambda x: x.nansum(1),
+    "flip": lambda x: x.flip(1, 3),
+    "roll": lambda x: x.roll(1, 2),
+    "roll of all": lambda x: x.roll(1),
+    "tril": lambda x: x.tril(),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 0)),
+    "unfold": lambda x: x.unfold(1, 2, 1),
+    "select": lambda x: x[:, 1],
+    "unbind": lambda x: x.unbind(1)[1],
+    "index_select": lambda x: x.index_select(2, torch.tensor([1, 0])),
+    "view_as_complex": lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2))).real,
+    "max_pool1d": lambda x: F.max_pool1d(x.flatten(1, 2), 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 2),
+    "avg_pool1d": lambda x: F.avg_pool1d(x.flatten(1, 2), 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x.flatten(1, 2), 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 2),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 2),
+    "reflection_pad1d": lambda x: F.pad(x.flatten(1, 2), (1, 1), mode="reflect"),
+    "reflection_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replication_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "replication_pad3d": lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"),
+    "nearest1d": lambda x: F.interpolate(x.flatten(1, 2), scale_factor=2),
+    "nearest2d": lambda x: F.interpolate(x, scale_factor=2),
+    "nearest3d": lambda x: F.interpolate(x[None], scale_factor=2)[0],
+    "nearest-exact": lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bicubic, antialias": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", antialias=True),
+}
+
+
+def _made_by_ranks(fn: Callable[[Tensor], Tensor], x: Tensor, part: Part) -> tuple[list[Tensor], Part]:
+    """What each of two ranks makes of its part of `x`, or of half of it for a sum, and what is said of that."""
+    results, said = list[Tensor](), SAME
+    for rank in range(RANKS):
+        run = Variance({"tp": RANKS})
+        with run.worlds.run():
+            own = _taken(x, part, rank) if part.split else (x * 0.25 if rank else x * 0.75)
+            given = Paired(own, x) if own.shape != x.shape else own
+            run.mark(given, Tag({"tp": part}))
+            with run, Functions(run), watched(run.note_collective):
+                made = fn(given)
+        results.append(local_of(made))
+        said = run.tag(made).parts["tp"]
+    return results, said
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_goes_along_dims_keeps_parts_of_others(name: str) -> None:
+    torch.manual_seed(0)
+    fn, x, kept = ALONG[name], _rand(4, 4, 4, 4), []
+    expected = fn(x)
+    for part in (*(even(dim, 2) for dim in range(4)), SUM):
+        results, said = _made_by_ranks(fn, x, part)
+        kept.append(said.kind)
+        if said.split:
+            for rank, result in enumerate(results):
+                torch.testing.assert_close(result, _taken(expected, said, rank))
+        elif said.kind == "sum":
+            torch.testing.assert_close(results[0] + results[1], expected)
+        else:
+            assert said.kind == "lost" and said.why
+    assert "lost" in kept or name in ("sum", "sum of all", "view_as_complex"), "no dim is needed whole"
+    assert "split" in kept or name.endswith("of all"), "no dim may be split"
+
+
+@on_meshes({"tp": 2})
+def test_what_dtensor_computes_without_communication_is_not_refused(mesh: DeviceMesh) -> None:
+    """torch's own strategies for the same operations: where they need no data of others, neither do the rules."""
+    torch.manual_seed(0)
+    x, compared = _rand(4, 4, 4, 4), 0
+    for name, fn in ALONG.items():
+        for dim in range(4):
+            with CommDebugMode() as moved:
+                try:
+                    theirs = fn(distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None))
+                except (NotImplementedError, RuntimeError):  # it has no strategy for that
+                    continue
+            (placement,) = theirs.placements if isinstance(theirs, DTensor) else (None,)
+            if moved.get_total_counts() or not isinstance(placement, Shard):
+                continue
+            if not torch.equal(theirs.full_tensor(), fn(x)):
+                continue  # torch's strategy is silently wrong, in 2.13 that of cumsum by a negative dim
+            compared += 1
+            _, said = _made_by_ranks(fn, x, even(dim, 2))
+            assert said.split and said.dim == placement.dim, (name, dim, said, placement)
+    assert compared > 40
 
 
 def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:

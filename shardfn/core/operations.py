@@ -229,6 +229,8 @@ for _name in (
     "addcmul",
     "addcdiv",
     "hardswish",
+    "log_sigmoid_forward",
+    "log_sigmoid_backward",
     "floor_divide",
     "lerp",
     "pow",
@@ -338,15 +340,6 @@ def _viewed(op: Operation, part: Part) -> Part:
     return found or way
 
 
-@_rule("view_as_complex", "view_as_real")
-@_moving
-def _paired(op: Operation, part: Part) -> Part:
-    """The last dim of a real tensor is taken for real and imaginary parts."""
-    if part.dim == max(op.args[0].dim(), op.results[0].dim()) - 1:
-        raise Lost(f"{op.name} of a dim that is split")
-    return part
-
-
 @_rule("t", "transpose", "permute", "movedim", "numpy_T")
 @_moving
 def _permuted(op: Operation, part: Part) -> Part:
@@ -411,15 +404,6 @@ def _tiled(op: Operation, part: Part) -> Part:
     return replace(part, dim=dim, runs=tuple((outer * times, inner) for outer, inner in part.runs))
 
 
-@_rule("select")
-@_moving
-def _selected(op: Operation, part: Part) -> Part:
-    dim = op.args[1] % op.args[0].dim()
-    if dim == part.dim:
-        raise Lost("one element is taken of a dim that is split")
-    return part.at(part.dim - (dim < part.dim))
-
-
 @_rule("slice", "narrow")
 @_moving
 def _slice(op: Operation, part: Part) -> Part:
@@ -450,43 +434,6 @@ def _pieces(op: Operation, part: Part) -> Parts:
         out.append(sliced(part, start, piece.shape[dim]))
         start += piece.shape[dim]
     return out
-
-
-@_rule("unbind")
-@_moving
-def _unbound(op: Operation, part: Part) -> Part:
-    dim = op.given(1, "dim", 0) % op.args[0].dim()
-    if dim == part.dim:
-        raise Lost("a dim that is split is taken apart")
-    return part.at(part.dim - (dim < part.dim))
-
-
-@_rule("constant_pad_nd")
-def _padded(op: Operation) -> "Part | Parts | None":
-    if op.part(op.args[0]) == SUM and op.given(2, "value", 0):
-        raise Lost("a number is written around a sum that is still pending: it would count once a rank")
-    return _beside(op)
-
-
-@_rule("flip", "roll", "tril", "triu", "unfold", "diff")
-@_moving
-def _beside(op: Operation, part: Part) -> Part:
-    """Within some dims, of which the split one is none."""
-    ndim = op.args[0].dim()
-    if op.name in ("tril", "triu"):
-        dims = [ndim - 2, ndim - 1]
-    elif op.name == "constant_pad_nd":
-        widths = op.args[1]
-        dims = [ndim - 1 - i // 2 for i, width in enumerate(widths) if width]
-    elif op.name == "roll":
-        dims = [dim % ndim for dim in op.given(2, "dims", [])] or list(range(ndim))
-    elif op.name == "unfold":
-        dims = [op.args[1] % ndim]
-    else:
-        dims = [dim % ndim for dim in op.given(1, "dims", [])]
-    if part.dim in dims:
-        raise Lost(f"{op.name} along a dim that is split")
-    return part
 
 
 @_rule("cat", "stack")
@@ -678,56 +625,126 @@ def _convolution(op: Operation) -> Part | None:
     return product
 
 
-# -- along a dim ------------------------------------------------------------------------------------------------------
+# -- along some dims, of which none may be split ----------------------------------------------------------------------
 
 
-@_rule(
-    *(
-        "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk cummax cummin log_softmax "
-        "softmax argsort kthvalue"
-    ).split()
-)
+@dataclass(frozen=True)
+class _Along:
+    """An operation whose every result depends on all of some dims of its first argument, and else on one place.
+
+    `linear`: a pending sum stays one. `means`: what it does to these dims, in an error.
+    """
+
+    dims: Callable[[Operation], Sequence[int]]
+    linear: bool = False
+    means: str = "along"
+
+
+def _dim(at: int, default: int = -1) -> Callable[[Operation], Sequence[int]]:
+    """The dim of an argument `dim`, or at its place."""
+
+    def dims(op: Operation) -> Sequence[int]:
+        given = op.given(at, "dim", default)
+        given = default if given is None or isinstance(given, bool) else given
+        return [given] if isinstance(given, int) else given
+
+    return dims
+
+
+def _dims(at: int, name: str = "dim") -> Callable[[Operation], Sequence[int]]:
+    """The same; without any, all dims."""
+
+    def dims(op: Operation) -> Sequence[int]:
+        given = op.given(at, name)
+        if isinstance(given, int) and not isinstance(given, bool):
+            return [given]
+        return given if isinstance(given, Sequence) and given else range(op.args[0].dim())
+
+    return dims
+
+
+def _last(count: int) -> Callable[[Operation], Sequence[int]]:
+    return lambda op: range(-count, 0)
+
+
+def _padded_dims(op: Operation) -> Sequence[int]:
+    return [-1 - at // 2 for at, width in enumerate(op.args[1]) if width]
+
+
+_ALONG: dict[str, _Along] = {}
+for _names, _row in (
+    ("cumsum", _Along(_dim(1), linear=True)),
+    ("diff", _Along(_dim(2), linear=True)),
+    ("_softmax _log_softmax _safe_softmax softmax log_softmax logcumsumexp cumprod cummax cummin", _Along(_dim(1))),
+    ("sort argsort", _Along(_dim(1))),
+    ("topk kthvalue", _Along(_dim(2))),
+    ("sum mean", _Along(_dims(1), linear=True, means="over")),
+    ("amax amin max min prod any all argmax argmin var std var_mean", _Along(_dims(1), means="over")),
+    ("logsumexp count_nonzero nansum", _Along(_dims(1), means="over")),
+    ("linalg_vector_norm norm", _Along(_dims(2), means="over")),
+    ("flip", _Along(_dims(1, "dims"), linear=True)),
+    ("roll", _Along(_dims(2, "dims"), linear=True)),
+    ("tril triu", _Along(_last(2), linear=True)),
+    ("view_as_complex", _Along(_last(1), linear=True)),
+    ("view_as_real", _Along(_last(0), linear=True)),
+    ("constant_pad_nd", _Along(_padded_dims, linear=True)),
+    ("unfold", _Along(_dim(1), linear=True)),
+    ("select unbind", _Along(_dim(1, 0), linear=True, means="an element of")),
+    ("index_select", _Along(_dim(1), linear=True, means="elements of")),
+    ("max_pool1d adaptive_max_pool1d", _Along(_last(1))),
+    ("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _Along(_last(2))),
+    ("max_pool3d max_pool3d_with_indices adaptive_max_pool3d", _Along(_last(3))),
+    ("avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d", _Along(_last(1), linear=True)),
+    ("upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d", _Along(_last(1), linear=True)),
+    ("avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d", _Along(_last(2), linear=True)),
+    ("reflection_pad2d replication_pad2d", _Along(_last(2), linear=True)),
+    ("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d", _Along(_last(2), linear=True)),
+    ("_upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa", _Along(_last(2), linear=True)),
+    ("avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d", _Along(_last(3), linear=True)),
+    ("reflection_pad3d replication_pad3d", _Along(_last(3), linear=True)),
+    ("upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d", _Along(_last(3), linear=True)),
+):
+    _ALONG.update(dict.fromkeys(_names.split(), _row))
+
+
 def _along(op: Operation) -> Part | None:
-    part = _one(op)
-    at = {"topk": 2, "kthvalue": 2}.get(op.name, 1)
-    dim = op.given(at, "dim", -1)
-    dim = -1 if dim is None or isinstance(dim, bool) else dim
-    if part.kind == "sum":
-        if op.name == "cumsum":
-            return SUM
-        raise Lost(f"{op.name} of a sum that is still pending")
-    if part.split and dim % op.args[0].dim() in (part.dim, part.second):
-        raise Lost(f"{op.name} along dim {dim % op.args[0].dim()}, of which each rank has a part")
-    return part
-
-
-@_rule(
-    *(
-        "sum mean amax amin max min prod any all argmax argmin var std var_mean logsumexp linalg_vector_norm norm "
-        "count_nonzero nansum"
-    ).split()
-)
-def _reduced(op: Operation) -> Part | None:
-    part, x = _one(op), op.args[0]
-    if part.kind == "sum":
-        if op.name in ("sum", "mean"):
-            return SUM
+    part, row, x = _one(op), _ALONG[op.name.rstrip("_")], op.args[0]
+    if part.kind == "sum" and not row.linear:
         raise Lost(f"{op.name} of a sum that is still pending")
     if not part.split:
         return part
-    at = 2 if op.name in ("linalg_vector_norm", "norm") else 1
-    dims = op.given(at, "dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    dims = [dim % x.dim() for dim in dims] if dims else list(range(x.dim()))
-    if part.dim in dims:
-        if op.name == "sum" and part.share == 1 and op.adds_padding(x, part.dim, part):
-            raise Lost(f"sum over dim {part.dim}, of which each rank has a part, and that may be padded (Policy.pad)")
-        if op.name == "sum" and part.share == 1:
-            return SUM
-        raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
-    if op.results[0].dim() == x.dim():
+    dims = {dim % x.dim() for dim in row.dims(op)}
+    if found := dims & {part.dim, part.second}:
+        raise Lost(f"{op.name} {row.means} dim {min(found)}, of which each rank has a part")
+    if op.results[0].dim() >= x.dim():
         return part
-    return part.at(part.dim - sum(dim < part.dim for dim in dims))
+    at, second = (None if dim is None else dim - sum(one < dim for one in dims) for dim in (part.dim, part.second))
+    return replace(part, dim=at, second=second)
+
+
+for _name in _ALONG:
+    _RULES[_name] = _along
+
+
+@_rule("sum")
+def _summed(op: Operation) -> Part | None:
+    part, x = op.part(op.args[0]), op.args[0]
+    dims = {dim % max(x.dim(), 1) for dim in _ALONG["sum"].dims(op)}
+    if part is None or not part.split or part.dim not in dims or part.share > 1 or part.second is not None:
+        return _along(op)
+    if op.adds_padding(x, part.dim, part):
+        raise Lost(f"sum over dim {part.dim}, of which each rank has a part, and that may be padded (Policy.pad)")
+    return SUM
+
+
+@_rule("constant_pad_nd")
+def _padded(op: Operation) -> Part | None:
+    if op.part(op.args[0]) == SUM and op.given(2, "value", 0):
+        raise Lost("a number is written around a sum that is still pending: it would count once a rank")
+    return _along(op)
+
+
+# -- attention and norms ----------------------------------------------------------------------------------------------
 
 
 @_rule(
@@ -802,26 +819,6 @@ def _group_norm(op: Operation) -> Parts:
     return [part, *[even(1, groups)] * (len(op.results) - 1)]
 
 
-@_rule("max_pool1d", "max_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d")
-def _largest(op: Operation) -> "Part | Parts | None":
-    if op.part(op.args[0]) == SUM:
-        raise Lost(f"{op.name} of a sum that is still pending")
-    return _spatial(op)
-
-
-@_rule(
-    *(
-        "avg_pool1d avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d "
-        "upsample_bicubic2d reflection_pad2d"
-    ).split()
-)
-@_moving
-def _spatial(op: Operation, part: Part) -> Part:
-    if part.dim >= op.args[0].dim() - 2 + ("1d" in op.name):
-        raise Lost(f"{op.name} along a dim that is split")
-    return part
-
-
 @_rule("pixel_shuffle")
 @_moving
 def _shuffled(op: Operation, part: Part) -> Part:
@@ -865,14 +862,6 @@ def _embedding(op: Operation) -> Part | None:
     if ids is not None and ids.split:
         raise Lost("a lookup of split ids in a split table")
     return table.at(op.results[0].dim() - 1)
-
-
-@_rule("index_select")
-def _index_select(op: Operation) -> Part | None:
-    part = _one(op)
-    if part.split and op.args[1] % op.args[0].dim() == part.dim:
-        raise Lost("elements are picked of a dim that is split")
-    return part
 
 
 @_rule("index")
@@ -940,4 +929,4 @@ def _nll(op: Operation) -> Part | None:
 
 
 # The rules that follow `Part.second`.
-_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _mm, _bmm, _along}
+_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _mm, _bmm, _along, _summed}

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardfn._torch import OF_MEMORY, Node, plainly, symbol, wrapper
+from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
 
 World = Literal["both", "rank", "one"]
 ALONE: tuple[World, World] = ("rank", "one")
@@ -243,10 +243,11 @@ class Paired(Tensor):
 
 
 def of_memory(func: Any, args: Any) -> Any:
-    """How a pair lies in memory."""
+    """How a pair lies in memory; who asks for plain numbers decides by them."""
     rank, one = (OF_MEMORY[func](*taken(args, world)) for world in ALONE)
     if isinstance(rank, list):
-        return [_symbol(*n) for n in zip(rank, one, strict=True)]
+        made = _WORLDS.get().decide if func in PLAIN else _symbol
+        return [made(*n) for n in zip(rank, one, strict=True)]
     return _WORLDS.get().decide(rank, one, in_general=False)
 
 
