@@ -61,8 +61,10 @@ from shardfn.core.wiring import (
     wire,
 )
 
-_ROUNDS = 24
 _TRIES = 16  # how many further runs may look for what to write when one fails
+# What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one
+# model, so that runs end.
+_GROWS = ("several", "entries", "whole", "sums", "gather", "vary")
 # What the last run found belongs to the adjustments as it is.
 _ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
 _NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
@@ -279,30 +281,15 @@ class Trial:
                 raise first from first.__cause__  # it says more
 
     def _settled(self, adjust: Adjustments) -> Adjustments:
-        found = Findings()
-        for _ in range(_ROUNDS):
-            found = self._run(adjust)
-            if new := found.several - adjust.several:
-                adjust, self._several_tried = replace(adjust, several=adjust.several | new), True
-            elif new := found.entries - adjust.entries:
-                adjust = replace(adjust, entries=adjust.entries | new)
-            elif new := found.whole - adjust.whole:
-                adjust = replace(adjust, whole=adjust.whole | new)
-            elif new := found.sums - adjust.sums:  # before what these sums meet asks for more
-                first = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
-                adjust = replace(adjust, sums=adjust.sums | first)
-            elif new := found.gather - adjust.gather:
-                adjust = replace(adjust, gather=adjust.gather | new)
-            elif new := found.vary - adjust.vary:
-                adjust = replace(adjust, vary=adjust.vary | new)
-            elif not found.mixed and not found.vary:
-                if self._decided:
-                    self._require_values_of_a_rank(adjust, _with_ends(adjust, found), self._decided)
-                if found.in_shares or found.may_scatter:
-                    self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
-                return _with_ends(adjust, found)
-            else:
-                break
+        while (grown := _grown(adjust, found := self._run(adjust))) is not None:
+            self._several_tried |= grown.several != adjust.several
+            adjust = grown
+        if not found.mixed and not found.vary:
+            if self._decided:
+                self._require_values_of_a_rank(adjust, _with_ends(adjust, found), self._decided)
+            if found.in_shares or found.may_scatter:
+                self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
+            return _with_ends(adjust, found)
         for source, axis in sorted(found.vary if not found.mixed else ()):
             what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
             found.mixed.append(Problem(what, "gradient"))
@@ -585,6 +572,18 @@ class _MetaWeights:
 def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The table of a module without data: of what is not in the tree, it is used."""
     return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
+
+
+def _grown(adjust: Adjustments, found: Findings) -> Adjustments | None:
+    """What the next run goes by; None when this one has found nothing new."""
+    for name in _GROWS:
+        known = getattr(adjust, name)
+        new = getattr(found, name) - known
+        if name == "sums":  # the outer ones later: before what these sums meet asks for more
+            new = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
+        if new:
+            return replace(adjust, **{name: known | new})
+    return None
 
 
 def _with_ends(adjust: Adjustments, found: Findings) -> Adjustments:
