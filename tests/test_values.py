@@ -1,13 +1,16 @@
 """What a run without data knows of values: integers, what is made of them, lists and masks."""
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.values import Values
 from shardfn.core.engine.variance import Variance
+from shardfn.testing import assert_close, assert_trees_close, on_meshes
 
 
 def _run() -> tuple[Variance, Tensor]:
@@ -75,3 +78,55 @@ def test_a_forward_that_reads_integers_is_planned() -> None:
     policy = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
     example = (torch.empty(4, 8), torch.tensor([True, False, True, True]), torch.tensor([1, 2]))
     assert sf.plan(Ragged(), sf.MeshSpec(fsdp=1, tp=2), policy, example=example).comm_bytes > 0
+
+
+class _OwnTensors(nn.Module):
+    """Makes tensors without naming a device, as CPU scripts do, and keeps one that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.pos = nn.Embedding(16, 8), nn.Embedding(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = torch.linspace(1, 2, 8)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = (self.emb(ids) + self.pos(torch.arange(ids.shape[1]))) * self.scale
+        keep = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        if not keep.all():
+            x = x * keep[..., None]
+        causal = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+        h = (x @ x.mT).masked_fill(~causal, -1e9).softmax(-1) @ self.up(x).sin()
+        return self.down(torch.zeros(h.shape) + h)
+
+
+RULES = {"up.weight": "f@tp c", "up.bias": "f@tp", "down.weight": "c f@tp"}
+
+
+@on_meshes({"tp": 2})
+def test_tensors_that_a_forward_makes_without_a_device(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = _OwnTensors()
+    ids, lengths = torch.randint(16, (2, 4)), torch.tensor([4, 2])
+    expected = model(ids, lengths)
+    expected.square().mean().backward()
+    params = sf.shard(model, mesh, sf.Policy(rules=RULES))
+    _, grads = sf.value_and_grad(lambda p: sf.apply(model, p, ids, lengths).square().mean())(params)
+    assert_close(sf.apply(model, params, ids, lengths), expected)
+    assert_trees_close(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_what_is_written_into_a_tensor_with_data_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(4, 8)
+            out[:2] = self.down(self.up(x))[:2]
+            return out + 0 * x
+
+    with torch.device("meta"):
+        model = Writes()
+    with pytest.raises(sf.ShardError, match=r"must follow x\.device"):
+        sf.plan(model, sf.MeshSpec(tp=2), sf.Policy(rules=RULES), example=torch.empty(4, 8))

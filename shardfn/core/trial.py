@@ -153,6 +153,7 @@ class Trial:
         self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._decided: Sequence[Decision] = ()  # in the last run
+        self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
 
     def adjustments(
         self, args: Any, kwargs: Any, known: Adjustments | None = None, blanks: Sequence[Place] = ()
@@ -384,9 +385,9 @@ class Trial:
             ShardError: it does not, or that cannot be told.
         """
         drops = self._drops
-        mine = Numbers()
+        mine = Numbers(on_cpu=self._on_cpu)
         followed = mine, self._left(adjust, self._variance("both", mine))
-        other = Numbers(mine)
+        other = Numbers(mine, self._on_cpu)
         alone = self._variance("rank", other)
         try:
             done = other, self._left(ended, alone, follows=False)
@@ -407,7 +408,8 @@ class Trial:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
         stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
-        return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers)
+        ours = others_forwards(self.plan)
+        return Variance(sizes, world, ours, padded, self._asked_for, numbers, self._on_cpu)
 
     def _left(self, adjust: Adjustments, variance: Variance, follows: bool = True) -> tuple[Any, ...] | None:
         """What a forward returns and keeps; None when it failed, and another run may do better.

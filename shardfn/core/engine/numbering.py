@@ -44,9 +44,9 @@ _UNWRITTEN = -1
 class Numbers:
     """The numbers of the values of one run."""
 
-    def __init__(self, other: "Numbers | None" = None) -> None:
-        """`other`: those of a run that they are compared with."""
-        self.values = Values()  # which are known in this run
+    def __init__(self, other: "Numbers | None" = None, on_cpu: bool = True) -> None:
+        """`other`: those of a run that they are compared with; `on_cpu`: see `Values`."""
+        self.values = Values(on_cpu)  # which are known in this run
         self._known: dict[Hashable, int] = other._known if other is not None else {}
         self._of = WeakIdKeyDictionary()  # tensor -> its number, and what had been written to its memory by then
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, what has been written to it

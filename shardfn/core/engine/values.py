@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import base_name, base_of, holds_data, is_mutable, outside_dispatch, outside_functions, pytree
+from shardfn._torch import (
+    base_name,
+    base_of,
+    holds_data,
+    is_mutable,
+    outside_dispatch,
+    outside_functions,
+    pytree,
+    version_of,
+)
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -41,8 +50,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
 class Values:
     """What is known of the values of meta tensors."""
 
-    def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()
+    def __init__(self, on_cpu: bool = True) -> None:
+        """`on_cpu`: the forward computes there, so that tensors of its own, made without a device, meet the others."""
+        self._known, self._on_cpu = WeakIdKeyDictionary(), on_cpu
+        self._moved = WeakIdKeyDictionary()  # tensor with data -> how often it was written, what stands for it
 
     def note(self, blank: Tensor, real: Tensor, made: bool = False) -> None:
         """A meta tensor stands for a real one; `made`: of numbers, so that it counts whatever its dtype."""
@@ -61,6 +72,11 @@ class Values:
         if name == "_grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
         tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
+            written = args[:1] if is_mutable(func) else ()  # stays itself, or what is written would be lost
+            args = (*written, *pytree.tree_map(self._meeting, args[len(written) :]))
+            kwargs = pytree.tree_map(self._meeting, kwargs)
+            tensors = tensors_of((args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if (
             draws
@@ -108,6 +124,17 @@ class Values:
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""
         return self._known[x].tolist() if x in self._known else None
+
+    def _meeting(self, x: Any) -> Any:
+        """What stands for a tensor with data where it meets others; scalars may be anywhere."""
+        if not isinstance(x, Tensor) or x.is_meta or not x.dim() or x.device.type != "cpu":
+            return x
+        version, blank = self._moved.get(x) or (None, x)
+        if version != version_of(x):
+            blank = torch.empty_like(x, device="meta")
+            self.note(blank, x, made=True)
+            self._moved[x] = version_of(x), blank
+        return blank
 
     def _by_numbers(self, args: Any) -> Any:
         """Arguments of an indexing operation with the numbers of rows instead of a known mask."""

@@ -89,6 +89,7 @@ class Variance(TorchDispatchMode):
         padded: Collection[tuple[int, int]] = (),
         asked_for: str = "",
         numbers: Numbers | None = None,
+        on_cpu: bool = True,
     ) -> None:
         """Follow what differs over axes.
 
@@ -99,12 +100,13 @@ class Variance(TorchDispatchMode):
             padded: (true size, stored size) of factors that are padded on ranks.
             asked_for: which derivatives are, besides a gradient, see `derivatives_asked_for`.
             numbers: those of values, if they count.
+            on_cpu: whether the forward computes there, see `Values`.
         """
         super().__init__()
         self.sizes = dict(sizes)
         self.worlds, self._pairs = Worlds(world), world == "both"
         self.worlds.path, self.worlds.noted = lambda: self._path[-1], self._decided
-        self.values, self.numbers = numbers.values if numbers is not None else Values(), numbers
+        self.values, self.numbers = numbers.values if numbers is not None else Values(on_cpu), numbers
         self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
         self._path: list[str] = [""]
