@@ -415,7 +415,8 @@ def test_what_dtensor_computes_without_communication_is_not_refused(mesh: Device
                     theirs = fn(distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None))
                 except (NotImplementedError, RuntimeError):  # it has no strategy for that
                     continue
-            (placement,) = theirs.placements if isinstance(theirs, DTensor) else (None,)
+            assert isinstance(theirs, DTensor)
+            (placement,) = theirs.placements
             if moved.get_total_counts() or not isinstance(placement, Shard):
                 continue
             if not torch.equal(theirs.full_tensor(), fn(x)):
