@@ -264,6 +264,18 @@ def argument_names(operation: Any) -> list[str]:
     return [argument.name for argument in operation._schema.arguments]
 
 
+def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What an operator is given, with a change of all but the tensors that it writes to."""
+    named = {argument.name: argument for argument in func._schema.arguments}
+
+    def changed(argument: Any, value: Any) -> Any:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        return value if written else pytree.tree_map(change, value)
+
+    places = zip(named.values(), args, strict=False)
+    return tuple(changed(*each) for each in places), {key: changed(named[key], value) for key, value in kwargs.items()}
+
+
 def is_mutable(operation: Any) -> bool:
     """Whether an operation writes one of its arguments."""
     return operation._schema.is_mutable

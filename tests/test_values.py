@@ -1,5 +1,7 @@
 """What a run without data knows of values: integers, what is made of them, lists and masks."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,16 +117,28 @@ def test_tensors_that_a_forward_makes_without_a_device(mesh: DeviceMesh) -> None
     assert_trees_close(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_what_is_written_into_a_tensor_with_data_is_refused() -> None:
+def _written(h: Tensor) -> Tensor:
+    out = torch.zeros(4, 8)
+    out[:2] = h[:2]
+    return out
+
+
+def _given_to_write(h: Tensor) -> Tensor:
+    out = torch.zeros(4, 8)
+    with torch.no_grad():
+        torch.mul(h, 2, out=out)
+    return out
+
+
+@pytest.mark.parametrize("written", [_written, _given_to_write])
+def test_what_is_written_into_a_tensor_with_data_is_refused(written: Callable[[Tensor], Tensor]) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            out = torch.zeros(4, 8)
-            out[:2] = self.down(self.up(x))[:2]
-            return out + 0 * x
+            return written(self.down(self.up(x))) + 0 * x
 
     with torch.device("meta"):
         model = Writes()

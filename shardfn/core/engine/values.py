@@ -20,6 +20,7 @@ from shardfn._torch import (
     outside_functions,
     pytree,
     version_of,
+    without_writing,
 )
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
@@ -73,9 +74,7 @@ class Values:
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
         tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
         if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
-            written = args[:1] if is_mutable(func) else ()  # stays itself, or what is written would be lost
-            args = (*written, *pytree.tree_map(self._meeting, args[len(written) :]))
-            kwargs = pytree.tree_map(self._meeting, kwargs)
+            args, kwargs = without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if (
