@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from shardfn.core import operations
 from shardfn.core.collectives import watched
 from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.paired import Paired, local_of, whole_of
@@ -450,3 +451,9 @@ def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], su
         found, row = summed(x), F.linear(x, weight)
     assert run.tag(found).parts["tp"].kind == ("lost" if padded in (((5, 6),), ((2, 3),)) else "sum")
     assert run.tag(row).parts["tp"] == SUM, "a row-parallel linear"
+
+
+def test_what_nothing_is_known_of_says_so_where_it_is_done_in_each_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(operations._RULES, "upsample_nearest2d")
+    _, said = _made_by_ranks(ALONG["nearest2d"], _rand(4, 4, 4, 4), even(1, 2))
+    assert said.kind == "lost" and said.why == "nothing is known of upsample_nearest2d on split values"

@@ -144,3 +144,18 @@ def test_what_is_written_into_a_tensor_with_data_is_refused(written: Callable[[T
         model = Writes()
     with pytest.raises(sf.ShardError, match=r"must follow x\.device"):
         sf.plan(model, sf.MeshSpec(tp=2), sf.Policy(rules=RULES), example=torch.empty(4, 8))
+
+
+def test_a_tensor_with_data_counts_as_it_is_where_it_meets_others() -> None:
+    run, x = _run()
+    own = torch.tensor([1, 0, 2])
+    with run.worlds.run(), run, Functions(run):
+        assert (x + own).tolist() == [4, 1, 4]
+        own.add_(1)
+        assert (x + own).tolist() == [5, 2, 5]
+
+
+def test_a_tensor_on_the_cpu_meets_no_other_of_another_device() -> None:
+    run = Variance({}, on_cpu=False)
+    with run.worlds.run(), run, Functions(run), pytest.raises(RuntimeError, match="device"):
+        _ = torch.empty(3, device="meta") + torch.ones(3)
