@@ -847,9 +847,16 @@ def compiles_itself_no_more(module: nn.Module) -> None:
     module._compiled_call_impl = None
 
 
-def refresh_flat_weights(rnn: nn.RNNBase) -> None:
-    """RNNs read their weights from a list made when they were built; make it from their attributes."""
-    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+def refresh_flat_weights(rnn: nn.RNNBase, plain: bool = False) -> None:
+    """RNNs read their weights from a list made when they were built; make it from their attributes.
+
+    `plain`: from what their table of parameters holds as a dict, whatever its class says.
+    """
+    names = rnn._flat_weights_names
+    if plain:
+        rnn._flat_weights = [dict.get(rnn._parameters, name) for name in names]
+    else:
+        rnn._flat_weights = [getattr(rnn, name) for name in names]
 
 
 def drop_flat_weights(rnn: nn.RNNBase) -> None:
@@ -921,6 +928,14 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad collects it
         return False
+
+
+node_that_runs: Callable[[], Any] = torch._C._current_autograd_node  # of the backward in this thread; None outside
+
+
+def metadata_of(node: Any) -> dict[Any, Any]:
+    """A dict that lives as long as a node of a graph."""
+    return node.metadata
 
 
 def function_of(node: Any) -> str:

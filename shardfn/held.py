@@ -6,10 +6,11 @@ that functions take.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -17,10 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, unwrap_local
+from shardfn._torch import (
+    buffers_of,
+    children_of,
+    compiler_of_wrapped,
+    dtypes_of,
+    parameters_of,
+    refresh_flat_weights,
+    unwrap_local,
+)
 from shardfn.core.agreement import agree
+from shardfn.core.apply import apply
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict
+from shardfn.core.engine.in_place import Place, runs_in_place, with_table
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import Grid, grid
@@ -29,10 +40,12 @@ from shardfn.core.plan import Plan, Reduction, plan
 from shardfn.core.policy import Policy
 from shardfn.core.shadow import OWN, submodule, unwrapped
 from shardfn.core.tree import Params
+from shardfn.core.wiring import unit_casts
 from shardfn.watched import REPLACED, SHARD, watch_optimizers
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
+_compiler_in = attrgetter("_compiled_call_impl")
 _MOST = 6  # problems in one message
 
 
@@ -42,16 +55,21 @@ class Held:
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
+        for module in model.modules():
+            with_table(module)
+        self._place: Place | None = None
         self._slots = _slots(model, plan)
         self._buffers: list[tuple[str, Slot]] = []
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
         self._dtypes = self._dtypes_now()
         self._find_buffers(model)
+        self._modules = [weakref.ref(unwrapped(module)) for module in model.modules()]
+        self._runs_in_place = runs_in_place(plan) and not any(compiler_of_wrapped(x) for x in model.modules())
 
     def leaves(self) -> dict[str, Any]:
         """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
-        found = {name: table[key] for name, (table, key) in self._slots.items()}
+        found = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
         if nn.Parameter in set(map(type, found.values())):  # leaves are DTensors
             return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
         return found
@@ -70,6 +88,21 @@ class Held:
         params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
         params.holds_back = holds_back
         return params
+
+    def run(self, model: nn.Module, params: Params, method: str, args: Any, kwargs: Any) -> Any:
+        """Call a method of the module with the weights of a tree that `params` made.
+
+        The module itself computes, or copies of it where its forwards are not its own, or compiled.
+        """
+        if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
+            if self._place is None:
+                self._place = Place(model, self.plan, unit_casts(self.plan))
+            params.in_place = self._place
+        try:
+            return apply(model, params, *args, method=method, **kwargs)
+        finally:
+            if params.in_place is None:
+                self.keep_buffers(model, params)
 
     def params_of_whole(self, model: nn.Module) -> Params:
         """The tree of the values that whole parameters in the places of the shards have now; nobody trains them."""
@@ -161,6 +194,7 @@ def install(model: nn.Module, params: Params) -> Held:
             keys[key] = made[leaf.name]
             note_shard(submodule(model, path), key, params.plan.layouts[name].placed)
         _put(table, attribute, keys)
+    _refresh_flat_weights(model)
     _warn_of_references(model)
     for name, buffer in params.buffers.items():
         path, _, key = name.rpartition(".")
@@ -291,6 +325,7 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
         for key in leaves:
             del table[key]
         table[attribute] = made[name]
+    _refresh_flat_weights(model)
     try:
         yield made
         _note_replaced(model, made, held)
@@ -298,6 +333,13 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
         for table, had in zip(tables, before, strict=True):
             table.clear()
             table.update(had)
+        _refresh_flat_weights(model)
+
+
+def _refresh_flat_weights(model: nn.Module) -> None:
+    for module in map(unwrapped, model.modules()):
+        if isinstance(module, nn.RNNBase):
+            refresh_flat_weights(module, plain=True)
 
 
 def _note_replaced(model: nn.Module, made: dict[str, nn.Parameter], held: Held) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
 from shardfn.core import checkpoint, optim
-from shardfn.core.apply import apply
 from shardfn.core.checkpoint import from_state_dict, to_state_dict
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import is_held_back
@@ -113,9 +112,9 @@ class Trainer(nn.Module):
         self._syncs = True
         # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
         self.__dict__["_model"] = model
+        self._held = install(model, params)
         set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
         self.training = model.training
-        self._held = install(model, params)
         self._differentiates = self._is_whole = False
         model.register_load_state_dict_pre_hook(_require_own_parts)
         count_steps(self)
@@ -160,10 +159,7 @@ class Trainer(nn.Module):
         params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         if self._is_whole:
             params = self._held.params_of_whole(self.module)
-        try:
-            return apply(self.module, params, *args, **kwargs)
-        finally:
-            self._held.keep_buffers(self.module, params)
+        return self._held.run(self.module, params, "__call__", args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.

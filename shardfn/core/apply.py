@@ -33,6 +33,7 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
+from shardfn.core.engine.in_place import Place, escaped
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.runtime import Runtime, runtime_of
 from shardfn.core.engine.session import Session
@@ -110,8 +111,12 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))
-    with no_escape(model) if call.record.calls == 1 else nullcontext():
-        output = call.run(adjust, args, kwargs)
+    params.in_place = call.place()
+    if params.in_place is not None:
+        output = call.run_in_place(params.in_place, args, kwargs)
+    else:
+        with no_escape(model) if call.record.calls == 1 else nullcontext():
+            output = call.run(adjust, args, kwargs)
     return cast_floats(output, params.plan.policy.output_dtype)
 
 
@@ -284,8 +289,30 @@ class _Call:
         del known[_WAYS:]
         return adjust
 
+    def place(self) -> Place | None:
+        """Where the modules themselves run; None when copies do: in transforms, what is recorded, under a seed."""
+        if self.params.in_place is None or self.loops or self.grid.pure or in_transform() or is_traced():
+            return None
+        return self.params.in_place if self._masks() is None else None
+
+    def run_in_place(self, place: Place, args: Any, kwargs: Any) -> Any:
+        """The forward on this rank, of the modules themselves."""
+        session = Session(self.plan, self.grid, self.params, None, (self.method, self.model.training))
+        place.prepare()
+        try:
+            with place.computes(session), session.hooks():
+                output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)
+        except RuntimeError as error:
+            if (told := escaped(error)) is not None:
+                raise told from error
+            raise
+        finally:
+            session.close()
+        place.wait(session, output)
+        return output
+
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
-        """The forward on this rank."""
+        """The forward on this rank, of copies."""
         if self.loops:
             with torch.no_grad(), random_numbers_of_first(self.grid, self.compute):
                 return self._loop(args, kwargs)

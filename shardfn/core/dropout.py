@@ -23,7 +23,7 @@ from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simu
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.recording import Recording, recording
-from shardfn.core.shadow import class_of, unwrapped
+from shardfn.core.shadow import class_of, patched_forward
 from shardfn.core.spec import Spec, parse
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
@@ -329,7 +329,7 @@ def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
         path: module
         for path, module in model.named_modules()
         if isinstance(module, _KINDS)
-        and "forward" not in vars(unwrapped(module))
+        and patched_forward(module) is None
         and any(class_of(module).forward is kind.forward for kind in _KINDS)
     }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import convolves_plainly, parameters_of
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import OWN, class_of, unwrapped
+from shardfn.core.shadow import OWN, class_of, patched_forward, unwrapped
 
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 # On a module that holds shards: attribute -> how the parameter was placed before, None for a plain tensor. Not on the
@@ -185,7 +185,7 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
 
 
 def _forward_owner(module: nn.Module) -> str:
-    own = "forward" in vars(unwrapped(module))
+    own = patched_forward(module) is not None
     return "" if own else next(class_name(cls) for cls in class_of(module).__mro__ if "forward" in vars(cls))
 
 
@@ -196,7 +196,7 @@ def kind_of(module: nn.Module) -> str:
     the weight of its output projection without calling it, so that projection does not count either. A weight that is
     made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
-    forward = None if "forward" in vars(unwrapped(module)) else class_of(module).forward
+    forward = None if patched_forward(module) is not None else class_of(module).forward
     if not issubclass(class_of(module), nn.MultiheadAttention) and "weight" not in parameters_of(unwrapped(module)):
         return "other"
     if forward is nn.Linear.forward and not isinstance(

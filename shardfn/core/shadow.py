@@ -15,6 +15,18 @@ WRAPPED = f"{OWN}wrapped_module"
 CLASS = f"{OWN}class"  # on a module whose class was replaced by one that shards: the class of its model
 
 
+class StandIn:
+    """What this library puts in the place of a module's own forward, which is `original`; None: its class's."""
+
+    original: Any
+
+
+def patched_forward(module: nn.Module) -> Any:
+    """The forward that a module itself was given, before that of its class; None without."""
+    forward = unwrapped(module).__dict__.get("forward")
+    return forward.original if isinstance(forward, StandIn) else forward
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module behind one that only stands before it, and shares its tables of children, parameters and buffers.
 
@@ -50,5 +62,7 @@ def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffer
     module = unwrapped(module)
     copy = object.__new__(class_of(module))
     copy.__dict__.update((key, value) for key, value in module.__dict__.items() if not key.startswith(OWN))
+    if isinstance(copy.__dict__.get("forward"), StandIn):
+        del copy.__dict__["forward"]
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy

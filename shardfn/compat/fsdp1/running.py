@@ -8,7 +8,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from shardfn._torch import pytree
 from shardfn.compat.fsdp1.buffers import cast_buffers
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
-from shardfn.core.apply import apply
+from shardfn.core.engine.in_place import is_computing
 from shardfn.core.plan import plan
 from shardfn.core.shadow import unwrapped
 from shardfn.held import Held, adopt
@@ -46,8 +46,10 @@ def require_root(module: nn.Module, words: str) -> None:
         raise RuntimeError(words)
 
 
-def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The forward of an instance that is called from outside of any other."""
+def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    """The forward of an instance; inside of another one, that of its module."""
+    if is_computing(module):
+        return getattr(unwrapped(module), method)(*args, **kwargs)
     own = own_of(module)
     full_precision = own.full_precision_in_eval and not module.training
     held = held_now(module, full_precision)
@@ -56,11 +58,8 @@ def run(module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
     summoned = own.training_state == TrainingState.SUMMON_FULL_PARAMS and own.whole_everywhere
     if summoned and not held.plan.placed_axes:
-        return unwrapped(module).forward(*args, **kwargs)
+        return getattr(unwrapped(module), method)(*args, **kwargs)
     params = held.params(module, own.comm_hook or "mean", holds_back=lambda unit: not own.syncs)
     if summoned:  # modules want DTensors
         params = held.params_of_whole(module)
-    try:
-        return apply(module, params, *args, method="forward", **kwargs)
-    finally:
-        held.keep_buffers(module, params)
+    return held.run(module, params, method, args, kwargs)

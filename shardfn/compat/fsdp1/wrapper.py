@@ -321,6 +321,13 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         inside = repr(self.__dict__[WRAPPED]).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_fsdp_wrapped_module): {inside}\n)"
 
+    def __eq__(self, other: object) -> bool:
+        """An instance and its module are one key: dicts and sets of modules were made before some were wrapped."""
+        return isinstance(other, nn.Module) and unwrapped(self) is unwrapped(other)
+
+    def __hash__(self) -> int:
+        return hash(self.__dict__[WRAPPED])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PicklingError(
             f"{type(self).__name__} cannot be pickled: its parameters are parts of this rank. Save state_dict(), and "
@@ -335,11 +342,18 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     # -- what training loops call -------------------------------------------------------------------------------------
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with whole weights, which are gathered just in time; see `shardfn.apply`.
+
+        Its hooks are shared, and run around the module itself.
+        """
+        if "forward" in self.__dict__:  # one that somebody has put around this class's
+            return super().__call__(*args, **kwargs)
+        return _run(self, "__call__", args, kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        if seen_by_dynamo():
-            return OUTSIDE["fsdp1"](self, args, kwargs)
-        return run(self, args, kwargs)
+        """The same without hooks."""
+        return _run(self, "forward", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every unit; gathers stay outside of the graphs."""
@@ -435,6 +449,10 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         arguments.check_comm_hook(self, hook)
         for _, _, own in instances(self):
             own.comm_hook = _Hook(state, hook)
+
+
+def _run(module: nn.Module, *call: Any) -> Any:
+    return OUTSIDE["fsdp1"](module, *call) if seen_by_dynamo() else run(module, *call)
 
 
 class _Hook:

@@ -25,6 +25,7 @@ from shardfn.compat.fsdp2.running import held_now, own_of, run
 from shardfn.compat.loading import CopiesIntoShards, StayTogether
 from shardfn.compat.meshes import across, placed_mesh
 from shardfn.core.engine.gradients import is_held_back
+from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.model import shards_in
@@ -171,6 +172,8 @@ class FSDPModule(nn.Module):
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
         if seen_by_dynamo():
             return OUTSIDE["fsdp2"](self, "__call__", args, kwargs)
+        if is_computing(self):
+            return super().__call__(*args, **kwargs)
         return run(self, "__call__", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +205,7 @@ class FSDPModule(nn.Module):
         Communication: one all-gather.
         """
         own = own_of(self)
-        if not own.unsharded:
+        if not own.unsharded and not is_computing(self):
             held = held_now(self)
             root = held.plan.units[0]
             names = root.params if root.name == "" else ()
@@ -220,7 +223,7 @@ class FSDPModule(nn.Module):
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Put the shards back; not recursive."""
+        """Put the shards back; not recursive. In a forward, weights go when their unit ends."""
         own_of(self).put_back()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -390,8 +393,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
 
-    @functools.wraps(getattr(type(module), method_name))
+    original = getattr(type(module), method_name)
+
+    @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_computing(self):
+            return original(self, *args, **kwargs)
         if seen_by_dynamo():
             return OUTSIDE["fsdp2"](self, method_name, args, kwargs)
         return run(self, method_name, args, kwargs)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from shardfn._torch import pytree
 from shardfn.compat.fsdp2.group import Group, group_of, groups, policy_of
-from shardfn.core.apply import apply
 from shardfn.core.plan import plan
 from shardfn.held import Held, adopt
 
@@ -69,7 +68,4 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     params = held.params(module, holds_back=lambda unit: by_unit[unit].holds_back)
     if any(group.scale != 1 for group in by_unit.values()):
         params.scale_of_gradients = lambda unit: by_unit[unit].scale
-    try:
-        return apply(module, params, *args, method=method, **kwargs)
-    finally:
-        held.keep_buffers(module, params)
+    return held.run(module, params, method, args, kwargs)

@@ -39,7 +39,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import class_of, shallow_copy, submodule, unwrapped
+from shardfn.core.shadow import class_of, patched_forward, shallow_copy, submodule, unwrapped
 
 Forward = Callable[..., Any]
 InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
@@ -405,7 +405,7 @@ def _method(function: Forward, here: Callable[[], Any]) -> Forward:
 
 def own_forward(module: nn.Module) -> Forward:
     """The forward of a module as a function of the module."""
-    patched = module.__dict__.get("forward")
+    patched = patched_forward(module)
     if compiler_of_wrapped(module) is not None:
         return call_wrapped
     if isinstance(patched, MethodType) and patched.__self__ is module:

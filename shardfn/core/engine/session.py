@@ -133,6 +133,8 @@ class Session:
         self._passed: dict[Event, list[weakref.ref[_Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[_Gathered]] = []
         self._backwards: set[int] = set()  # under way; one that failed is never over
+        self.went_back = False  # whether one is over
+        self.place: Any = None  # the modules that compute, when those are the user's own and may compute again
         self._accumulations: dict[int, Accumulation] = {}  # by backward
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -390,16 +392,20 @@ class Session:
 
     def begin_backward(self, gathered: "_Gathered") -> None:
         """The backward of a unit begins, and the one before it comes next. After the last one, nothing stays."""
-        backward = backward_id()
-        if backward != -1 and backward not in self._backwards:
-            self._backwards.add(backward)
-            after_backward(partial(self._end_backward, backward))
+        self.note_backward()
         waiting = self._passed.get(gathered.again, [])
         waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
         self._look_ahead()
         following = self.runtime.order.sure.get(self._at["weights"])
         if following is None or following.kind != "gather again":
             self.runtime.pool.shrink()  # the last unit: from here on there are the most gradients
+
+    def note_backward(self) -> None:
+        """A backward runs through the graph of the call."""
+        backward = backward_id()
+        if backward != -1 and backward not in self._backwards:
+            self._backwards.add(backward)
+            after_backward(partial(self._end_backward, backward))
 
     def end_backward_of(self, unit: str) -> None:
         """What a recomputation inside the unit gathered, and no `leave` frees, is not needed any more."""
@@ -437,6 +443,7 @@ class Session:
     def _end_backward(self, backward: int) -> None:
         """It is over, and with it those that began in it."""
         self._backwards = {other for other in self._backwards if other < backward}
+        self.went_back = True
         self.runtime.settle()
         while self._regathered:
             self._release_oldest()
@@ -642,6 +649,7 @@ class _Gathered:
         Returns what autograd gets for the leaves, at whose `nodes` it goes on.
         """
         self.release()
+        self.session.note_backward()
         self.session.end_backward_of(self.event.unit)
         needed, spot, leaves = [*map(asks, self._leaves)], self.spot, self._leaves
         pending = [*map(dense, grads)]

@@ -1,0 +1,565 @@
+"""The user's own modules run in the classes: what a forward reaches beside `self` is what the user made."""
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.compat.fsdp2 import fully_shard, register_fsdp_forward_method
+from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
+from shardfn.compat.megatron import TorchFullyShardedDataParallel
+from shardfn.core.errors import ShardError
+from shardfn.testing import assert_close, on_meshes
+
+KINDS = ["trainer", "fsdp1", "fsdp2", "hfai", "megatron"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.fc(x))
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x))
+
+
+class Net(nn.Module):
+    """Two units between two weights of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.seen: list[Any] = []
+        self.set_up()
+
+    def set_up(self) -> None:
+        """What a kind of net keeps of its modules."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self)
+        return self.last(self.middle(self.first(x)))
+
+
+class Closures(Net):
+    def set_up(self) -> None:
+        self.steps = [lambda x, block=block: block(x) + block.fc.weight.sum() for block in self.blocks]
+
+    def middle(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class ByModule(Net):
+    def set_up(self) -> None:
+        self.scales = {block: at + 2.0 for at, block in enumerate(self.blocks)}
+        self.special = {self.blocks[1]}
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scales[block] + (block in self.special)
+        return x
+
+
+class Lists(Net):
+    def set_up(self) -> None:
+        self.order = (self.blocks[1], [self.blocks[0], {"again": self.blocks[1]}])
+
+    def middle(self, x: Tensor) -> Tensor:
+        last, (first, more) = self.order
+        return more["again"](last(first(x)))
+
+
+REGISTRY: dict[str, nn.Module] = {}
+
+
+class Registered(Net):
+    def set_up(self) -> None:
+        REGISTRY["block"] = self.blocks[0]
+
+    def middle(self, x: Tensor) -> Tensor:
+        weight: Any = REGISTRY["block"]
+        return REGISTRY["block"](x) @ weight.fc.weight
+
+
+class Parent(Net):
+    class Child(Block):
+        root: list[Any]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.root[0].first.bias.sum()
+
+    def set_up(self) -> None:
+        self.blocks[0] = self.Child()
+        self.blocks[0].__dict__["root"] = [self]
+
+
+class Methods(Net):
+    def set_up(self) -> None:
+        block: Any = self.blocks[0]
+        self.run, self.more, self.plain = block.twice, partial(Block.twice, block), block.fc.forward
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.plain(self.more(self.run(x))))
+
+
+class Hooks(Net):
+    def set_up(self) -> None:
+        first, second = self.blocks
+
+        def after(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            assert module is first
+            return out + second.fc.bias
+
+        first.register_forward_hook(after)
+        second.register_forward_pre_hook(lambda _, args: (args[0] * first.fc.weight.mean(),))
+        second.register_full_backward_hook(lambda _, given, grads: (given[0] * 2,))
+
+
+class Patched(Net):
+    def set_up(self) -> None:
+        def forward(own: Any, x: Tensor) -> Tensor:
+            return own.fc(x) * 3
+
+        block: Any = self.blocks[0]
+        block.forward = MethodType(forward, block)
+        inner = self.blocks[1].forward
+        self.blocks[1].forward = lambda x: inner(x) + block.fc.bias
+
+
+class Recurrent(Net):
+    def set_up(self) -> None:
+        self.rnn = nn.LSTM(6, 6, num_layers=2, batch_first=True)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(self.rnn(x[:, None])[0][:, 0])
+
+
+class Checkpoints(Net):
+    """Blocks, closures and methods that compute again in the backward, in torch's two ways."""
+
+    reentrant = False
+
+    def middle(self, x: Tensor) -> Tensor:
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        first, second = self.blocks
+        x = again(first, x)
+        x = again(lambda y: second(y) * first.fc.weight.sum(), x)
+        x = again(lambda y: super(Checkpoints, self).middle(y) + self.first.bias, x)
+        return again(second.twice, x) + again(second.fc.forward, x)
+
+
+class ReentrantCheckpoints(Checkpoints):
+    reentrant = True
+
+
+class OwnFunction(Net):
+    """A backward that reads a weight."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, block: Any) -> Tensor:
+            ctx.block = block
+            return x @ block.fc.weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0] @ ctx.block.fc.weight.T, None
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.Times.apply(x, self.blocks[0]))
+
+
+class Norms(Net):
+    def set_up(self) -> None:
+        self.norm = nn.BatchNorm1d(6, track_running_stats=True)
+        self.register_buffer("count", torch.zeros(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.register_buffer("last_mean", x.detach().mean() * 0, persistent=False)
+        return super().middle(self.norm(torch.cat([x, x * 0 + 1]))[: len(x)] * 0 + x * self.count)
+
+
+class Tied(Net):
+    def set_up(self) -> None:
+        self.twin = nn.Linear(4, 6)
+        self.twin.weight = self.first.weight
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + self.twin(x[:, :4]) + sum(p.square().sum() for p in self.parameters()) * 1e-2
+
+
+class Recursive(Net):
+    depth = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.depth:
+            return super().middle(x)
+        self.depth = 1
+        try:
+            return super().middle(x) + self(x[:, :4]).sum()
+        finally:
+            del self.depth
+
+
+NETS: list[type[Net]] = [
+    Closures, ByModule, Lists, Registered, Parent, Methods, Hooks, Patched, Recurrent, Checkpoints,
+    ReentrantCheckpoints, OwnFunction, Norms, Tied, Recursive,
+]  # fmt: skip
+
+
+def _sharded(kind: str, model: nn.Module, mesh: DeviceMesh, **given: Any) -> Any:
+    """A model in a class, its blocks as units."""
+    if kind == "trainer":
+        return sf.Trainer(model, mesh, sf.Policy(units=["blocks.*"]))
+    if kind in ("fsdp1", "hfai"):
+        return {"fsdp1": FSDP, "hfai": HFAI}[kind](model, auto_wrap_policy=ModuleWrapPolicy({Block}), **given)
+    if kind == "fsdp2":
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    config = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
+    return TorchFullyShardedDataParallel(config, SimpleNamespace(), model, {Block})
+
+
+def _pair(kind: str, net: Callable[[], nn.Module], mesh: DeviceMesh) -> tuple[Any, Any, Any]:
+    """The class, the model that it was given, and the same model in one process."""
+    torch.manual_seed(0)
+    plain = net().double()
+    torch.manual_seed(0)
+    model = net().double()
+    return _sharded(kind, model, mesh), model, plain
+
+
+def _own_rows(step: int = 0) -> tuple[Tensor, Tensor]:
+    """This rank's part of a batch, and all of it."""
+    x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(step)).double()
+    return x[dist.get_rank()], x.flatten(0, 1)
+
+
+def _require_grads(model: nn.Module, plain: nn.Module) -> None:
+    want = {name.replace("_orig_mod.", ""): p.grad for name, p in plain.named_parameters()}
+    for name, p in model.named_parameters():
+        if want[name] is None:
+            assert p.grad is None, name
+        else:
+            assert isinstance(p.grad, DTensor), name
+            assert_close(p.grad.full_tensor(), want[name])
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_what_a_forward_reaches_is_what_the_user_made(mesh: DeviceMesh, kind: str, net: type[Net]) -> None:
+    sharded, model, plain = _pair(kind, net, mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (sharded, plain)]
+    # Registries belong to one model at a time; one rank's rows are all rows of one process.
+    for step in range(3):
+        own, rows = _own_rows(step)
+        own = rows if net in (Norms, Recursive) else own  # means over rows
+        for each, x, optimizer in ((sharded, own, optimizers[0]), (plain, rows, optimizers[1])):
+            if net is Registered:
+                REGISTRY["block"] = (model if each is sharded else plain).blocks[0]
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+        _require_grads(model, plain)
+    assert len(model.seen) == len(plain.seen)
+    assert all(each is model for each in model.seen)
+    calls = [[getattr(b, "calls", 0) for b in each.modules()] for each in (model, plain)]
+    assert calls[0] == calls[1]
+    for name, buffer in plain.named_buffers():
+        assert_close(dict(model.named_buffers())[name], buffer)
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_parameters_are_shards_for_everybody_else(mesh: DeviceMesh, kind: str) -> None:
+    def kinds_now(module: Any) -> set[bool]:
+        found = [module.weight, module._parameters["bias"], *module.parameters(), *dict(module._parameters).values()]
+        return {isinstance(x, DTensor) for x in found}
+
+    class Asks(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            found.append(("inside", kinds_now(self.first)))
+            thread = threading.Thread(target=lambda: found.append(("elsewhere", kinds_now(self.first))))
+            thread.start()
+            thread.join()
+            return super().middle(x)
+
+    found: list[tuple[str, set[bool]]] = []
+    sharded, model, _ = _pair(kind, Asks, mesh)
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: found.append(("hook", kinds_now(model.first))))
+    out = sharded(_own_rows()[0])
+    found.append(("after", kinds_now(model.first)))
+    out.sum().backward()
+    found.append(("at last", kinds_now(model.first)))
+    assert found == [
+        ("inside", {False}),
+        ("elsewhere", {True}),
+        ("after", {True}),
+        ("hook", {True}),
+        ("at last", {True}),
+    ]
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_an_error_leaves_shards(mesh: DeviceMesh, kind: str) -> None:
+    class Fails(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            if len(self.seen) == 1:
+                raise KeyError("no")
+            return super().middle(x)
+
+    sharded, model, plain = _pair(kind, Fails, mesh)
+    own, rows = _own_rows()
+    for each in (sharded, plain):
+        with pytest.raises(KeyError):
+            each(own)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    sharded(own).mean().backward()
+    plain(rows).mean().backward()
+    _require_grads(model, plain)
+
+
+class Assigns(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        self.blocks[0].fc.weight = nn.Parameter(torch.ones(6, 6).double())
+        return x
+
+
+class Deletes(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        del self.blocks[0].fc.weight
+        return x
+
+
+class Yields(Net):
+    def forward(self, x: Tensor) -> Any:
+        return (block(self.first(x)) for block in self.blocks)
+
+
+class Writes(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0].fc.weight.mul_(2)
+        return super().middle(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "error", "words"),
+    [
+        (Assigns, ShardError, "a forward assigns the parameter 'weight'"),
+        (Deletes, ShardError, "a forward deletes the parameter 'weight'"),
+        (Yields, ShardError, "the forward returns a generator"),
+        (Writes, RuntimeError, "'blocks.0.fc.weight' was changed in place by the forward"),
+    ],
+)
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_refused(mesh: DeviceMesh, kind: str, net: type[Net], error: type[Exception], words: str) -> None:
+    sharded, model, _ = _pair(kind, net, mesh)
+    with pytest.raises(error, match=words):
+        sharded(_own_rows()[0]).sum().backward()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_a_forward_given_afterwards(mesh: DeviceMesh, kind: str) -> None:
+    sharded, model, plain = _pair(kind, Net, mesh)
+    own, rows = _own_rows()
+    for each in (sharded, plain):
+        each(own)
+    for each in (model, plain):  # the library's own is called by the first one, and forgotten by the second one
+        block, inner = each.blocks[0], each.blocks[0].forward
+        block.forward = lambda x, inner=inner, block=block: inner(x) * 2 + block.fc.bias
+        each.blocks[1].forward = lambda x, block=block: block.fc(x)
+    for _ in range(2):
+        for each, x in ((sharded, own), (plain, rows)):
+            each.zero_grad()
+            each(x).mean().backward()
+        _require_grads(model, plain)
+    for each in (model, plain):
+        del each.blocks[0].forward, each.blocks[1].forward
+    for each, x in ((sharded, own), (plain, rows)):
+        each.zero_grad()
+        each(x).mean().backward()
+    _require_grads(model, plain)
+
+
+@pytest.mark.parametrize("latest_first", [True, False])
+@pytest.mark.parametrize("net", [Checkpoints, ReentrantCheckpoints])
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_two_calls_and_then_their_backwards(mesh: DeviceMesh, kind: str, net: type[Net], latest_first: bool) -> None:
+    sharded, model, plain = _pair(kind, net, mesh)
+    for each, at in ((sharded, 0), (plain, 1)):
+        losses = [each(_own_rows(step)[at]).square().mean() for step in (0, 1)]
+        for loss in reversed(losses) if latest_first else losses:
+            loss.backward()
+    _require_grads(model, plain)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_checkpoint_of_calls_in_two_precisions_is_told_which(mesh: DeviceMesh) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(Checkpoints(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    for own in FSDP.fsdp_modules(model):
+        own.__dict__["_shardfn_fsdp1"].full_precision_in_eval = True
+    x = torch.ones(3, 4)
+    low = model.train()(x)
+    full = model.eval()(x)
+    with pytest.raises(ShardError, match="outputs of several calls wait for their backward"):
+        low.sum().backward()
+    del low
+    full.sum().backward()
+    model.train()(x).sum().backward()  # of the call before, the backward is over
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()(x).sum().backward()
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_mixed_precision_around_closures(mesh: DeviceMesh, kind: str) -> None:
+    """A unit's inputs are cast however it is called."""
+    if kind not in ("fsdp1", "trainer"):
+        return
+    dtypes: list[torch.dtype] = []
+
+    class Casts(Closures):
+        def set_up(self) -> None:
+            super().set_up()
+            self.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            self.blocks[0].fc.register_forward_hook(lambda *given: dtypes.append(given[2].dtype))
+
+    model, low = Casts(), torch.bfloat16
+    if kind == "fsdp1":
+        precision = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
+        sharded: Any = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    else:
+        sharded = sf.Trainer(model, mesh, sf.Policy(units=["blocks.*"], compute_dtype=low))
+        return
+    sharded(torch.ones(3, 4)).sum().backward()
+    assert dtypes == [low]
+
+
+@on_meshes({"fsdp": 2})
+def test_a_sharded_model_calls_another(mesh: DeviceMesh) -> None:
+    class Student(Net):
+        def set_up(self) -> None:
+            self.teacher: list[Any] = []
+
+        def middle(self, x: Tensor) -> Tensor:
+            teacher = self.teacher[0]
+            return super().middle(x) + teacher(x[:, :4]).sum() + checkpoint(teacher, x[:, 2:], use_reentrant=True).sum()
+
+    for kinds in (("fsdp2", "fsdp1"), ("trainer", "trainer"), ("fsdp1", "trainer")):
+        (teacher, _, other), (sharded, model, plain) = _pair(kinds[0], Closures, mesh), _pair(kinds[1], Student, mesh)
+        model.teacher, plain.teacher = [teacher], [other]
+        _, rows = _own_rows()
+        for each in (sharded, plain):
+            each(rows).mean().backward()
+        _require_grads(model, plain)
+        _require_grads(teacher.module if kinds[0] == "trainer" else teacher, other)
+
+
+@on_meshes({"fsdp": 2})
+def test_copies_of_modules_are_plain(mesh: DeviceMesh) -> None:
+    """What is copied or pickled between steps belongs to nobody."""
+    sharded, model, _ = _pair("trainer", Recurrent, mesh)
+    x, _ = _own_rows()
+    before = sharded(x)
+    assert all(type(module._parameters) is dict for module in copy.deepcopy(model).modules())
+    other = sf.Trainer(copy.deepcopy(Recurrent().double()), mesh)
+    other.load_state_dict(sharded.state_dict())
+    assert_close(other(x), before)
+    made = copy.deepcopy(model.blocks[0])
+    with pytest.raises(RuntimeError, match="DTensor"):
+        made(x @ torch.ones(4, 6).double())  # a shard is no weight, and the copy is in no call
+    own = FSDP(ByModule().double(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    own(x)
+    twin = copy.deepcopy(own)
+    for p in own.parameters():
+        p.data.zero_()
+    assert not twin(x).eq(0).all()
+    twin = copy.deepcopy(FSDP(Closures().double(), auto_wrap_policy=ModuleWrapPolicy({Block})))
+    with pytest.raises(ShardError, match="a shard meets a tensor"):  # the copy has the closures of the first one
+        twin(x)
+
+
+@on_meshes({"fsdp": 2})
+def test_other_methods_reach_units(mesh: DeviceMesh) -> None:
+    class Encodes(Closures):
+        def encode(self, x: Tensor) -> Tensor:
+            return self.middle(self.first(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.encode(x))
+
+    _, model, plain = _pair("fsdp2", Encodes, mesh)
+    register_fsdp_forward_method(model, "encode")
+    own, rows = _own_rows()
+    for each, x in ((model, own), (plain, rows)):
+        (each.encode(x).mean() + each(x).mean()).backward()
+    _require_grads(model, plain)
+
+
+@on_meshes({"fsdp": 2})
+def test_unshard_in_a_forward_changes_nothing(mesh: DeviceMesh) -> None:
+    class Fetches(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            block: Any = self.blocks[1]
+            if (fetch := getattr(block, "unshard", None)) is not None:
+                handle = fetch(async_op=True)
+                handle.wait()
+            x = super().middle(x)
+            if fetch is not None:
+                block.reshard()
+            return x
+
+    sharded, model, plain = _pair("fsdp2", Fetches, mesh)
+    own, rows = _own_rows()
+    sharded(own).mean().backward()
+    plain(rows).mean().backward()
+    _require_grads(model, plain)
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_the_signature_of_a_forward_stays(mesh: DeviceMesh, kind: str) -> None:
+    sharded, model, _ = _pair(kind, Net, mesh)
+    sharded(_own_rows()[0])
+    block = getattr(model.blocks[0], "module", model.blocks[0])
+    assert str(inspect.signature(block.forward)) == "(x: torch.Tensor) -> torch.Tensor"
+    assert block.forward.__self__ is block
