@@ -159,7 +159,8 @@ class Trainer(nn.Module):
         params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         if self._is_whole:
             params = self._held.params_of_whole(self.module)
-        return self._held.run(self.module, params, "__call__", args, kwargs)
+        method = kwargs.pop("method", None) or "__call__"
+        return self._held.run(self.module, params, method, args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.

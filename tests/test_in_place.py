@@ -47,6 +47,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two units between two weights of the root."""
 
+    blocks: Any
+    first: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
@@ -231,9 +234,22 @@ class Recursive(Net):
 
 
 NETS: list[type[Net]] = [
-    Closures, ByModule, Lists, Registered, Parent, Methods, Hooks, Patched, Recurrent, Checkpoints,
-    ReentrantCheckpoints, OwnFunction, Norms, Tied, Recursive,
-]  # fmt: skip
+    Closures,
+    ByModule,
+    Lists,
+    Registered,
+    Parent,
+    Methods,
+    Hooks,
+    Patched,
+    Recurrent,
+    Checkpoints,
+    ReentrantCheckpoints,
+    OwnFunction,
+    Norms,
+    Tied,
+    Recursive,
+]
 
 
 def _sharded(kind: str, model: nn.Module, mesh: DeviceMesh, **given: Any) -> Any:
@@ -266,13 +282,14 @@ def _own_rows(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def _require_grads(model: nn.Module, plain: nn.Module) -> None:
-    want = {name.replace("_orig_mod.", ""): p.grad for name, p in plain.named_parameters()}
+    want = {name: p.grad for name, p in plain.named_parameters()}
     for name, p in model.named_parameters():
-        if want[name] is None:
+        expected = want[name]
+        if expected is None:
             assert p.grad is None, name
         else:
             assert isinstance(p.grad, DTensor), name
-            assert_close(p.grad.full_tensor(), want[name])
+            assert_close(p.grad.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
@@ -281,7 +298,6 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
 def test_what_a_forward_reaches_is_what_the_user_made(mesh: DeviceMesh, kind: str, net: type[Net]) -> None:
     sharded, model, plain = _pair(kind, net, mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (sharded, plain)]
-    # Registries belong to one model at a time; one rank's rows are all rows of one process.
     for step in range(3):
         own, rows = _own_rows(step)
         own = rows if net in (Norms, Recursive) else own  # means over rows
@@ -449,29 +465,23 @@ def test_a_checkpoint_of_calls_in_two_precisions_is_told_which(mesh: DeviceMesh)
     model.train()(x).sum().backward()
 
 
-@every_kind
 @on_meshes({"fsdp": 2})
-def test_mixed_precision_around_closures(mesh: DeviceMesh, kind: str) -> None:
-    """A unit's inputs are cast however it is called."""
-    if kind not in ("fsdp1", "trainer"):
-        return
-    dtypes: list[torch.dtype] = []
-
+def test_inputs_of_a_unit_are_cast_however_it_is_called(mesh: DeviceMesh) -> None:
     class Casts(Closures):
         def set_up(self) -> None:
             super().set_up()
-            self.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            self.blocks[0].fc.register_forward_hook(lambda *given: dtypes.append(given[2].dtype))
+            self.dtypes: list[torch.dtype] = []
+            self.blocks[0].fc.register_forward_hook(lambda *given: self.dtypes.append(given[2].dtype))
+
+        def middle(self, x: Tensor) -> Tensor:
+            return super().middle(x.float())
 
     model, low = Casts(), torch.bfloat16
-    if kind == "fsdp1":
-        precision = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
-        sharded: Any = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
-    else:
-        sharded = sf.Trainer(model, mesh, sf.Policy(units=["blocks.*"], compute_dtype=low))
-        return
-    sharded(torch.ones(3, 4)).sum().backward()
-    assert dtypes == [low]
+    precision = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)(
+        torch.ones(3, 4)
+    ).sum().backward()
+    assert model.dtypes == [low]
 
 
 @on_meshes({"fsdp": 2})

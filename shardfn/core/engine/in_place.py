@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from shardfn._torch import metadata_of, node_that_runs, parameters_of, pytree, r
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import StandIn, class_of, submodule, unwrapped
+from shardfn.core.shadow import StandIn, submodule, unwrapped
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 _LATER = (GeneratorType, AsyncGeneratorType, CoroutineType)
@@ -116,12 +116,21 @@ class Stand(StandIn):
         call = call_of(parameters_of(module))
         if call is None:
             return forward(*args, **kwargs)
+        if call is not _CALL.get():  # a backward, or a call of a model around the one that goes on
+            with call.place.computes(call.session):
+                return self(*args, **kwargs)
         if isinstance(module, nn.RNNBase):
             forward = _with_flat_weights(module, forward)
-        if call is _CALL.get():
-            return call.place.run(module, call.session, forward)(*args, **kwargs)
-        with call.place.computes(call.session):
-            return call.place.run(module, call.session, forward)(*args, **kwargs)
+        unit, cast = call.place.units.get(id(module), (None, None))
+        if unit is None:
+            return forward(*args, **kwargs)
+        if cast is not None:
+            forward = cast(forward)
+        call.session.enter(unit)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            call.session.leave(unit)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -136,7 +145,7 @@ class Stand(StandIn):
         module = self._module()
         if module is None:
             raise ReferenceError("the module of this forward is gone")
-        return class_of(module).forward.__get__(module) if self.original is None else self.original
+        return MethodType(type(module).forward, module) if self.original is None else self.original
 
     def __getattr__(self, name: str) -> Any:
         """As of a method: its name, what it belongs to."""
@@ -163,14 +172,14 @@ class Place:
         names = plan.canonical
         owned = {module.name: {key: names[name] for key, name in module.params} for module in plan.info.modules}
         self.tables: dict[int, Mapping[str, str]] = {}
-        self._units: dict[int, tuple[str, Around | None]] = {}  # by id of the module
+        self.units: dict[int, tuple[str, Around | None]] = {}  # by id of the module
         self._alive: list[Table] = []  # by whose addresses `tables` goes
         for path, module in model.named_modules(remove_duplicate=False):
             table = with_table(module)
             self.tables[id(table)] = owned.get(path, {}) | dict(self.tables.get(id(table), {}))
             self._alive.append(table)
         units = {unit.name: unwrapped(submodule(model, unit.name)) for unit in plan.units if unit.name}
-        self._units = {id(module): (path, casts.get(path)) for path, module in units.items()}
+        self.units = {id(module): (path, casts.get(path)) for path, module in units.items()}
         lists = [own for module in model.modules() if isinstance(own := unwrapped(module), nn.RNNBase)]
         self._stand_for = [weakref.ref(module) for module in {id(x): x for x in (*units.values(), *lists)}.values()]
         self.prepare()
@@ -190,14 +199,6 @@ class Place:
         finally:
             _CALL.reset(token)
 
-    def run(self, module: nn.Module, session: Session, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a module, with what goes around it when it is a unit."""
-        unit, cast = self._units.get(id(module), (None, None))
-        if unit is None:
-            return forward
-        around = _in_unit(session, unit, forward)
-        return around if cast is None else cast(around)
-
     def wait(self, session: Session, output: Any) -> None:
         """The call is over, and a backward may compute again: its output keeps the session.
 
@@ -216,17 +217,6 @@ class Place:
             session.place = self
             _WAITING[:] = [ref for ref in _WAITING if ref() is not None]
             _WAITING.append(weakref.ref(session))
-
-
-def _in_unit(session: Session, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        session.enter(unit)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            session.leave(unit)
-
-    return run
 
 
 def call_of(table: Any) -> _Call | None:
