@@ -451,7 +451,7 @@ def test_a_checkpoint_of_calls_in_two_precisions_is_told_which(mesh: DeviceMesh)
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(Checkpoints(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
     for own in FSDP.fsdp_modules(model):
-        own.__dict__["_shardfn_fsdp1"].full_precision_in_eval = True
+        own.__dict__["_shardfn_record"].full_precision_in_eval = True
     x = torch.ones(3, 4)
     low = model.train()(x)
     full = model.eval()(x)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn.compat.fsdp2 import FSDPModule
-from shardfn.compat.fsdp2.running import held_now
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
+from shardfn.compat.sharded import held_now
 from shardfn.testing import assert_trees_close, run
 
 CONFIG = SimpleNamespace(transformer_impl="transformer_engine", recompute_granularity=None)

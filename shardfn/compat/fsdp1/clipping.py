@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.compat.fsdp1.instance import own_of
+from shardfn.compat.sharded import held_now
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
 

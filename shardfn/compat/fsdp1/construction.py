@@ -6,17 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import buffers_of
-from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, policy_of
-from shardfn.compat.meshes import spread
+from shardfn.compat.fsdp1.instance import Instance, instances, own_of
+from shardfn.compat.sharded import put_shards, refuse_scalars, spread_inside
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import shard_own
 from shardfn.core.model import shards_in
-from shardfn.core.shadow import submodule
-from shardfn.held import install
 from shardfn.watched import REPLACED
 
 
@@ -27,20 +23,23 @@ def shard_now(module: nn.Module) -> None:
         ValueError: a scalar parameter.
         ShardError: as `shard`.
     """
-    own = instance_of(module)
-    assert own is not None
+    own = own_of(module)
     ignored = {id(p) for p in own.ignored_params}
     done = shards_in(module)
     _require_own_shards(module, done)
-    _spread(module, own)
-    _refuse_scalars(module, ignored)
+    spread_inside(module, own)
+    refuse_scalars(module, "FSDP doesn't support scalar parameters", ignored)
     _move_ignored(own)
     src = _source(own, module, ignored)
-    policy = policy_of(module, ignore=ignored | done)
     init = _init(own) if _has_meta(module, ignored) and src is None else None
-    params = shard_own(module, own.mesh, policy, init=init, src=src)
-    params.buffers = {name: new for name, new in params.buffers.items() if _must_move(module, name, own, src)}
-    install(module, params)
+    put_shards(
+        module,
+        own,
+        done,
+        lambda buffer: src is None and not buffer.is_meta and buffer.device == own.device,
+        init=init,
+        src=src,
+    )
     _set_dtypes_of_gradients(module)
 
 
@@ -69,22 +68,6 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
             raise ShardError(
                 f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
                 "that holds this module. Wrap the module that both share, once, by itself."
-            )
-
-
-def _spread(module: nn.Module, own: Instance) -> None:
-    """Instances inside that know fewer axes get the mesh of this one."""
-    for _, inside, inner in instances(module):
-        if spread(inside, inner.mesh, own.mesh):
-            inner.mesh, inner.placed = own.mesh, own.placed
-            inner.held.clear()
-
-
-def _refuse_scalars(module: nn.Module, ignored: set[int]) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and id(parameter) not in ignored:
-            raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
             )
 
 
@@ -142,10 +125,3 @@ def _init(own: Instance) -> Callable[[Any], Any]:
 
 def _reset(module: Any) -> None:
     module.reset_parameters()
-
-
-def _must_move(module: nn.Module, name: str, own: Instance, src: int | None) -> bool:
-    """Whether a buffer cannot stay the tensor that it is."""
-    path, _, key = name.rpartition(".")
-    there: Tensor | None = buffers_of(submodule(module, path)).get(key)
-    return there is None or there.is_meta or there.device != own.device or src is not None

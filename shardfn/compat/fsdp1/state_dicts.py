@@ -37,9 +37,9 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import unwrap_local, with_local, wrap_local
 from shardfn.compat.fsdp1.buffers import as_before
 from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
-from shardfn.compat.fsdp1.instance import Instance, instances
-from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.compat.fsdp1.instance import Instance, instances, own_of
 from shardfn.compat.loading import CopiesIntoShards, whole_of
+from shardfn.compat.sharded import held_now
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError

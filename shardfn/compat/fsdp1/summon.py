@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.instance import Instance, instance_of, instances
-from shardfn.compat.fsdp1.running import held_now, own_of
+from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, own_of
+from shardfn.compat.sharded import held_now
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.functional import gather
 from shardfn.core.tree import Params

@@ -35,13 +35,14 @@ from shardfn.compat.fsdp1 import arguments, meshes
 from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
 from shardfn.compat.fsdp1.construction import shard_now
-from shardfn.compat.fsdp1.instance import INSTANCE, Instance, instance_of, instances
+from shardfn.compat.fsdp1.instance import OWN_AXES, Instance, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
-from shardfn.compat.fsdp1.running import held_now, require_root, run
+from shardfn.compat.fsdp1.running import require_root, run
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.fsdp1.wrapping import wrap_inside
 from shardfn.compat.meshes import placed_mesh
+from shardfn.compat.sharded import RECORD, held_now
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
 
@@ -67,12 +68,12 @@ class _Known:
         self._read, self._name = read, name
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        return self if module is None else self._read(module.__dict__[INSTANCE])
+        return self if module is None else self._read(module.__dict__[RECORD])
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         if not self._name:
             raise AttributeError("FullyShardedDataParallel: this is set by the constructor")
-        setattr(module.__dict__[INSTANCE], self._name, value)
+        setattr(module.__dict__[RECORD], self._name, value)
 
 
 class _OfModule:
@@ -243,7 +244,17 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
         settings = arguments.clamped(settings, mesh)
-        self._begin(module, Instance(settings, mesh, device, modules, parameters, device_mesh is not None, placed))
+        own = Instance(
+            settings=settings,
+            mesh=mesh,
+            data=tuple(axis for axis in OWN_AXES if axis in (mesh.mesh_dim_names or ())),
+            device=device,
+            ignored_modules=modules,
+            ignored_params=parameters,
+            given_mesh=device_mesh is not None,
+            placed=placed,
+        )
+        self._begin(module, own)
         if policy is not None:
             self._wrap_inside(policy, settings, mixed_precision)
         shard_now(self)
@@ -254,20 +265,20 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         module = unwrapped(module)
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
-        self.__dict__[INSTANCE] = instance
+        self.__dict__[RECORD] = instance
         for name, _, inner in instances(self):
             inner.inner |= bool(name)
 
     def _wrap_inside(self, policy: Any, settings: Settings, mixed: MixedPrecision | None) -> None:
         """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one."""
-        own = self.__dict__[INSTANCE]
+        own = self.__dict__[RECORD]
         kwargs = {name: getattr(settings, name) for name in Settings.__dataclass_fields__} | {"mixed_precision": mixed}
 
         def wrap(module: nn.Module, **given: Any) -> nn.Module:
             made = type(self).__new__(type(self), module)
             inner = arguments.clamped(arguments.settings_of(given), own.mesh, quiet=True)
             _warn_of_containers(module)
-            made._begin(module, replace(own, settings=inner, inner=True, held={}))
+            made._begin(module, replace(own, settings=inner, inner=True))
             return made
 
         wrap_inside(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
@@ -337,7 +348,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = type(self).__new__(type(self), self.__dict__[WRAPPED])
         memo[id(self)] = made
-        made._begin(_copied(self.__dict__[WRAPPED], memo), self.__dict__[INSTANCE].copied(memo))
+        made._begin(_copied(self.__dict__[WRAPPED], memo), self.__dict__[RECORD].copied(memo))
         return made
 
     # -- what training loops call -------------------------------------------------------------------------------------
@@ -362,7 +373,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
         held_now(self)
-        return not self.__dict__[INSTANCE].inner
+        return not self.__dict__[RECORD].inner
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -382,7 +393,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         if _applying.get():
             return nn.Module.apply(self, fn)
-        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        self.__dict__[RECORD].require(TrainingState.IDLE)
         token = _applying.set(True)
         try:
             with whole_parameters(self, writeback=True):
@@ -404,7 +415,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             self,
             "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module.",
         )
-        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        self.__dict__[RECORD].require(TrainingState.IDLE)
         found = [(own, own.syncs) for _, _, own in instances(self)]
         for own, _ in found:
             own.syncs = False
@@ -431,7 +442,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Communication: one all-reduce of a scalar.
         """
         require_root(self, "`clip_grad_norm_()` should only be called on the root FSDP instance")
-        self.__dict__[INSTANCE].require(TrainingState.IDLE)
+        self.__dict__[RECORD].require(TrainingState.IDLE)
         return clip_grad_norm(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -8,12 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import move_to_mesh
-from shardfn.compat.fsdp2.group import Group, group_of, groups, ignored_in, policy_of
-from shardfn.compat.meshes import spread
+from shardfn.compat.fsdp2.group import Group, group_of, groups
+from shardfn.compat.sharded import ignored_in, put_shards, refuse_scalars, spread_inside
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import shard_own
 from shardfn.core.model import shards_in
-from shardfn.held import install
 from shardfn.watched import REPLACED
 
 
@@ -108,31 +106,21 @@ def shard_now(own: Group, module: nn.Module) -> None:
         ValueError: scalar parameters; parameters that are shared with modules sharded before.
         ShardError: as `shard`.
     """
-    ignored, done = {id(p) for p in own.ignored} | ignored_in(module), shards_in(module)
+    done = shards_in(module)
+    left = done | {id(p) for p in own.ignored_params} | ignored_in(module, Group)
+    refuse_scalars(module, "fully_shard doesn't support scalar parameters", left)
     for name, parameter in module.named_parameters():
-        if id(parameter) in ignored | done:
-            continue
-        if parameter.dim() == 0:
-            raise ValueError(
-                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
-            )
-        if REPLACED in vars(parameter):
+        if id(parameter) not in left and REPLACED in vars(parameter):
             raise ValueError(
                 f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For shared/tied "
                 "parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP group."
             )
+    spread_inside(module, own)
     for _, inside, inner in groups(module):
-        if spread(inside, inner.mesh, own.mesh):
-            inner.mesh, inner.placed = own.mesh, own.placed
-            inner.changed()
-        elif inner.mesh != own.mesh and inner.placed is None and inner.mesh.mesh.equal(own.mesh.mesh):
+        if inner.mesh != own.mesh and inner.placed is None and inner.mesh.mesh.equal(own.mesh.mesh):
             _by_the_names_of(inside, inner, own)
-    with _by_own_names(module, ignored | done, own):
-        params = shard_own(module, own.mesh, policy_of(module, own, leave=done), later=True)
-    kept = {id(buffer) for buffer in module.buffers() if buffer.device == own.device or buffer.is_meta}
-    names = {name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) in kept}
-    params.buffers = {name: new for name, new in params.buffers.items() if name not in names}
-    install(module, params)
+    with _by_own_names(module, left, own):
+        put_shards(module, own, done, lambda buffer: buffer.is_meta or buffer.device == own.device, later=True)
 
 
 @contextmanager

@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from shardfn._torch import parameters_of, seen_by_dynamo
 from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
 from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
-from shardfn.compat.fsdp2.group import GROUP, Group, group_of, groups, ignored_in
+from shardfn.compat.fsdp2.group import Group, group_of, groups, own_of
 from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
-from shardfn.compat.fsdp2.running import held_now, own_of, run
+from shardfn.compat.fsdp2.running import run
 from shardfn.compat.loading import CopiesIntoShards, StayTogether
 from shardfn.compat.meshes import across, placed_mesh
+from shardfn.compat.sharded import RECORD, held_now, ignored_in
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
@@ -88,7 +89,7 @@ def fully_shard(
     ignored = list(ignored_params or ())
     _check_types(mp_policy, offload_policy, ignored)
     tree = container(modules)
-    leave = {id(p) for p in ignored} | ignored_in(tree)
+    leave = {id(p) for p in ignored} | ignored_in(tree, Group)
     for _, _, inner in groups(tree):
         inner.put_back()
     placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
@@ -99,14 +100,15 @@ def fully_shard(
     elif placed is not None:
         whole = across("fully_shard", data, names, placed)
     own = Group(
-        whole,
-        names,
-        mp_policy,
-        isinstance(offload_policy, CPUOffloadPolicy),
-        reshard_after_forward,
-        ignored,
-        dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
-        placed,
+        mesh=whole,
+        data=names,
+        device=_device_of(data),
+        precision=mp_policy,
+        offload_policy=offload_policy,
+        reshard=reshard_after_forward,
+        ignored_params=ignored,
+        dims=dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
+        placed=placed,
     )
     shard_now(own, tree)
     expect_graphs("fsdp2", run, _units)
@@ -114,10 +116,15 @@ def fully_shard(
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
         one.register_load_state_dict_post_hook(together.after)
-        one.__dict__[GROUP] = own
+        one.__dict__[RECORD] = own
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _check_types(precision: object, offload: object, ignored: Sequence[object]) -> None:
@@ -172,8 +179,6 @@ class FSDPModule(nn.Module):
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
         if seen_by_dynamo():
             return OUTSIDE["fsdp2"](self, "__call__", args, kwargs)
-        if is_computing(self):
-            return super().__call__(*args, **kwargs)
         return run(self, "__call__", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -393,12 +398,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
 
-    original = getattr(type(module), method_name)
-
-    @functools.wraps(original)
+    @functools.wraps(getattr(type(module), method_name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_computing(self):
-            return original(self, *args, **kwargs)
         if seen_by_dynamo():
             return OUTSIDE["fsdp2"](self, method_name, args, kwargs)
         return run(self, method_name, args, kwargs)

@@ -21,8 +21,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1.instance import OWN_AXES, instances
-from shardfn.compat.fsdp1.running import own_of
+from shardfn.compat.fsdp1.instance import OWN_AXES, instances, own_of
 from shardfn.core.errors import ShardError
 
 PART = "shardfn"  # in the metadata of a state dict: which part it is

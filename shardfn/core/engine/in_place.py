@@ -113,7 +113,7 @@ class Stand(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, module = self._own(), self._module()
         assert module is not None
-        call = call_of(parameters_of(module))
+        call = call_of(module.__dict__["_parameters"])
         if call is None:
             return forward(*args, **kwargs)
         if call is not _CALL.get():  # a backward, or a call of a model around the one that goes on
@@ -253,7 +253,7 @@ def escaped(error: RuntimeError) -> ShardError | None:
 
 def is_computing(module: nn.Module) -> bool:
     """Whether this thread computes with the parameters of a module, in a call of it or of one that holds it."""
-    return call_of(parameters_of(module)) is not None
+    return call_of(module.__dict__["_parameters"]) is not None
 
 
 def _waiting(key: int) -> _Call | None:

@@ -1,0 +1,253 @@
+"""What the module of a class that shards in place knows, the policy that a tree of such means, and its run. Layer 6.
+
+`fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import pytree
+from shardfn.compat.meshes import spread
+from shardfn.core.engine.in_place import is_computing
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import shard_own
+from shardfn.core.pattern import exactly
+from shardfn.core.plan import Reduction, plan
+from shardfn.core.policy import Policy
+from shardfn.core.shadow import CLASS, OWN, unwrapped
+from shardfn.held import Held, adopt, install
+
+RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
+_TREES = f"{OWN}trees"  # the key of the plans of the tree below a module, by whether they are in full precision
+Kind = TypeVar("Kind", bound="Sharded")
+
+
+@dataclass(eq=False, kw_only=True)
+class Sharded:
+    """What one call of a constructor or of `fully_shard` was asked, and how things stand."""
+
+    verb: ClassVar[str]  # who speaks in errors
+
+    mesh: DeviceMesh
+    data: tuple[str, ...]  # its axes that split the batch, the last one weights too
+    device: torch.device  # where it computes
+    placed: DeviceMesh | None = None  # of the parameters that `parallelize_module` had split before
+    ignored_params: list[nn.Parameter] = field(default_factory=list)
+    is_root: bool | None = None  # None before the first forward
+    syncs: bool = True  # whether gradients are reduced
+    scale: float = 1.0  # of gradients, beside the mean over ranks
+    version: int = 0  # counts changes of what a plan is made from
+
+    @property
+    def offload(self) -> bool:
+        """Whether shards are kept on the host."""
+        raise NotImplementedError
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients stay on each rank, to be reduced with those of a later backward."""
+        return not self.syncs
+
+    @property
+    def reduction(self) -> Reduction:
+        """What reduces gradients."""
+        return "mean"
+
+    def changed(self) -> None:
+        """Plans that were made with it are no good any more."""
+        self.version += 1
+
+    def unit_settings(self, exact: bool) -> dict[str, Any]:
+        """What a policy says of it as a unit; `exact`: in full precision."""
+        raise NotImplementedError
+
+    def root_settings(self, exact: bool) -> dict[str, Any]:
+        """What a policy says of it as the root."""
+        raise NotImplementedError
+
+    def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+        """Rules of those parameters of the tree below `module` that are not split as the default is."""
+        raise NotImplementedError
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole parameters stand in the places of all shards, and compute."""
+        return False
+
+    def is_exact(self, module: nn.Module) -> bool:
+        """Whether calls of its module are in full precision now."""
+        return False
+
+    def note_root(self, module: nn.Module) -> None:
+        """Take note of whether it is a root, now that there is a plan of the tree below its module."""
+
+    def put_back(self) -> None:
+        """Have the shards in their places that whole weights took."""
+
+
+@dataclass
+class Tree:
+    """A plan of the tree below a module, and the units that it is made from, by name."""
+
+    units: dict[str, Sharded]
+    held: Held
+    versions: list[int]
+
+    @property
+    def fits(self) -> bool:
+        return self.held.fits and self.versions == [unit.version for unit in self.units.values()]
+
+
+def record_in(module: nn.Module, kind: type[Kind]) -> Kind | None:
+    """What a module knows that was sharded by a class of that kind; None of other modules."""
+    found = module.__dict__.get(RECORD)
+    return found if isinstance(found, kind) else None
+
+
+def records(module: nn.Module, kind: type[Kind]) -> Iterator[tuple[str, nn.Module, Kind]]:
+    """(name, module, what it knows) of every such module in a tree, in its order."""
+    for name, inside in module.named_modules():
+        if (found := record_in(inside, kind)) is not None:
+            yield name, inside, found
+
+
+def record_of(module: nn.Module) -> Any:
+    """What a sharded module knows."""
+    return module.__dict__[RECORD]
+
+
+def ignored_in(module: nn.Module, kind: type[Sharded]) -> set[int]:
+    """The ids of the parameters that what is sharded in a tree leaves alone."""
+    return {id(parameter) for _, _, inner in records(module, kind) for parameter in inner.ignored_params}
+
+
+def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), exact: bool = False) -> Policy:
+    """The policy that a tree of sharded modules means.
+
+    Args:
+        module: the outermost one.
+        own: what it knows.
+        leave: ids of parameters to leave out.
+        exact: in full precision.
+
+    Raises:
+        ShardError: modules differ in what only a whole tree can have.
+    """
+    units: dict[str, dict[str, Any]] = {}
+    for name, _, inner in records(module, type(own)):
+        _require_alike(name, own, inner)
+        if name:
+            units[exactly(name)] = inner.unit_settings(exact)
+    left = leave | {id(p) for p in own.ignored_params} | ignored_in(module, type(own))
+    named = dict(module.named_parameters(remove_duplicate=False))
+    settings = own.root_settings(exact)
+    return Policy(
+        rules=own.rules(module, {name: p for name, p in named.items() if id(p) not in left}),
+        units=units | settings.pop("units", {}),
+        ignore=[exactly(name) for name, p in named.items() if id(p) in left],
+        batch=own.data,
+        offload="cpu" if own.offload else None,
+        **settings,
+    )
+
+
+def _require_alike(name: str, own: Sharded, inner: Sharded) -> None:
+    if inner.mesh != own.mesh:
+        raise ShardError(
+            f"{own.verb}: {name!r} was sharded over another mesh ({inner.mesh}) than the module around it "
+            f"({own.mesh}); use the same one"
+        )
+    if inner.offload != own.offload:
+        raise ShardError(
+            f"{own.verb}: {name!r} and the module around it have different offload policies; use one: offload all of "
+            "them, or none"
+        )
+
+
+def spread_inside(module: nn.Module, own: Sharded) -> None:
+    """What was sharded inside over fewer axes gets the mesh of this one."""
+    for _, inside, inner in records(module, type(own)):
+        if spread(inside, inner.mesh, own.mesh):
+            inner.mesh, inner.data, inner.placed = own.mesh, own.data, own.placed
+            inner.changed()
+
+
+def refuse_scalars(module: nn.Module, verb: str, leave: Set[int]) -> None:
+    """Raise for parameters without a dim.
+
+    Raises:
+        ValueError: with the words of torch.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and id(parameter) not in leave:
+            raise ValueError(f"{verb}. Change {name} to a 1D tensor with numel equal to 1.")
+
+
+def put_shards(module: nn.Module, own: Sharded, leave: Set[int], stays: Callable[[Tensor], bool], **given: Any) -> None:
+    """Shard the parameters in a tree whose ids are not in `leave`; buffers that `stays` stay the tensors that they are.
+
+    `given` goes to `shard_own`.
+    """
+    kept = {name for name, buffer in module.named_buffers(remove_duplicate=False) if stays(buffer)}
+    params = shard_own(module, own.mesh, policy_of(module, own, leave), **given)
+    params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
+    install(module, params)
+
+
+def held_now(module: nn.Module, exact: bool = False) -> Held:
+    """The leaves of the tree below a sharded module, as one plan; see `tree_now`."""
+    return tree_now(module, exact).held
+
+
+def tree_now(module: nn.Module, exact: bool) -> Tree:
+    """The plan of the tree below a module; made again when anything it was made from has changed.
+
+    Raises:
+        ShardError: a parameter is no shard, or no longer laid out as it was.
+    """
+    trees = module.__dict__.setdefault(_TREES, {})
+    if exact not in trees or not trees[exact].fits:
+        own = record_of(module)
+        units = {name: inner for name, _, inner in records(module, type(own))}
+        for unit in units.values():
+            unit.put_back()
+        made = plan(module, own.mesh, policy_of(module, own, exact=exact))
+        trees[exact] = Tree(units, adopt(module, made, own.mesh), [unit.version for unit in units.values()])
+    if (own := record_of(module)).is_root is None:
+        own.note_root(module)
+    return trees[exact]
+
+
+def run(begin: Callable[[nn.Module, Tree], None], module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of a sharded module; inside of another one's call, that of its model.
+
+    `begin` is what goes before a call of a root.
+    """
+    behind = unwrapped(module)
+    if is_computing(module):
+        return _bound(behind, method)(*args, **kwargs)
+    own = record_of(module)
+    tree = tree_now(module, own.is_exact(module))
+    begin(module, tree)
+    held, units = tree.held, tree.units
+    if own.device.type != "cpu":
+        args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
+    if own.is_whole and not held.plan.placed_axes:
+        return _bound(behind, method)(*args, **kwargs)
+    params = held.params(module, own.reduction, holds_back=lambda unit: units[unit].holds_back)
+    if any(unit.scale != 1 for unit in units.values()):
+        params.scale_of_gradients = lambda unit: units[unit].scale
+    if own.is_whole:  # modules want DTensors
+        params = held.params_of_whole(module)
+    return held.run(module, params, method, args, kwargs)
+
+
+def _bound(module: nn.Module, method: str) -> Any:
+    """A method of the model itself: a class that shards in place has another `__call__`."""
+    swapped = module.__dict__.get(CLASS) if method not in module.__dict__ else None
+    return getattr(module, method) if swapped is None else getattr(swapped, method).__get__(module)
