@@ -907,14 +907,8 @@ address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is running now has visited its whole graph."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Run a callback when the backward that is running now has visited its whole graph.
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 # Point to point, of tensors that lie in one piece: `torch.distributed.isend` and `irecv` without their checks per call.
@@ -964,9 +958,9 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)  # pyright: ignore
 
 
-def grad_dtype_of(leaf: Tensor) -> torch.dtype:
-    """The dtype of a leaf's gradient, which may be set to another one than the leaf's own."""
-    return (leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype
+def grad_dtypes_of(leaves: Iterable[Tensor]) -> list[torch.dtype]:
+    """The dtypes of the gradients of leaves, which may be set to others than the leaves' own."""
+    return [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
@@ -1072,6 +1066,14 @@ def tensor_in(
     """A tensor in a storage, by default contiguous, of the dtype of `like`; not a view: it has its own version."""
     blank: Any = like.new_empty(0)
     return blank.set_(storage, offset, size, stride) if stride else blank.set_(storage, offset, size)
+
+
+def tensors_in(
+    storage: torch.UntypedStorage, places: Iterable[tuple[int, Sequence[int]]], like: Tensor
+) -> list[Tensor]:
+    """`tensor_in` of each (offset, size)."""
+    blank: Any = like.new_empty
+    return [blank(0).set_(storage, offset, size) for offset, size in places]
 
 
 def tensor_over(address: int, numel: int, like: Tensor) -> Tensor:

@@ -376,7 +376,7 @@ def _kept(tp: int, sequence: bool) -> int:
     patch = pytest.MonkeyPatch()
     made = saved_tensors_hooks
     patch.setattr(
-        "shardfn.core.engine.session.saved_tensors_hooks", lambda pack, unpack: made(lambda x: kept(pack(x)), unpack)
+        "shardfn.core.engine.gathered.saved_tensors_hooks", lambda pack, unpack: made(lambda x: kept(pack(x)), unpack)
     )
     try:
         out = sf.apply(model, params, input_ids=ids).logits  # alive, so that no address is used twice

@@ -36,7 +36,7 @@ from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.in_place import Place, escaped
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.runtime import Runtime, runtime_of
-from shardfn.core.engine.session import Session
+from shardfn.core.engine.session import CurrentSession, Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
 from shardfn.core.generation import History, Shell, filled
@@ -429,16 +429,10 @@ class _Call:
         return kept[key][1]
 
 
-@dataclass
-class _Current:
-    """The session that copies get their weights from. It knows nothing of them: a cycle would outlive the call."""
+class _Current(CurrentSession):
+    """That of copies, which it knows weakly: a cycle would outlive the call."""
 
-    session: Session | None = None
     bound: "weakref.ref[Bound] | None" = None
-
-    def weight(self, name: str) -> Tensor:
-        assert self.session is not None
-        return self.session.weight(name)
 
     def gathers_again(self, gathers: Gathers, mesh: DeviceMesh) -> AbstractContextManager[None]:
         """Within it, autograd keeps this rank's pieces of what was gathered."""

@@ -31,6 +31,7 @@ from shardfn._torch import (
     send_to,
     tensor_in,
     tensor_over,
+    tensors_in,
 )
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
@@ -86,7 +87,7 @@ class Crossing:
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.sends_well = grid.device.type == "cpu" and backend_of(self.group, grid.device) == "gloo"
         self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
-        self.places = places_of(self.moves, self.ranks)
+        self.places, self._shapes = places_of(self.moves, self.ranks), [move.whole for move in self.moves]
         self.starts, self.numel = self.places.starts, self.places.numel
         self._ways: dict[torch.dtype, Way] = {}
         self._over: tuple[Any, Any, Any] = None, None, None  # address, dtype, and the flat tensor there
@@ -146,8 +147,7 @@ class Crossing:
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
         storage, way = flat.untyped_storage(), self._ways.get(flat.dtype) or self._way(flat.dtype)
-        pairs = zip(self.moves, way.wholes, strict=False)
-        return [tensor_in(storage, at, move.whole, flat) for move, at in pairs]
+        return tensors_in(storage, zip(way.wholes, self._shapes, strict=False), flat)
 
     def _exchange_shards(
         self, flat: Tensor, storage: Tensor, starts: Sequence[int], alone: int, staging: Tensor

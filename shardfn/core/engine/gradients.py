@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import (
     accumulates,
     foreach,
-    grad_dtype_of,
+    grad_dtypes_of,
     spec_of,
     unwrap_local,
     wrap_local,
@@ -62,7 +62,7 @@ def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Sequence[Te
         if had is not None and is_held_back(had):
             unwrap_local(had).add_(grad)
             continue
-        dtype = grad_dtype_of(leaf)
+        (dtype,) = grad_dtypes_of([leaf])
         whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
             _own_part(spot, index, whole).add_(unwrap_local(had), alpha=_ways(spot, index))
@@ -115,7 +115,7 @@ def reduce_held_back(spot: BucketOnGrid, leaves: Sequence[Tensor], names: Collec
     own = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
     part, op = spot.part(wanted), spot.plan.reduction
     assert op is not None
-    dtypes = [grad_dtype_of(leaf) for leaf in own]
+    dtypes = grad_dtypes_of(own)
     shards = finished(part.reduce_steps(with_held_back(own, [None] * len(own)), dtypes, op))
     for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
         leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))

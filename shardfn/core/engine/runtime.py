@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn._torch import in_backward, simulated
+from shardfn._torch import backward_id, simulated
 from shardfn.core.buckets import BucketOnGrid, Flight
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.gradients import Accumulation
@@ -58,7 +58,7 @@ class Runtime:
     def begin(self) -> None:
         """A call begins. What an exception left of a backward is waited for, and forgotten."""
         self.settle()
-        if not in_backward():
+        if backward_id() == -1:
             for accumulation in self.accumulations:
                 accumulation.settle()
             self.accumulations.clear()

@@ -1,0 +1,275 @@
+"""One bucket of one gather: its bytes, the state that they are in, and what autograd keeps of them. Layer 3.
+
+    IN_FLIGHT       the gather has begun, or there is nothing to send
+    WHOLE           the forward computes with the leaves, which lie in one storage
+    FREED           the forward of the unit is over: autograd keeps descriptions of views, and nobody the storage
+    AGAIN           the backward is expected to ask for them, or does: the same bytes are in flight once more
+    WHOLE_AGAIN     views of them are handed out
+    (FREED)         the gradients of the bucket are here, or too many units are whole: a later view gathers again
+
+A bucket whose storage is not freed stays `WHOLE`; that its weights are read again is none of its business then. What
+comes next is the session's, which calls in here; only what autograd calls (`_unpack`) calls out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import (
+    DTensorSpec,
+    spec_of,
+    storage_key,
+    tensor_in,
+    unwrap_local,
+    version_of,
+    version_of_saved,
+    versions_of,
+    with_local,
+    wrap_local,
+    wraps,
+)
+from shardfn.core.buckets import BucketOnGrid, Flight
+from shardfn.core.engine.activations import Activation, PackedActivation
+from shardfn.core.engine.compiled import untraced
+from shardfn.core.engine.neighbours import Neighbours
+from shardfn.core.engine.order import Event
+from shardfn.core.engine.runtime import Runtime
+
+_offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
+
+
+class State(Enum):
+    """Where the bytes of a bucket are, see above."""
+
+    IN_FLIGHT = "in flight"
+    WHOLE = "whole"
+    FREED = "freed"
+    AGAIN = "in flight again"
+    WHOLE_AGAIN = "whole again"
+
+
+class View(NamedTuple):
+    """What autograd keeps of a view of a gathered storage, without the storage."""
+
+    gathered: "Gathered"
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    spec: DTensorSpec | None  # of the DTensor whose local part it is
+
+
+class Gathered:
+    """One bucket of one gather, ready to be gathered again with the same values."""
+
+    def __init__(
+        self,
+        session: Any,
+        event: Event,
+        spot: BucketOnGrid,
+        leaves: Sequence[Tensor],
+        shards: Sequence[Tensor],
+        flight: Flight | None,
+    ) -> None:
+        """`session` is what autograd turns to, and `shards` are the local parts of `leaves`."""
+        runtime: Runtime = session.runtime
+        self.session, self.event, self.spot, self.leaves, self._runtime = session, event, spot, leaves, runtime
+        self.again = Event("gather again", event.unit, event.bucket)
+        self.frees = event.unit in runtime.frees and spot.moves
+        self.state, self._flight = State.IN_FLIGHT, flight
+        self._neighbours: Neighbours | None = runtime.neighbours.get(event.unit)
+        self._shards = shards
+        sources: Mapping[str, Tensor] | None = session.sources  # what leaves were made of, whose owner may change it
+        made_of = map(sources.__getitem__, spot.bucket.leaves) if sources else leaves
+        # What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter.
+        self._counters = [*self._shards, *leaves, *made_of]
+        self._versions = versions_of(self._counters)
+        self._flat: Tensor | None = None
+        self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
+        self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
+
+    def wholes(self) -> list[Tensor]:
+        """Wait for the gather: the whole leaves."""
+        flight, self._flight, self.state = self._flight, None, State.WHOLE
+        if flight is not None:
+            return self.spot.wholes_of(self._runtime.finish(flight))
+        return [whole.detach() for whole in self.spot.unmoved(self._shards)]
+
+    def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Remember where the whole leaves lie: they will be freed."""
+        self._begins = dict(zip(map(_offset_of, wholes), versions, strict=True))
+        if self._neighbours is not None and torch.is_grad_enabled():
+            storage = wholes[0].untyped_storage()
+            self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
+
+    def free(self) -> None:
+        """The forward of the unit is over."""
+        if self._neighbours is not None and self._flat is not None:
+            self._kept = self._neighbours.part_of(self._flat, self.spot.buffers)
+        self._flat, self.state = None, State.FREED
+
+    def pack(self, saved: Tensor, part: Tensor) -> View | Tensor:
+        """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is.
+
+        `part` is the view: what is saved, or the local part of it.
+        """
+        if part.dtype != self.spot.bucket.dtype or part.is_neg() or part.is_conj():
+            return saved
+        self._require_unwritten(saved, int(part.storage_offset()))
+        spec = spec_of(saved) if isinstance(saved, DTensor) else None
+        return View(self, part.shape, part.stride(), int(part.storage_offset()), spec)
+
+    def _require_unwritten(self, saved: Tensor, begins: int) -> None:
+        """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
+        if begins not in self._begins:
+            begins = max(offset for offset in self._begins if offset <= begins)
+        before = 0 if isinstance(saved, DTensor) else self._begins[begins]  # a DTensor counts its changes by itself
+        if version_of(saved) != before:
+            name = self.spot.bucket.leaves[list(self._begins).index(begins)]
+            raise RuntimeError(
+                f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
+                f"use the value from before. Write a new tensor instead, or update the tree of parameters."
+            )
+
+    def may_start_again(self) -> bool:
+        """Whether the bytes are neither there nor on their way; they must be those that the forward had.
+
+        Raises:
+            RuntimeError: a shard was written since.
+        """
+        if self._flat is not None or self._flight is not None:
+            return False
+        now = versions_of(self._counters)
+        if now != self._versions:
+            changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
+            name = self.spot.bucket.leaves[changed % len(self.leaves)]
+            raise RuntimeError(
+                f"'{name}' was changed in place between the forward and the backward that needs it; "
+                f"run the backward before the optimizer step"
+            )
+        return True
+
+    def start_again(self) -> None:
+        """The same bytes, in flight once more."""
+        steps = self.spot.gather_steps(self._shards)
+        if self._kept is not None and self._neighbours is not None:
+            steps = self._neighbours.gather_steps(self._kept, self.spot.buffers)
+        self._flight, self.state = self._runtime.start(steps), State.AGAIN
+
+    def finish_again(self) -> None:
+        """Wait for them."""
+        flight, self._flight, self.state = self._flight, None, State.WHOLE_AGAIN
+        if flight is not None:
+            self._flat = self._runtime.finish(flight)
+
+    def view(self, of: View) -> Tensor:
+        """A view that autograd kept, once the bucket is whole again."""
+        assert self._flat is not None
+        part = self._flat.as_strided(of.shape, of.stride, of.offset)
+        return part if of.spec is None else wrap_local(part, of.spec)
+
+    def release(self) -> None:
+        """Let go of what is whole again, or on its way."""
+        self._flat = self._flight = None
+        if self.state in (State.AGAIN, State.WHOLE_AGAIN):
+            self.state = State.FREED
+
+
+class Uncopied(NamedTuple):
+    """A weight that is the shard itself: where it lies, and the tensors whose versions count changes."""
+
+    begin: int
+    end: int
+    counters: tuple[Tensor, ...]
+
+
+def _counters_of(part: Tensor, weights: Sequence[Uncopied]) -> tuple[Tensor, ...]:
+    at = part.data_ptr()
+    return next((weight.counters for weight in weights if weight.begin <= at < weight.end), ())
+
+
+class _OfWeight(NamedTuple):
+    """A saved view of a weight that is the shard itself, detached, with what counts changes of it."""
+
+    tensor: Tensor
+    counters: list[Tensor]
+    versions: list[int]
+
+
+# Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever; and its version,
+# since autograd does not look at versions where there are hooks.
+_Saved = tuple[Tensor, int]
+
+
+def _unpack(packed: Any) -> Tensor:
+    kind = type(packed)
+    if kind is tuple:
+        tensor, version = packed
+        if version_of_saved(tensor) != version:
+            raise _changed("a tensor", tensor)
+        return tensor
+    if kind is _OfWeight:
+        if versions_of(packed.counters) != packed.versions:
+            raise _changed("a weight", packed.tensor)
+        return packed.tensor
+    if kind is PackedActivation:
+        return packed.activation.view(packed)
+    if kind is not View:
+        return packed
+    if packed.gathered.state is not State.WHOLE_AGAIN:
+        packed.gathered.session.wake(packed.gathered)
+    return packed.gathered.view(packed)
+
+
+def _changed(what: str, tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} of shape {list(tensor.shape)}. Update parameters after the backward; in a forward, write new tensors."
+    )
+
+
+def saved_hooks(
+    by_storage: Mapping[int, Gathered],
+    uncopied: Mapping[int, Sequence[Uncopied]],
+    activations: Mapping[int, Activation],
+    pure: bool,
+    traced: bool,
+) -> AbstractContextManager[Any]:
+    """Hooks around a forward that gathers these, by their storages, see `Session.hooks`.
+
+    A view of a storage that is freed becomes a description, and one of a weight that is the shard itself is kept with
+    what counts its changes; everything else is kept detached, with its version.
+    """
+    of_storage = by_storage.get
+
+    def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
+        if saved.layout is not torch.strided:
+            return saved
+        part = saved if type(saved) is Tensor else unwrap_local(saved)
+        if type(part) is Tensor:
+            key = part.untyped_storage().data_ptr()
+        elif wraps(part):
+            return with_local(saved, part)  # a new DTensor, detached as `_Saved` is
+        else:
+            key = storage_key(part)
+        gathered = of_storage(key)
+        if gathered is not None:
+            return gathered.pack(saved, part)
+        if key in activations and (packed := activations[key].pack(saved)) is not None:
+            return packed
+        if pure:
+            return saved
+        if key in uncopied and (counters := _counters_of(part, uncopied[key])):
+            detached = saved.detach()
+            return _OfWeight(detached, [detached, *counters], versions_of([saved, *counters]))
+        return saved.detach(), version_of_saved(saved)
+
+    if traced:
+        return saved_tensors_hooks(untraced(pack), untraced(_unpack))
+    return saved_tensors_hooks(pack, _unpack)
