@@ -136,6 +136,9 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local
 
 
+innermost_transform: Callable[[], Any] = peek_interpreter_stack  # of `torch.func`; None outside of all
+
+
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
     return peek_interpreter_stack() is not None

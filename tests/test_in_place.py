@@ -4,6 +4,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -200,6 +201,50 @@ class OwnFunction(Net):
         return self.blocks[1](self.Times.apply(x, self.blocks[0]))
 
 
+class Calls(Net):
+    """`functional_call` of a unit, which puts tensors in the places of weights, once around itself."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        doubled = {name: 2 * p for name, p in first.named_parameters()}
+        x = torch.func.functional_call(first, doubled, (x,)) + first(x)
+        return torch.func.functional_call(self, {"last.bias": self.last.bias * 3}, (x[:, :4],)).sum() + second(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self)
+        inner = len(self.seen) % 2 == 0
+        return self.last(self.first(x) if inner else self.middle(self.first(x)))
+
+
+class Transforms(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        both: Any = torch.func.jvp(lambda z: first(z) @ self.first.weight, (x,), (torch.ones_like(x),))
+        return torch.func.vmap(second)(x) + sum(both).sum()
+
+
+class Threads(Net):
+    """Units in another thread; other modules there have shards, which is an error."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().middle, x).result()
+
+
+class Opaque(Net):
+    """An output that is no container, and a checkpoint of everything, which leaves nothing else in the graph."""
+
+    class Output(SimpleNamespace):
+        def square(self) -> Tensor:
+            return self.value.square()
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(self)
+        x = x.clone().requires_grad_()
+        run = super().forward
+        return self.Output(value=checkpoint(lambda y: (run(y), self.seen.pop())[0], x, use_reentrant=True))
+
+
 class Norms(Net):
     def set_up(self) -> None:
         self.norm = nn.BatchNorm1d(6, track_running_stats=True)
@@ -246,6 +291,10 @@ NETS: list[type[Net]] = [
     Checkpoints,
     ReentrantCheckpoints,
     OwnFunction,
+    Calls,
+    Transforms,
+    Threads,
+    Opaque,
     Norms,
     Tied,
     Recursive,
@@ -300,7 +349,7 @@ def test_what_a_forward_reaches_is_what_the_user_made(mesh: DeviceMesh, kind: st
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (sharded, plain)]
     for step in range(3):
         own, rows = _own_rows(step)
-        own = rows if net in (Norms, Recursive) else own  # means over rows
+        own = rows if net in (Norms, Recursive, Calls, Transforms) else own  # means over rows
         for each, x, optimizer in ((sharded, own, optimizers[0]), (plain, rows, optimizers[1])):
             if net is Registered:
                 REGISTRY["block"] = (model if each is sharded else plain).blocks[0]
@@ -542,6 +591,21 @@ def test_other_methods_reach_units(mesh: DeviceMesh) -> None:
     own, rows = _own_rows()
     for each, x in ((model, own), (plain, rows)):
         (each.encode(x).mean() + each(x).mean()).backward()
+    _require_grads(model, plain)
+
+
+@on_meshes({"fsdp": 2})
+def test_fsdp1_applies_a_function_in_a_forward(mesh: DeviceMesh) -> None:
+    class Applies(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            norms: list[Tensor] = []
+            self.apply(lambda module: norms.append(module.fc.weight.norm()) if isinstance(module, Block) else None)
+            return super().middle(x) * torch.stack(norms).sum()
+
+    sharded, model, plain = _pair("fsdp1", Applies, mesh)
+    own, rows = _own_rows()
+    sharded(own).mean().backward()
+    plain(rows).mean().backward()
     _require_grads(model, plain)
 
 

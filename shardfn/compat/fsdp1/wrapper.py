@@ -43,6 +43,7 @@ from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, w
 from shardfn.compat.fsdp1.wrapping import wrap_inside
 from shardfn.compat.meshes import placed_mesh
 from shardfn.compat.sharded import RECORD, held_now
+from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
 
@@ -391,7 +392,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Raises:
             ValueError: inside `summon_full_params`.
         """
-        if _applying.get():
+        if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
         token = _applying.set(True)

@@ -253,7 +253,10 @@ def saved_hooks(
             return saved
         part = saved if type(saved) is Tensor else unwrap_local(saved)
         if type(part) is Tensor:
-            key = part.untyped_storage().data_ptr()
+            try:
+                key = part.untyped_storage().data_ptr()
+            except RuntimeError:  # of a transform that the forward itself has begun: it has no storage
+                return saved
         elif wraps(part):
             return with_local(saved, part)  # a new DTensor, detached as `_Saved` is
         else:

@@ -43,13 +43,27 @@ _LATER = (GeneratorType, AsyncGeneratorType, CoroutineType)
 class _Call:
     """A call that goes on in this thread."""
 
-    __slots__ = ("outer", "place", "session", "tables")
+    __slots__ = ("instead", "outer", "place", "session", "tables")
 
     def __init__(self, place: "Place", session: Session) -> None:
         self.place, self.session, self.tables, self.outer = place, session, place.tables, _CALL.get()
+        # By table and attribute: what `torch.func.functional_call` in a forward has put in the place of a weight.
+        self.instead: dict[tuple[int, str], Any] = {}
+
+    def use_instead(self, table: "Table", attribute: str, value: Tensor) -> None:
+        """Have `value` for a weight; the weight itself for its place again."""
+        self.instead.pop((id(table), attribute), None)
+        if table[attribute] is not value:
+            self.instead[id(table), attribute] = value
+
+    def weight(self, table: int, attribute: str, name: str) -> Any:
+        """That of the session, or what is used instead of it."""
+        weight = self.instead.get((table, attribute)) if self.instead else None
+        return self.session.weight(name) if weight is None else weight
 
 
 _CALL: "ContextVar[_Call | None]" = ContextVar("call", default=None)
+_GOING_ON: list[_Call] = []  # calls in any thread, the latest last
 _WAITING: list[weakref.ref[Session]] = []  # sessions of calls whose graph is there, the latest last
 
 
@@ -63,7 +77,9 @@ class Table(dict[str, Any]):
             call = call_of(self)
             names = None if call is None else call.tables[id(self)]
         name = None if names is None else names.get(attribute)
-        return super().__getitem__(attribute) if call is None or name is None else call.session.weight(name)
+        if call is None or name is None:
+            return super().__getitem__(attribute)
+        return call.weight(id(self), attribute, name) if call.instead else call.session.weight(name)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
@@ -79,8 +95,13 @@ class Table(dict[str, Any]):
         return iter(super().keys())
 
     def __setitem__(self, attribute: str, value: Any) -> None:
-        self._require_nobody(attribute, "assigns")
-        super().__setitem__(attribute, value)
+        call = call_of(self)
+        if call is None:
+            super().__setitem__(attribute, value)
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and call.tables[id(self)].get(attribute):
+            call.use_instead(self, attribute, value)
+        else:
+            self._require_nobody(attribute, "assigns")
 
     def __delitem__(self, attribute: str) -> None:
         self._require_nobody(attribute, "deletes")
@@ -113,10 +134,10 @@ class Stand(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, module = self._own(), self._module()
         assert module is not None
-        call = call_of(module.__dict__["_parameters"])
+        call = call_of(module.__dict__["_parameters"]) or _elsewhere(module.__dict__["_parameters"])
         if call is None:
             return forward(*args, **kwargs)
-        if call is not _CALL.get():  # a backward, or a call of a model around the one that goes on
+        if call is not _CALL.get():  # a backward, a call of a model around the one that goes on, or in another thread
             with call.place.computes(call.session):
                 return self(*args, **kwargs)
         if isinstance(module, nn.RNNBase):
@@ -193,10 +214,13 @@ class Place:
     @contextmanager
     def computes(self, session: Session) -> Iterator[None]:
         """Within it, whoever reads a parameter in this thread gets the weights of a session."""
-        token = _CALL.set(_Call(self, session))
+        call = _Call(self, session)
+        token = _CALL.set(call)
+        _GOING_ON.append(call)
         try:
             yield
         finally:
+            _GOING_ON.remove(call)
             _CALL.reset(token)
 
     def wait(self, session: Session, output: Any) -> None:
@@ -210,13 +234,20 @@ class Place:
                 f"apply: the forward returns a {type(output).__name__.replace('_', ' ')}, which reads parameters when "
                 "the call is over, and they are shards again. Return what it yields: a list, or tensors"
             )
-        nodes = {x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None}
+        nodes = {x.grad_fn for x in _tensors_in(output) if x.grad_fn is not None}
         for node in nodes:
             metadata_of(node).setdefault("shardfn", []).append(session)
         if nodes:
             session.place = self
             _WAITING[:] = [ref for ref in _WAITING if ref() is not None]
             _WAITING.append(weakref.ref(session))
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Those in containers, and in objects that are no containers."""
+    for leaf in pytree.tree_leaves(output):
+        inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", None))
+        yield from (x for x in inside if isinstance(x, Tensor))
 
 
 def call_of(table: Any) -> _Call | None:
@@ -254,6 +285,11 @@ def escaped(error: RuntimeError) -> ShardError | None:
 def is_computing(module: nn.Module) -> bool:
     """Whether this thread computes with the parameters of a module, in a call of it or of one that holds it."""
     return call_of(module.__dict__["_parameters"]) is not None
+
+
+def _elsewhere(table: Any) -> _Call | None:
+    """The call for which another thread computes a unit."""
+    return next((call for call in reversed(_GOING_ON) if id(table) in call.tables), None)
 
 
 def _waiting(key: int) -> _Call | None:

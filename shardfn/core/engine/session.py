@@ -39,7 +39,9 @@ from shardfn._torch import (
     grad_dtypes_of,
     has_gradient_hooks,
     in_transform,
+    innermost_transform,
     out_of_inference_mode,
+    outside_transforms,
     simulated,
     storage_key,
     unwrap_local,
@@ -142,6 +144,9 @@ class Session:
     def weight(self, name: str) -> Tensor:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
         found = self._weights.get(name)
+        if found is None and innermost_transform() is not None and not self.in_transform:
+            with outside_transforms():  # one that the forward itself has begun, to which weights are constants
+                return self.weight(name)
         if found is None:
             unit = self.runtime.unit_of[name]
             if self._only is not None and unit != self._only:
