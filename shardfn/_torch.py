@@ -52,7 +52,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = ["DTensorSpec", "pytree"]
 
@@ -415,6 +419,15 @@ def storage_key(x: Tensor) -> int:
 def outside_dispatch() -> AbstractContextManager[Any]:
     """Within it, no dispatch mode sees operations."""
     return _disable_current_modes()
+
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many see operations here
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint keeps what operations give here, or looks for it: it counts them."""
+    kinds = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 def outside_functions() -> AbstractContextManager[Any]:

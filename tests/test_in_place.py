@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
@@ -184,6 +184,15 @@ class ReentrantCheckpoints(Checkpoints):
     reentrant = True
 
 
+class SelectiveCheckpoint(Net):
+    """Products are kept, the rest computes again."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        return checkpoint(super().middle, x, use_reentrant=False, context_fn=contexts)
+
+
 class OwnFunction(Net):
     """A backward that reads a weight."""
 
@@ -220,7 +229,7 @@ class Transforms(Net):
     def middle(self, x: Tensor) -> Tensor:
         first, second = self.blocks
         both: Any = torch.func.jvp(lambda z: first(z) @ self.first.weight, (x,), (torch.ones_like(x),))
-        return torch.func.vmap(second)(x) + sum(both).sum()
+        return torch.func.vmap(second)(x) + (both[0] + both[1]).sum()
 
 
 class Threads(Net):
@@ -290,6 +299,7 @@ NETS: list[type[Net]] = [
     Recurrent,
     Checkpoints,
     ReentrantCheckpoints,
+    SelectiveCheckpoint,
     OwnFunction,
     Calls,
     Transforms,
@@ -592,6 +602,19 @@ def test_other_methods_reach_units(mesh: DeviceMesh) -> None:
     for each, x in ((model, own), (plain, rows)):
         (each.encode(x).mean() + each(x).mean()).backward()
     _require_grads(model, plain)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_selective_checkpoint_of_functions(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = SelectiveCheckpoint().double()
+    params = sf.shard(model, mesh, sf.Policy(units=["blocks.*"]))
+    own, rows = _own_rows()
+    grads = sf.grad(lambda p: sf.apply(model, p, own).mean())(params)
+    model(rows).mean().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert_close(grads[name].full_tensor(), p.grad)
 
 
 @on_meshes({"fsdp": 2})

@@ -36,11 +36,14 @@ from torch import Tensor
 from shardfn._torch import (
     after_backward,
     backward_id,
+    dispatch_modes,
     grad_dtypes_of,
     has_gradient_hooks,
+    in_selective_checkpoint,
     in_transform,
     innermost_transform,
     out_of_inference_mode,
+    outside_dispatch,
     outside_transforms,
     simulated,
     storage_key,
@@ -146,6 +149,9 @@ class Session:
         found = self._weights.get(name)
         if found is None and innermost_transform() is not None and not self.in_transform:
             with outside_transforms():  # one that the forward itself has begun, to which weights are constants
+                return self.weight(name)
+        if found is None and dispatch_modes() and in_selective_checkpoint():
+            with outside_dispatch():  # which gathers a weight once, and not again in the same places
                 return self.weight(name)
         if found is None:
             unit = self.runtime.unit_of[name]
