@@ -537,10 +537,12 @@ def test_inputs_of_a_unit_are_cast_however_it_is_called(mesh: DeviceMesh) -> Non
 
     model, low = Casts(), torch.bfloat16
     precision = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
-    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)(
-        torch.ones(3, 4)
-    ).sum().backward()
-    assert model.dtypes == [low]
+    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    sharded(torch.ones(3, 4)).sum().backward()
+    inner = model.blocks[0].module  # a forward that is given afterwards is one of a unit, too
+    inner.forward = lambda x: inner.fc(x) * 2
+    sharded(torch.ones(3, 4)).sum().backward()
+    assert model.dtypes == [low, low]
 
 
 @on_meshes({"fsdp": 2})
