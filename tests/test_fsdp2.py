@@ -34,7 +34,8 @@ from shardfn.compat.fsdp2 import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
+from shardfn.compat.sharded import held_now
+from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 
 def _meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
@@ -632,3 +633,16 @@ def _assigned(how: str) -> None:
 @pytest.mark.parametrize("how", ["all", "list", "one name", "nameless"])
 def test_tied_weights_stay_tied_when_others_take_their_place(how: str) -> None:
     run(_assigned, how, ranks=2)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_setting_that_changes_after_a_forward_counts(mesh: DeviceMesh) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 4))
+    assert [unit.regather for unit in held_now(model).plan.units if unit.name] == [True, True]
+    model[0].set_reshard_after_forward(False)
+    model(torch.ones(2, 4))
+    assert [unit.regather for unit in held_now(model).plan.units if unit.name] == [False, True]
