@@ -55,8 +55,8 @@ class Held:
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
-        for module in model.modules():
-            with_table(module)
+        self._tables = [with_table(module) for module in model.modules()]
+        self._counts = list(map(len, self._tables))
         self._place: Place | None = None
         self._slots = _slots(model, plan)
         self._buffers: list[tuple[str, Slot]] = []
@@ -94,6 +94,11 @@ class Held:
 
         The module itself computes, or copies of it where its forwards are not its own, or compiled.
         """
+        if self._runs_in_place and list(map(len, self._tables)) != self._counts:
+            raise ShardError(
+                "a parameter was added to a module, or taken away, after the model was sharded: nobody would reduce "
+                "its gradient. Add it before the model is wrapped, or as a module of its own that is sharded too"
+            )
         if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
             if self._place is None:
                 self._place = Place(model, self.plan, unit_casts(self.plan))

@@ -662,3 +662,25 @@ def test_the_signature_of_a_forward_stays(mesh: DeviceMesh, kind: str) -> None:
     block = getattr(model.blocks[0], "module", model.blocks[0])
     assert str(inspect.signature(block.forward)) == "(x: torch.Tensor) -> torch.Tensor"
     assert block.forward.__self__ is block
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_a_parameter_that_is_added_between_calls_is_an_error(mesh: DeviceMesh, kind: str) -> None:
+    sharded, model, _ = _pair(kind, Net, mesh)
+    sharded(_own_rows()[0])
+    model.first.register_parameter("scale", nn.Parameter(torch.ones(6).double()))
+    with pytest.raises(ShardError, match="added"):
+        sharded(_own_rows()[0])
+
+
+@on_meshes({"fsdp": 2})
+def test_a_copy_computes_with_its_own_weights(mesh: DeviceMesh) -> None:
+    sharded, model, _ = _pair("trainer", Patched, mesh)
+    x, _ = _own_rows()
+    with sharded.summon_full_params():
+        twin, before = copy.deepcopy(model.blocks[0]), model.blocks[0](x @ torch.ones(4, 6).double())
+        with torch.no_grad():
+            twin.fc.weight.zero_()
+            twin.fc.bias.zero_()
+        assert twin(x @ torch.ones(4, 6).double()).eq(0).all() and not before.eq(0).all()

@@ -20,6 +20,7 @@ So hooks of parameters and optimizers that step in a backward find shards. `Plac
 a module inside two sharded ones, each called by itself, is in two of them.
 """
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -175,8 +176,13 @@ class Stand(StandIn):
         return getattr(self._own(), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self._module()), self._module())
-        return Stand(module, self.original)
+        made = memo.get(id(self._module()))
+        if made is None:
+            raise ShardError(
+                f"copy.deepcopy: {type(self._module()).__name__} copies its attributes before memo knows its copy, "
+                "whose forward would be the original's; write memo[id(self)] = copy first"
+            )
+        return Stand(made, copy.deepcopy(self.original, memo))
 
     def __reduce__(self) -> Any:
         return Stand, (self._module(), self.original)
