@@ -158,6 +158,16 @@ class Patched(Net):
         self.blocks[1].forward = lambda x: inner(x) + block.fc.bias
 
 
+class Static(Net):
+    class Child(Block):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    def set_up(self) -> None:
+        self.blocks[0] = self.Child()
+
+
 class Recurrent(Net):
     def set_up(self) -> None:
         self.rnn = nn.LSTM(6, 6, num_layers=2, batch_first=True)
@@ -296,6 +306,7 @@ NETS: list[type[Net]] = [
     Methods,
     Hooks,
     Patched,
+    Static,
     Recurrent,
     Checkpoints,
     ReentrantCheckpoints,

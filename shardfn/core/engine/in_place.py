@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
@@ -167,7 +167,10 @@ class Stand(StandIn):
         module = self._module()
         if module is None:
             raise ReferenceError("the module of this forward is gone")
-        return MethodType(type(module).forward, module) if self.original is None else self.original
+        if self.original is not None:
+            return self.original
+        kind = type(module)  # whose forward may be a static method
+        return next(vars(cls)["forward"] for cls in kind.__mro__ if "forward" in vars(cls)).__get__(module, kind)
 
     def __getattr__(self, name: str) -> Any:
         """As of a method: its name, what it belongs to."""
@@ -199,14 +202,15 @@ class Place:
         names = plan.canonical
         owned = {module.name: {key: names[name] for key, name in module.params} for module in plan.info.modules}
         self.tables: dict[int, Mapping[str, str]] = {}
-        self.units: dict[int, tuple[str, Around | None]] = {}  # by id of the module
         self._alive: list[Table] = []  # by whose addresses `tables` goes
         for path, module in model.named_modules(remove_duplicate=False):
             table = with_table(module)
             self.tables[id(table)] = owned.get(path, {}) | dict(self.tables.get(id(table), {}))
             self._alive.append(table)
         units = {unit.name: unwrapped(submodule(model, unit.name)) for unit in plan.units if unit.name}
-        self.units = {id(module): (path, casts.get(path)) for path, module in units.items()}
+        self.units: dict[int, tuple[str, Around | None]] = {  # by id of the module
+            id(module): (path, casts.get(path)) for path, module in units.items()
+        }
         lists = [own for module in model.modules() if isinstance(own := unwrapped(module), nn.RNNBase)]
         self._stand_for = [weakref.ref(module) for module in {id(x): x for x in (*units.values(), *lists)}.values()]
         self.prepare()
