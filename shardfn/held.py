@@ -5,6 +5,7 @@ optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` know
 that functions take.
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -95,10 +96,7 @@ class Held:
         The module itself computes, or copies of it where its forwards are not its own, or compiled.
         """
         if self._runs_in_place and list(map(len, self._tables)) != self._counts:
-            raise ShardError(
-                "a parameter was added to a module, or taken away, after the model was sharded: nobody would reduce "
-                "its gradient. Add it before the model is wrapped, or as a module of its own that is sharded too"
-            )
+            raise _added("a parameter was added to a module, or taken away,")
         if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
             if self._place is None:
                 self._place = Place(model, self.plan, unit_casts(self.plan))
@@ -108,6 +106,18 @@ class Held:
         finally:
             if params.in_place is None:
                 self.keep_buffers(model, params)
+            elif sys.exception() is None and not self._has_structure:
+                self._require_shards(model)
+
+    def _require_shards(self, model: nn.Module) -> None:
+        """Raise for modules with parameters of their own that a forward has added.
+
+        Raises:
+            ShardError: there are some.
+        """
+        for name, p in model.named_parameters():
+            if not isinstance(p, DTensor) and not any(name == ignored for ignored in self.plan.info.ignored):
+                raise _added(f"'{name}' was added by a forward,")
 
     def params_of_whole(self, model: nn.Module) -> Params:
         """The tree of the values that whole parameters in the places of the shards have now; nobody trains them."""
@@ -136,9 +146,12 @@ class Held:
     @property
     def fits(self) -> bool:
         """Whether the module has the structure that the plan was made for."""
+        return self._has_structure and self._dtypes == self._dtypes_now()
+
+    @property
+    def _has_structure(self) -> bool:
         now = self._structure_now()
-        same = len(now) == len(self._structure) and all(map(is_, now, self._structure))
-        return same and self._dtypes == self._dtypes_now()
+        return len(now) == len(self._structure) and all(map(is_, now, self._structure))
 
     def _dtypes_now(self) -> list[torch.dtype]:
         return dtypes_of(self.leaves().values())
@@ -152,6 +165,13 @@ class Held:
         mine = self.leaves()
         for name, leaf in tree.items():
             unwrap_local(mine[name]).copy_(unwrap_local(leaf))
+
+
+def _added(what: str) -> ShardError:
+    return ShardError(
+        f"{what} after the model was sharded: nobody would reduce its gradient. Add it before the model is wrapped, or "
+        "as a module of its own that is sharded too"
+    )
 
 
 def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

@@ -263,6 +263,65 @@ class Opaque(Net):
         return self.Output(value=checkpoint(lambda y: (run(y), self.seen.pop())[0], x, use_reentrant=True))
 
 
+class HiddenOutput(Net):
+    """A loss that only an attribute holds, of checkpoints."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(self)
+        x = x.clone().requires_grad_()
+        run = super().forward
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        self.loss = again(lambda y: (run(y), self.seen.pop())[0], x)
+        return self
+
+    def square(self) -> Tensor:
+        return self.loss.square()
+
+
+class HiddenReentrantOutput(HiddenOutput):
+    reentrant = True
+
+
+class Distribution(Net):
+    def forward(self, x: Tensor) -> Any:
+        run, x = super().forward, x.clone().requires_grad_()
+        mean = checkpoint(lambda y: (run(y), self.seen.pop())[0], x, use_reentrant=True)
+        return Nested(torch.distributions.Independent(torch.distributions.Normal(mean, 1.0), 1))
+
+
+class Nested:
+    """An object without a dict."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def square(self) -> Tensor:
+        return self.inner.mean.square()
+
+
+class Copied(Net):
+    """Units that are copied, with attributes of their own."""
+
+    class Child(Block):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    def set_up(self) -> None:
+        self.blocks[0] = self.Child()
+
+    def middle(self, x: Tensor) -> Tensor:
+        block: Any = self.blocks[0]
+        twin = copy.copy(getattr(block, "module", block))
+        twin.scale = 2.0
+        return self.blocks[1](twin(x) + block(x))
+
+
 class Norms(Net):
     def set_up(self) -> None:
         self.norm = nn.BatchNorm1d(6, track_running_stats=True)
@@ -315,6 +374,10 @@ NETS: list[type[Net]] = [
     Transforms,
     Threads,
     Opaque,
+    HiddenOutput,
+    HiddenReentrantOutput,
+    Distribution,
+    Copied,
     Norms,
     Tied,
     Recursive,
@@ -453,6 +516,45 @@ class Yields(Net):
         return (block(self.first(x)) for block in self.blocks)
 
 
+class YieldsInside(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"of": map(self.first, [x])}
+
+
+class Grows(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        self.extra = nn.Linear(6, 6).double()
+        return self.extra(super().middle(x))
+
+
+class Races(Net):
+    """A thread is in the first unit, when the call's own goes through the second one."""
+
+    def set_up(self) -> None:
+        self.begun, self.done = threading.Event(), threading.Event()
+        block: Any = self.blocks[0]
+        block.fc.register_forward_hook(lambda *_: self.begun.set() or self.done.wait(60) and None)
+
+    def second(self, pool: ThreadPoolExecutor, x: Tensor) -> Tensor:
+        return self.blocks[1](x)
+
+    def middle(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(self.blocks[0], x)
+            self.begun.wait(60)
+            try:
+                return self.second(pool, x) + first.result()
+            finally:
+                self.done.set()
+
+
+class TwoRace(Races):
+    """Another thread goes through the second one."""
+
+    def second(self, pool: ThreadPoolExecutor, x: Tensor) -> Tensor:
+        return pool.submit(self.blocks[1], x).result()
+
+
 class Writes(Net):
     def middle(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -466,6 +568,10 @@ class Writes(Net):
         (Assigns, ShardError, "a forward assigns the parameter 'weight'"),
         (Deletes, ShardError, "a forward deletes the parameter 'weight'"),
         (Yields, ShardError, "the forward returns a generator"),
+        (YieldsInside, ShardError, "the forward returns a map"),
+        (Grows, ShardError, "'extra.weight' was added by a forward"),
+        (Races, ShardError, "two threads compute"),
+        (TwoRace, ShardError, "two threads compute"),
         (Writes, RuntimeError, "'blocks.0.fc.weight' was changed in place by the forward"),
     ],
 )
@@ -475,7 +581,7 @@ def test_refused(mesh: DeviceMesh, kind: str, net: type[Net], error: type[Except
     sharded, model, _ = _pair(kind, net, mesh)
     with pytest.raises(error, match=words):
         sharded(_own_rows()[0]).sum().backward()
-    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if "extra" not in name)
 
 
 @every_kind
@@ -515,23 +621,78 @@ def test_two_calls_and_then_their_backwards(mesh: DeviceMesh, kind: str, net: ty
     _require_grads(model, plain)
 
 
-@on_meshes({"fsdp": 2})
-def test_a_checkpoint_of_calls_in_two_precisions_is_told_which(mesh: DeviceMesh) -> None:
+def _in_two_precisions(net: type[Net]) -> Any:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
-    model = FSDP(Checkpoints(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
     for own in FSDP.fsdp_modules(model):
         own.__dict__["_shardfn_record"].full_precision_in_eval = True
+    return model
+
+
+@pytest.mark.parametrize("net", [Checkpoints, ReentrantCheckpoints])
+@on_meshes({"fsdp": 2})
+def test_a_checkpoint_computes_again_in_the_precision_of_its_call(mesh: DeviceMesh, net: type[Net]) -> None:
+    dtypes: list[torch.dtype] = []
+    model = _in_two_precisions(net)
+    model.blocks[0].module.fc.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))
     x = torch.ones(3, 4)
-    low = model.train()(x)
-    full = model.eval()(x)
+    low, full = model.train()(x).sum(), model.eval()(x).sum()
+    for loss, dtype in ((low, torch.bfloat16), (full, torch.float32), (low, torch.bfloat16)):
+        dtypes.clear()
+        loss.backward(retain_graph=True)
+        assert dtypes
+        assert set(dtypes) == {dtype}
+
+
+@on_meshes({"fsdp": 2})
+def test_a_backward_that_has_read_nothing_is_told_which_call_it_is_of(mesh: DeviceMesh) -> None:
+    class OnlyFunction(OwnFunction):
+        def forward(self, x: Tensor) -> Any:
+            return self.Times.apply(x.clone().requires_grad_(), self.Late(self.first))
+
+        class Late:
+            """Reads the weight when it is asked."""
+
+            def __init__(self, layer: Any) -> None:
+                self.layer = layer
+
+            @property
+            def fc(self) -> Any:
+                return SimpleNamespace(weight=self.layer.weight.T)
+
+    model = _in_two_precisions(OnlyFunction)
+    x = torch.ones(3, 4)
+    low = model.train()(x).sum()
+    full = model.eval()(x).sum()
     with pytest.raises(ShardError, match="outputs of several calls wait for their backward"):
-        low.sum().backward()
+        low.backward()
     del low
-    full.sum().backward()
+    full.backward()
     model.train()(x).sum().backward()  # of the call before, the backward is over
     with torch.no_grad():
         model.eval()(x)
     model.train()(x).sum().backward()
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_a_backward_that_runs_twice_reads_what_weights_are_now(mesh: DeviceMesh, kind: str) -> None:
+    class Shadowed(Net):
+        """A backward that reads the weight of a unit which gets no gradient."""
+
+        def middle(self, x: Tensor) -> Tensor:
+            return OwnFunction.Times.apply(x, self.blocks[0])  # type: ignore[no-any-return]
+
+    sharded, model, plain = _pair(kind, Shadowed, mesh)
+    own, rows = _own_rows()
+    losses = [(model, sharded(own).mean()), (plain, plain(rows).mean())]
+    for factor in (2, 3):
+        for each, loss in losses:
+            loss.backward(retain_graph=True)
+            block = each.blocks[0]
+            with torch.no_grad():
+                getattr(block, "module", block).fc.weight.mul_(factor)
+        _require_grads(model, plain)
 
 
 @on_meshes({"fsdp": 2})

@@ -11,6 +11,8 @@ A bucket whose storage is not freed stays `WHOLE`; that its weights are read aga
 comes next is the session's, which calls in here; only what autograd calls (`_unpack`) calls out.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -200,21 +202,33 @@ class _OfWeight(NamedTuple):
     tensor: Tensor
     counters: list[Tensor]
     versions: list[int]
+    session: Any
 
 
-# Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever; and its version,
-# since autograd does not look at versions where there are hooks.
-_Saved = tuple[Tensor, int]
+# Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever; its version, since
+# autograd does not look at versions where there are hooks; and the session, which a checkpoint needs to compute again.
+_Saved = tuple[Tensor, int, Any]
+
+
+class _Unpacked(threading.local):
+    """Whose saved tensors a backward in this thread has read last."""
+
+    session: "weakref.ref[Any] | None" = None
+
+
+UNPACKED = _Unpacked()
 
 
 def _unpack(packed: Any) -> Tensor:
     kind = type(packed)
     if kind is tuple:
-        tensor, version = packed
+        tensor, version, session = packed
         if version_of_saved(tensor) != version:
             raise _changed("a tensor", tensor)
+        UNPACKED.session = session.ref
         return tensor
     if kind is _OfWeight:
+        UNPACKED.session = packed.session.ref
         if versions_of(packed.counters) != packed.versions:
             raise _changed("a weight", packed.tensor)
         return packed.tensor
@@ -222,6 +236,7 @@ def _unpack(packed: Any) -> Tensor:
         return packed.activation.view(packed)
     if kind is not View:
         return packed
+    UNPACKED.session = packed.gathered.session.ref
     if packed.gathered.state is not State.WHOLE_AGAIN:
         packed.gathered.session.wake(packed.gathered)
     return packed.gathered.view(packed)
@@ -235,13 +250,14 @@ def _changed(what: str, tensor: Tensor) -> RuntimeError:
 
 
 def saved_hooks(
+    session: Any,
     by_storage: Mapping[int, Gathered],
     uncopied: Mapping[int, Sequence[Uncopied]],
     activations: Mapping[int, Activation],
     pure: bool,
     traced: bool,
 ) -> AbstractContextManager[Any]:
-    """Hooks around a forward that gathers these, by their storages, see `Session.hooks`.
+    """Hooks around a forward of a session that gathers these, by their storages, see `Session.hooks`.
 
     A view of a storage that is freed becomes a description, and one of a weight that is the shard itself is kept with
     what counts its changes; everything else is kept detached, with its version.
@@ -270,8 +286,8 @@ def saved_hooks(
             return saved
         if key in uncopied and (counters := _counters_of(part, uncopied[key])):
             detached = saved.detach()
-            return _OfWeight(detached, [detached, *counters], versions_of([saved, *counters]))
-        return saved.detach(), version_of_saved(saved)
+            return _OfWeight(detached, [detached, *counters], versions_of([saved, *counters]), session)
+        return saved.detach(), version_of_saved(saved), session
 
     if traced:
         return saved_tensors_hooks(untraced(pack), untraced(_unpack))

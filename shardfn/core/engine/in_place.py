@@ -12,8 +12,9 @@ modules holds, is the object that the user made. Two things stay in the modules 
 Who computes is asked at each read, by the thread that reads:
 
     a call goes on here               its session, or that of a call around it whose model the module belongs to
-    a backward runs a node here       the forward computes again (`torch.utils.checkpoint`): the session of the latest
-                                      call that still waits for its backward; output nodes keep sessions alive for that
+    a backward runs a node here       the forward computes again (`torch.utils.checkpoint`): the session of the call
+                                      whose saved tensors this thread has read last, else of the latest one that waits
+                                      for its backward. What autograd saves, and gathers, keeps sessions alive for that
     else, or gradients are added up   nobody: shards
 
 So hooks of parameters and optimizers that step in a backward find shards. `Place` is what one plan says of the modules;
@@ -21,33 +22,37 @@ a module inside two sharded ones, each called by itself, is in two of them.
 """
 
 import copy
+import copyreg
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import get_ident
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardfn._torch import metadata_of, node_that_runs, parameters_of, pytree, refresh_flat_weights, set_tables
+from shardfn.core.engine.gathered import UNPACKED
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import StandIn, submodule, unwrapped
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
-_LATER = (GeneratorType, AsyncGeneratorType, CoroutineType)
+_LATER = (GeneratorType, AsyncGeneratorType, CoroutineType, map, filter)
 
 
 class _Call:
     """A call that goes on in this thread."""
 
-    __slots__ = ("instead", "outer", "place", "session", "tables")
+    __slots__ = ("instead", "outer", "place", "session", "tables", "thread")
 
     def __init__(self, place: "Place", session: Session) -> None:
         self.place, self.session, self.tables, self.outer = place, session, place.tables, _CALL.get()
+        self.thread = get_ident()
         # By table and attribute: what `torch.func.functional_call` in a forward has put in the place of a weight.
         self.instead: dict[tuple[int, str], Any] = {}
 
@@ -62,9 +67,23 @@ class _Call:
         weight = self.instead.get((table, attribute)) if self.instead else None
         return self.session.weight(name) if weight is None else weight
 
+    def require_others_wait(self) -> None:
+        """Raise when another thread computes with the same weights, too.
+
+        Raises:
+            ShardError: it does. Ranks would then gather weights in different orders.
+        """
+        threads = [call.thread for call in _GOING_ON if call.session is self.session]
+        if threads[-1] != self.thread or len(set(threads)) > _MOST_THREADS:
+            raise ShardError(
+                "apply: two threads compute with the weights of one call at once, in an order that may differ from "
+                "rank to rank. Let the forward wait for a thread before it computes itself, or starts another one"
+            )
+
 
 _CALL: "ContextVar[_Call | None]" = ContextVar("call", default=None)
 _GOING_ON: list[_Call] = []  # calls in any thread, the latest last
+_MOST_THREADS = 2  # with the weights of one call: its own, which waits for the other one
 _WAITING: list[weakref.ref[Session]] = []  # sessions of calls whose graph is there, the latest last
 
 
@@ -148,6 +167,8 @@ class Stand(StandIn):
             return forward(*args, **kwargs)
         if cast is not None:
             forward = cast(forward)
+        if len(_GOING_ON) > 1:
+            call.require_others_wait()
         call.session.enter(unit)
         try:
             return forward(*args, **kwargs)
@@ -202,6 +223,7 @@ class Place:
         names = plan.canonical
         owned = {module.name: {key: names[name] for key, name in module.params} for module in plan.info.modules}
         self.tables: dict[int, Mapping[str, str]] = {}
+        self.root = id(with_table(model))
         self._alive: list[Table] = []  # by whose addresses `tables` goes
         for path, module in model.named_modules(remove_duplicate=False):
             table = with_table(module)
@@ -220,6 +242,7 @@ class Place:
         for ref in self._stand_for:
             if (module := ref()) is not None and type(now := module.__dict__.get("forward")) is not Stand:
                 module.__dict__["forward"] = Stand(module, now)
+                copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]
 
     @contextmanager
     def computes(self, session: Session) -> Iterator[None]:
@@ -234,30 +257,34 @@ class Place:
             _CALL.reset(token)
 
     def wait(self, session: Session, output: Any) -> None:
-        """The call is over, and a backward may compute again: its output keeps the session.
+        """The call is over, and a backward may compute again.
 
         Raises:
             ShardError: the output computes when the call is over, with weights that it would not get.
         """
-        if isinstance(output, _LATER):
+        leaves = pytree.tree_leaves(output)
+        if (later := next((leaf for leaf in leaves if isinstance(leaf, _LATER)), None)) is not None:
             raise ShardError(
-                f"apply: the forward returns a {type(output).__name__.replace('_', ' ')}, which reads parameters when "
+                f"apply: the forward returns a {type(later).__name__.replace('_', ' ')}, which reads parameters when "
                 "the call is over, and they are shards again. Return what it yields: a list, or tensors"
             )
-        nodes = {x.grad_fn for x in _tensors_in(output) if x.grad_fn is not None}
-        for node in nodes:
-            metadata_of(node).setdefault("shardfn", []).append(session)
-        if nodes:
-            session.place = self
-            _WAITING[:] = [ref for ref in _WAITING if ref() is not None]
-            _WAITING.append(weakref.ref(session))
+        session.place = self
+        for x in leaves:
+            if isinstance(x, Tensor) and x.grad_fn is not None:  # when nothing is saved, this keeps the session
+                metadata_of(x.grad_fn).setdefault("shardfn", []).append(session)
+        _WAITING[:] = [ref for ref in _WAITING if ref() is not None]
+        _WAITING.append(session.ref)
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those in containers, and in objects that are no containers."""
-    for leaf in pytree.tree_leaves(output):
-        inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", None))
-        yield from (x for x in inside if isinstance(x, Tensor))
+def _reduced(module: nn.Module) -> Any:
+    """What makes a copy of a module: that has a forward of its own, not the one that stands for the original's."""
+    made = module.__reduce_ex__(4)
+    if len(made) > 2 and isinstance(made[2], dict) and isinstance(stand := made[2].get("forward"), Stand):
+        state = {key: value for key, value in made[2].items() if key != "forward"}
+        if stand.original is not None:
+            state["forward"] = stand.original
+        made = (*made[:2], state, *made[3:])
+    return made
 
 
 def call_of(table: Any) -> _Call | None:
@@ -294,16 +321,21 @@ def escaped(error: RuntimeError) -> ShardError | None:
 
 def is_computing(module: nn.Module) -> bool:
     """Whether this thread computes with the parameters of a module, in a call of it or of one that holds it."""
-    return call_of(module.__dict__["_parameters"]) is not None
+    table = module.__dict__["_parameters"]
+    return call_of(table) is not None or _elsewhere(table) is not None
 
 
 def _elsewhere(table: Any) -> _Call | None:
-    """The call for which another thread computes a unit."""
-    return next((call for call in reversed(_GOING_ON) if id(table) in call.tables), None)
+    """The call in another thread for which this one computes a module: one inside of the model, and not all of it."""
+    key = id(table)
+    return next((call for call in reversed(_GOING_ON) if key in call.tables and key != call.place.root), None)
 
 
 def _waiting(key: int) -> _Call | None:
     """The call, of those that wait for a backward, whose forward computes again with the module of a table."""
+    read = UNPACKED.session and UNPACKED.session()
+    if read is not None and read.place is not None and key in read.place.tables:
+        return _Call(read.place, read)
     alive = [session for ref in _WAITING if (session := ref()) is not None and key in session.place.tables]
     asked = [session for session in alive if not session.went_back]
     if any(session.place is not asked[-1].place for session in asked):

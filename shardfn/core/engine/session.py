@@ -54,7 +54,7 @@ from shardfn._torch import (
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
 from shardfn.core.dropout import Masks
 from shardfn.core.engine.activations import Activation
-from shardfn.core.engine.gathered import Gathered, Uncopied, saved_hooks
+from shardfn.core.engine.gathered import UNPACKED, Gathered, Uncopied, saved_hooks
 from shardfn.core.engine.gradients import (
     Accumulation,
     Gradients,
@@ -139,6 +139,7 @@ class Session:
         self._regathered: list[weakref.ref[Gathered]] = []
         self._backwards: set[int] = set()  # under way; one that failed is never over
         self.went_back = False  # whether one is over
+        self.ref = weakref.ref(self)
         self.place: Any = None  # the modules that compute, when those are the user's own and may compute again
         self._accumulations: dict[int, Accumulation] = {}  # by backward
 
@@ -227,6 +228,7 @@ class Session:
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
         kind = "recompute" if backward_id() != -1 else "gather"
+        self._note_backward()
         for index in range(len(unit.buckets)):
             wholes |= self._gather_bucket(Event(kind, unit.name, index))
         plain, layouts = self.runtime.plain, self.plan.layouts
@@ -356,7 +358,7 @@ class Session:
         pure = self.grid.pure  # and what is recorded never changes
         if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or self.in_transform:
             return nullcontext()
-        return saved_hooks(self._by_storage, self._uncopied, self._activations, pure, traced)
+        return saved_hooks(self, self._by_storage, self._uncopied, self._activations, pure, traced)
 
     @contextmanager
     def keeps_pieces(self, gathered: Sequence[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
@@ -490,7 +492,9 @@ class Session:
     def _end_backward(self, backward: int) -> None:
         """It is over, and with it those that began in it."""
         self._backwards = {other for other in self._backwards if other < backward}
-        self.went_back = True
+        self.went_back, UNPACKED.session = True, None
+        for unit in [unit for unit in self._live if not self._depth.get(unit)]:
+            self._free(unit)  # which the backward has read by itself
         self.runtime.settle()
         while self._regathered:
             self._release_oldest()
