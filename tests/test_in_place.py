@@ -533,7 +533,7 @@ class Races(Net):
     def set_up(self) -> None:
         self.begun, self.done = threading.Event(), threading.Event()
         block: Any = self.blocks[0]
-        block.fc.register_forward_hook(lambda *_: self.begun.set() or self.done.wait(60) and None)
+        block.fc.register_forward_hook(lambda *_: self.begun.set() or (self.done.wait(60) and None))
 
     def second(self, pool: ThreadPoolExecutor, x: Tensor) -> Tensor:
         return self.blocks[1](x)
@@ -681,7 +681,7 @@ def test_a_backward_that_runs_twice_reads_what_weights_are_now(mesh: DeviceMesh,
         """A backward that reads the weight of a unit which gets no gradient."""
 
         def middle(self, x: Tensor) -> Tensor:
-            return OwnFunction.Times.apply(x, self.blocks[0])  # type: ignore[no-any-return]
+            return OwnFunction.Times.apply(x, self.blocks[0])
 
     sharded, model, plain = _pair(kind, Shadowed, mesh)
     own, rows = _own_rows()

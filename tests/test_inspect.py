@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardfn as sf
 from shardfn.core import inspect
-from shardfn.core.inspect import dtype_text, names_text, owners, pieces, ranks_text, typeof, visualize
+from shardfn.core.inspect import dtype_text, names_text, owners, ranks_text, segments, typeof, visualize
 from shardfn.core.mesh import nested_chunk
 from shardfn.core.spec import parse
 from shardfn.testing import count_collectives, on_meshes, run
@@ -31,14 +31,14 @@ def rule_of(text: str) -> str:
 
 
 @given(data=st.data())
-def test_pieces_are_the_indices_of_every_rank(data: st.DataObject) -> None:
+def test_segments_are_the_indices_of_every_rank(data: st.DataObject) -> None:
     sizes = {"tp": data.draw(st.integers(1, 4)), "fsdp": data.draw(st.integers(1, 4))}
     extent = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple))
     shape = tuple(size + data.draw(st.integers(0, 2)) for size in extent)
     cuts = data.draw(st.permutations([("tp",), ("fsdp",), ()]).map(lambda order: order[: len(shape)]))
     if data.draw(st.booleans()):
         cuts = [("tp", "fsdp"), *[()] * (len(shape) - 1)]
-    found = list(pieces(shape, extent, cuts, sizes))
+    found = list(segments(shape, extent, cuts, sizes))
     for coords in [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]:
         ranges = [
             range(start, min(start + length, true))
@@ -57,8 +57,8 @@ def test_pieces_are_the_indices_of_every_rank(data: st.DataObject) -> None:
     assert all(a.at != b.at for a, b in pairwise(found))  # neighbours are joined
 
 
-def test_pieces_of_uneven_and_empty_shards() -> None:
-    found = [(p.start, p.stop, dict(p.at)["fsdp"]) for p in pieces((5,), (5,), (("fsdp",),), {"fsdp": 4})]
+def test_segments_of_uneven_and_empty_shards() -> None:
+    found = [(p.start, p.stop, dict(p.at)["fsdp"]) for p in segments((5,), (5,), (("fsdp",),), {"fsdp": 4})]
     assert found == [(0, 2, 0), (2, 4, 1), (4, 5, 2)]  # torch.chunk: the last rank has nothing
 
 
@@ -121,7 +121,7 @@ def test_cells_are_what_the_ranks_hold(axes: dict[str, int]) -> None:
         assert view.shape == layout.shape
         drawn: dict[int, list[int]] = {rank: [] for rank in range(4)}
         index = torch.arange(layout.numel).reshape(layout.shape)
-        for cell in product(*view.pieces):
+        for cell in product(*view.segments):
             part = index[tuple(slice(piece.start, piece.stop) for piece in cell)]
             for rank in view.owners(tuple(at for piece in cell for at in piece.at)):
                 drawn[rank] += part.flatten().tolist()

@@ -31,6 +31,7 @@ LAYERS = {
     "shardfn.core.operations": 1,
     "shardfn.core.parts": 1,
     "shardfn.core.places": 1,
+    "shardfn.core.ownership": 1,
     "shardfn.core.pieces": 1,
     "shardfn.core.pool": 1,
     "shardfn.core.direct": 1,

@@ -30,7 +30,7 @@ from shardfn._torch import (
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
-from shardfn.core.dropout import Masks, Places, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
+from shardfn.core.dropout import Masks, Offsets, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
 from shardfn.core.engine.in_place import Place, escaped
@@ -487,12 +487,12 @@ class _Current(CurrentSession):
         session.runtime.watched.add(way)
         return out
 
-    def dropout(self, path: str, places: Callable[[int, int], Places]) -> Forward:
+    def dropout(self, path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
         """The forward of a dropout module under a `dropout_seed`."""
 
         def forward(own: Any, x: Tensor) -> Tensor:
             assert self.session is not None and self.session.masks is not None
-            return self.session.masks.apply(path, own, x, places)
+            return self.session.masks.apply(path, own, x, offsets)
 
         return forward
 
@@ -556,7 +556,7 @@ class _Copies:
         around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
         around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
         dropouts = {
-            path: self.current.dropout(path, partial(_places, path, plan, grid, adjust))
+            path: self.current.dropout(path, partial(_offsets, path, plan, grid, adjust))
             for path in (dropout_modules(model) if seeded else ())
         }
         self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around, dropouts))
@@ -569,7 +569,7 @@ class _Copies:
         self.bound.begin(buffers)
 
 
-def _places(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, ndim: int) -> Places:
+def _offsets(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, ndim: int) -> Offsets:
     """Which part this rank has of the input of a call of a dropout module.
 
     Raises:

@@ -89,8 +89,8 @@ def _firsts(x: Tensor, dims: str | None, mesh: DeviceMesh | None) -> list[Word]:
         return [0] * x.dim()
     if mesh is None:
         raise ShardError(f"dropout: dims='{dims}' names axes of a mesh; pass mesh= too")
-    places = grid(mesh, list(axes_of(mesh)))
-    return [index_over(places, axes) for axes in axes_of_dims(parse(dims), x.dim(), places.sizes)]
+    mesh_grid = grid(mesh, list(axes_of(mesh)))
+    return [index_over(mesh_grid, axes) for axes in axes_of_dims(parse(dims), x.dim(), mesh_grid.sizes)]
 
 
 def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str, ...]]:
@@ -113,19 +113,19 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
     return found
 
 
-def index_over(places: Grid, axes: Sequence[str]) -> Word:
+def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
     """This rank's place along several axes as one number, outermost first; a tensor in a simulation."""
 
     def of(coords: Mapping[str, int]) -> int:
         index = 0
         for axis in axes:
-            index = index * places.sizes[axis] + coords[axis]
+            index = index * mesh_grid.sizes[axis] + coords[axis]
         return index
 
     if not simulated() or not axes:
-        return of(places.coords) if axes else 0
+        return of(mesh_grid.coords) if axes else 0
     with outside_transforms():
-        return per_rank(places, lambda coords, _: [torch.tensor(of(coords))], [])[0]
+        return per_rank(mesh_grid, lambda coords, _: [torch.tensor(of(coords))], [])[0]
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def lane(index: Word, count: int, of_part: bool) -> Iterator[None]:
 
 
 # Which part of an activation this rank has: (index, count) of each dim over compute axes, and the dim of the batch.
-Places = tuple[Sequence[tuple[Word, int]], int]
+Offsets = tuple[Sequence[tuple[Word, int]], int]
 
 _ALPHA = -1.7580993408473766  # what SELU saturates at
 _KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -381,12 +381,12 @@ class Masks:
         finally:
             self._values = outer
 
-    def apply(self, path: str, module: Any, x: Tensor, places: "Callable[[int, int], Places]") -> Tensor:
-        """What the module at `path` makes of x; `places(call, ndim)` says which part of it this rank has."""
+    def apply(self, path: str, module: Any, x: Tensor, offsets: "Callable[[int, int], Offsets]") -> Tensor:
+        """What the module at `path` makes of x; `offsets(call, ndim)` says which part of it this rank has."""
         p = module.p
         if not module.training or p == 0:
             return type(module).forward(module, x)
-        drop = self._drop(path, x, p, places, _dims_of_mask(module, x.dim()))
+        drop = self._drop(path, x, p, offsets, _dims_of_mask(module, x.dim()))
         if not isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
             return _applied(x, p, drop, module.inplace)
         scale = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5
@@ -396,11 +396,11 @@ class Masks:
         """Scores [batch, heads, t, s] of the attention at `path`, some dropped; of heads, this rank has `part`."""
         return _applied(x, p, self._drop(path, x, p, lambda call, ndim: ([(0, 1), part, (0, 1), (0, 1)], 0), x.dim()))
 
-    def _drop(self, path: str, x: Tensor, p: float, places: "Callable[[int, int], Places]", keeps: int) -> Tensor:
+    def _drop(self, path: str, x: Tensor, p: float, offsets: "Callable[[int, int], Offsets]", keeps: int) -> Tensor:
         """What goes of x, whose first `keeps` dims a mask has."""
         call = self._call(path)
         one, two, *_ = self._values
-        parts, batch = places(call - self._before.get(path, 0), x.dim())
+        parts, batch = offsets(call - self._before.get(path, 0), x.dim())
         firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
         drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)
         return drop.view(*drop.shape, *[1] * (x.dim() - keeps))

@@ -197,19 +197,19 @@ class Experts:
         """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
         mesh, axis, shared = layouts.mesh, self.axis, self.axis in layouts.axes
         assert not isinstance(mesh, MeshSpec)
-        places = _Places(mesh, axis, experts)
+        over = _ExpertAxis(mesh, axis, experts)
         if _fixed_sizes():
-            return _without_sizes(routed, run, places, shared, self.dispatch)
+            return _without_sizes(routed, run, over, shared, self.dispatch)
         if not shared:
-            return _dispatched(routed, run, places)
+            return _dispatched(routed, run, over)
         if self.dispatch:
-            return _dispatched_shares(routed, run, places)
-        _require_experts(places.wrong(routed.ids), places)
-        return _own_experts(routed, run, places)
+            return _dispatched_shares(routed, run, over)
+        _require_experts(over.wrong(routed.ids), over)
+        return _own_experts(routed, run, over)
 
 
 @dataclass(frozen=True)
-class _Places:
+class _ExpertAxis:
     """Which experts are where."""
 
     mesh: DeviceMesh
@@ -308,16 +308,16 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
     return experts
 
 
-def _require_experts(wrong: bool, places: _Places) -> None:
+def _require_experts(wrong: bool, over: _ExpertAxis) -> None:
     if wrong:
-        raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {places.experts - 1}")
+        raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {over.experts - 1}")
 
 
-def _own_experts(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+def _own_experts(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
     """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
     tokens, ids, weights = routed
-    first = axis_index(places.mesh, places.axis) * places.count
-    token, slot = ((ids >= first) & (ids < first + places.count)).nonzero(as_tuple=True)
+    first = axis_index(over.mesh, over.axis) * over.count
+    token, slot = ((ids >= first) & (ids < first + over.count)).nonzero(as_tuple=True)
     chosen = _Routed(tokens.index_select(0, token), (ids[token, slot] - first)[:, None], weights[token, slot][:, None])
     if not len(token):
         # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on which
@@ -327,45 +327,45 @@ def _own_experts(routed: _Routed, run: _Run, places: _Places) -> Tensor:
     return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
 
 
-def _dispatched(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+def _dispatched(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
     """Tokens [n, c], other ones on each rank, through their experts."""
     tokens, ids, _ = routed
-    mesh, axis = places.mesh, places.axis
-    ranks = torch.arange(places.ranks, device=ids.device)
-    there = (ids.div(places.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
+    mesh, axis = over.mesh, over.axis
+    ranks = torch.arange(over.ranks, device=ids.device)
+    there = (ids.div(over.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
     token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
     send = there.sum(0)
-    if places.wrong(ids):
+    if over.wrong(ids):
         send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
     counts = torch.stack([send, all_to_all(send, mesh, axis, 0, 0)]).tolist()
-    _require_experts(min(map(min, counts)) < 0, places)
+    _require_experts(min(map(min, counts)) < 0, over)
     send, receive = counts
     rows = _Routed(*(all_to_all_rows(x.index_select(0, token), mesh, axis, send, receive) for x in routed))
-    back = all_to_all_rows(_own_experts(rows, run, places), mesh, axis, receive, send)
+    back = all_to_all_rows(_own_experts(rows, run, over), mesh, axis, receive, send)
     return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
 
 
-def _dispatched_shares(routed: _Routed, run: _Run, places: _Places) -> Tensor:
+def _dispatched_shares(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
     """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
-    mesh, axis, n = places.mesh, places.axis, len(routed.ids)
-    _require_experts(places.wrong(routed.ids), places)
+    mesh, axis, n = over.mesh, over.axis, len(routed.ids)
+    _require_experts(over.wrong(routed.ids), over)
     # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
-    padded = (F.pad(x, (0, 0, 0, -n % places.ranks)) for x in routed)
+    padded = (F.pad(x, (0, 0, 0, -n % over.ranks)) for x in routed)
     own = _Routed(*(shard_slice(x, mesh, axis, 0) for x in padded))
-    return all_gather_invariant(_dispatched(own, run, places), mesh, axis, 0)[:n]
+    return all_gather_invariant(_dispatched(own, run, over), mesh, axis, 0)[:n]
 
 
-def _without_sizes(routed: _Routed, run: _Run, places: _Places, shared: bool, dispatch: bool) -> Tensor:
+def _without_sizes(routed: _Routed, run: _Run, over: _ExpertAxis, shared: bool, dispatch: bool) -> Tensor:
     """The same where no size may depend on values: every expert of this rank computes all tokens.
 
     Tokens that differ between ranks are gathered for it.
     """
-    mesh, axis = places.mesh, places.axis
+    mesh, axis = over.mesh, over.axis
     if not shared:
         routed = _Routed(*(all_gather(x, mesh, axis, 0) for x in routed))
     elif dispatch:
         routed = _Routed(pvary(routed.tokens, mesh, axis), routed.ids, pvary(routed.weights, mesh, axis))
-    own = shard_slice(torch.arange(places.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
+    own = shard_slice(torch.arange(over.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
     out = _each_of_all(routed, run, own)
     if not shared:
         return psum_scatter(out, mesh, axis, 0)

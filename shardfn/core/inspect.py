@@ -3,11 +3,12 @@
 Everything is read from a plan, or from a DTensor's own mesh and placements: nothing here communicates or looks at a
 tensor's values. A layout becomes a `View` first; text and picture are two ways to draw one.
 
-    side     one dim of the tensor as it is drawn: a strip of parts (one, or the blocks of a fused dim)
-    piece    a run of indices along a side that the same ranks hold
-    cell     where a piece of the rows meets a piece of the columns
+    side     one dim of the tensor as it is drawn: a row of blocks (one, or those of a fused dim)
+    segment  a run of indices along a side that the same ranks hold
+    cell     where a segment of the rows meets one of the columns
 """
 
+import heapq
 import os
 import re
 from bisect import bisect_left
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, islice, pairwise, product
 from math import ceil, prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import nested_chunk
+from shardfn.core.ownership import runs
 from shardfn.core.plan import Plan
 from shardfn.core.spec import Factor, Spec
 from shardfn.core.tree import Params
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 60  # columns of a terminal that a picture may take
 _MAX_ROWS = 12
-_MAX_PIECES = 10_000  # an inner factor that is split can make any number of them
+_MAX_SEGMENTS = 10_000  # an inner factor that is split can make any number of them
 _MAX_TILES = 48
 
 At = tuple[tuple[str, int], ...]  # (axis, coordinate) of the ranks that hold something; axes left out do not matter
@@ -48,7 +51,7 @@ At = tuple[tuple[str, int], ...]  # (axis, coordinate) of the ranks that hold so
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """Indices `start` to `stop` of a side, held by the ranks at `at`."""
 
     start: int
@@ -56,14 +59,14 @@ class Piece:
     at: At
 
 
-def pieces(
+def segments(
     shape: Sequence[int], extent: Sequence[int], splits: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> Iterator[Piece]:
+) -> Iterator[Segment]:
     """Who holds what along one dim of a model that is stored as the dims `shape`, outermost first.
 
-        >>> from shardfn.core.inspect import pieces
-        >>> for piece in pieces((2, 4), (2, 4), ((), ("tp",)), {"tp": 2}):
-        ...     print(piece.start, piece.stop, piece.at)
+        >>> from shardfn.core.inspect import segments
+        >>> for segment in segments((2, 4), (2, 4), ((), ("tp",)), {"tp": 2}):
+        ...     print(segment.start, segment.stop, segment.at)
         0 2 (('tp', 0),)
         2 4 (('tp', 1),)
         4 6 (('tp', 0),)
@@ -76,32 +79,30 @@ def pieces(
         sizes: axis -> number of ranks.
 
     Returns:
-        pieces in order, without gaps; empty ones are left out, and neighbours with the same owners are one.
+        segments in order, without gaps; empty ones are left out, and neighbours with the same owners are one.
     """
-    runs = groupby(_nested(shape, extent, splits, sizes), key=lambda piece: piece.at)
-    for at, run in runs:
+    ranks = product(*(range(sizes[axis]) for split in splits for axis in split))
+    every = (_of_rank(shape, extent, splits, sizes, coords) for coords in ranks)
+    neighbours = groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at"))
+    for at, run in neighbours:
         first = next(run)
         (last,) = deque(run, maxlen=1) or (first,)
-        yield Piece(first.start, last.stop, at)
+        yield Segment(first.start, last.stop, at)
 
 
-def _nested(
-    shape: Sequence[int], extent: Sequence[int], splits: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> Iterator[Piece]:
-    """`pieces` before neighbours are joined: where an inner dim is cut, every index of the outer one is."""
-    inner = prod(extent[1:])
-    for coords in product(*(range(sizes[axis]) for axis in splits[0])):
-        at = tuple(zip(splits[0], coords, strict=True))
-        start, length = nested_chunk(shape[0], [(sizes[axis], index) for axis, index in at])
-        stop = min(start + length, extent[0])
-        if start >= stop or not inner:
-            continue
-        if not any(splits[1:]):
-            yield Piece(start * inner, stop * inner, at)
-            continue
-        for index in range(start, stop):
-            for piece in _nested(shape[1:], extent[1:], splits[1:], sizes):
-                yield Piece(index * inner + piece.start, index * inner + piece.stop, at + piece.at)
+def _of_rank(
+    shape: Sequence[int],
+    extent: Sequence[int],
+    splits: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+    coords: Sequence[int],
+) -> Iterator[Segment]:
+    """Those of the ranks at `coords` of the axes in `splits`; neighbours are not joined."""
+    at = tuple(zip((axis for split in splits for axis in split), coords, strict=True))
+    index = dict(at)
+    cuts = ([(sizes[axis], index[axis]) for axis in split] for split in splits)
+    ranges = [nested_chunk(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+    return (Segment(start, start + n, at) for start, n, _ in runs(extent, ranges))
 
 
 def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
@@ -122,7 +123,7 @@ def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class SideBlock:
     """A block of a side: the text of the rule, and the stored dims that make it up."""
 
     label: str
@@ -137,7 +138,7 @@ class View:
 
     dtype: str
     rule: str
-    sides: tuple[tuple[Part, ...], ...]
+    sides: tuple[tuple[SideBlock, ...], ...]
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
     pending: tuple[str, ...] = ()
@@ -159,15 +160,15 @@ class View:
         return ", ".join(f"{axis}={size}" for axis, size in self.axes)
 
     @cached_property
-    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each side; at most `_MAX_PIECES`."""
-        return tuple(tuple(islice(self._pieces(side), _MAX_PIECES)) for side in self.sides)
+    def segments(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each side; at most `_MAX_SEGMENTS`."""
+        return tuple(tuple(islice(self._segments(side), _MAX_SEGMENTS)) for side in self.sides)
 
-    def _pieces(self, side: tuple[Part, ...]) -> Iterator[Piece]:
+    def _segments(self, side: tuple[SideBlock, ...]) -> Iterator[Segment]:
         start = 0
         for part in side:
-            for piece in pieces(part.shape, part.extent, part.splits, dict(self.axes)):
-                yield Piece(start + piece.start, start + piece.stop, piece.at)
+            for segment in segments(part.shape, part.extent, part.splits, dict(self.axes)):
+                yield Segment(start + segment.start, start + segment.stop, segment.at)
             start += prod(part.extent)
 
     def owners(self, at: At) -> list[int]:
@@ -185,9 +186,9 @@ class View:
     def idle(self) -> list[int]:
         """Ranks that hold nothing, because a dim has fewer indices than parts."""
         left = dict.fromkeys(self.ranks, 0)
-        for side in self.pieces:
-            if len(side) < _MAX_PIECES:
-                held = {rank for at in {piece.at for piece in side} for rank in self.owners(at)}
+        for side in self.segments:
+            if len(side) < _MAX_SEGMENTS:
+                held = {rank for at in {segment.at for segment in side} for rank in self.owners(at)}
                 left |= {rank: 1 for rank in self.ranks if rank not in held}
         return [rank for rank, nothing in left.items() if nothing]
 
@@ -210,11 +211,11 @@ class View:
         return prod(self.shape)
 
 
-def _is_split(side: tuple[Part, ...]) -> bool:
+def _is_split(side: tuple[SideBlock, ...]) -> bool:
     return any(axes for part in side for axes in part.splits)
 
 
-def _label(side: tuple[Part, ...]) -> str:
+def _label(side: tuple[SideBlock, ...]) -> str:
     text = " + ".join(part.label for part in side)
     return f"({text})" if len(side) > 1 else text
 
@@ -318,11 +319,10 @@ def _plan_view(
     for dim, written in enumerate(rule.dims):
         parts = []
         for block, leaf in zip(written.blocks, leaves, strict=True) if dim == block_dim else [(None, leaves[0])]:
-            first = sum(leaf.merges[:dim])
-            own = slice(first, first + leaf.merges[dim])
+            own = leaf.factors(dim)
             splits = tuple(tuple(a for a in split if kept is None or a in kept) for split in leaf.splits[own])
             label = str(written) if block is None or len(leaves) == 1 else str(block)
-            parts.append(Part(label, leaf.shape[own], leaf.extent[own], splits))
+            parts.append(SideBlock(label, leaf.shape[own], leaf.extent[own], splits))
         sides.append(tuple(parts))
     return View(dtype_text(dtype), str(rule), tuple(sides), tuple(axes.items()), tuple(ranks))
 
@@ -347,7 +347,7 @@ def _with_pending(view: View, pending: Sequence[str]) -> View:
 def _tensor_view(x: Tensor) -> View:
     """The view of a tensor outside a tree: sizes for names, axes as numbers when the mesh has no names for them."""
     if not isinstance(x, DTensor):
-        sides = tuple((Part(str(size), (size,), (size,), ((),)),) for size in x.shape)
+        sides = tuple((SideBlock(str(size), (size,), (size,), ((),)),) for size in x.shape)
         return View(dtype_text(x.dtype), " ".join(str(size) for size in x.shape), sides, (), ())
     mesh = x.device_mesh
     names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
@@ -355,7 +355,8 @@ def _tensor_view(x: Tensor) -> View:
     splits = _splits(x, axes)
     labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
     sides = tuple(
-        (Part(label, (size,), (size,), (split,)),) for label, size, split in zip(labels, x.shape, splits, strict=True)
+        (SideBlock(label, (size,), (size,), (split,)),)
+        for label, size, split in zip(labels, x.shape, splits, strict=True)
     )
     ranks = tuple(mesh.mesh.flatten().tolist())
     view = View(dtype_text(x.dtype), " ".join(labels), sides, tuple(axes.items()), ranks)
@@ -425,7 +426,7 @@ def typeof(x: Any, name: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class _Strip:
-    """What is drawn of one side: where it is cut, who holds each piece (None: a gap), and what its parts are called."""
+    """What is drawn of one side: where it is cut, who holds a segment (None: a gap), and what its blocks are called."""
 
     cuts: tuple[int, ...]
     held: tuple[At | None, ...]
@@ -433,12 +434,12 @@ class _Strip:
 
     @property
     def lengths(self) -> list[int]:
-        """Indices of each piece; 0 for a gap, which takes the least room."""
+        """Indices of each segment; 0 for a gap, which takes the least room."""
         sizes = [stop - start for start, stop in pairwise(self.cuts)]
         return [size if at is not None else 0 for size, at in zip(sizes, self.held, strict=True)]
 
     def short(self, most: int) -> "_Strip":
-        """At most `most` pieces: the first ones, a gap, the last one."""
+        """At most `most` segments: the first ones, a gap, the last one."""
         if len(self.held) <= most:
             return self
         first = max(most - 2, 1)
@@ -456,8 +457,8 @@ def _strip(view: View, dim: int) -> _Strip:
         size = prod(part.extent)
         labels.append((part.label if _says_size(part.label) else f"{part.label} = {size}", start, start + size))
         start += size
-    found = view.pieces[dim]
-    return _Strip((0, *(piece.stop for piece in found)), tuple(piece.at for piece in found), tuple(labels))
+    found = view.segments[dim]
+    return _Strip((0, *(segment.stop for segment in found)), tuple(segment.at for segment in found), tuple(labels))
 
 
 def _says_size(label: str) -> bool:
@@ -490,7 +491,7 @@ def _cell_text(view: View, row: At | None, column: At | None) -> str:
 
 
 def _strips(view: View, most: int) -> tuple[_Strip, _Strip]:
-    """Rows and columns, each of at most `most` pieces; one piece without a name for what the tensor does not have."""
+    """Rows and columns, each of at most `most` segments; one without a name for what the tensor does not have."""
     whole = _Strip((0, 1), ((),), ())
     strips = [_strip(view, dim).short(most) for dim in view.drawn]
     return strips[0] if len(strips) == 2 else whole, strips[-1] if strips else whole

@@ -13,7 +13,6 @@ Functions on tensors here only reshape, narrow and pad; none communicates.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -39,6 +38,15 @@ class Leaf:
     splits: tuple[tuple[str, ...], ...]
     merges: tuple[int, ...]
     rule: Spec
+
+    def factors(self, dim: int) -> slice:
+        """The dims of it that make up model dim `dim`."""
+        first = sum(self.merges[:dim])
+        return slice(first, first + self.merges[dim])
+
+    def merged(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape with a size for each of its dims, with one for each dim of the model."""
+        return tuple(prod(shape[self.factors(dim)]) for dim in range(len(self.merges)))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -131,6 +139,12 @@ class Layout:
         """Number of elements in the model."""
         return prod(self.shape)
 
+    def block(self, leaf: Leaf) -> tuple[int, int]:
+        """(start, length) of a leaf on `block_dim`."""
+        lengths = [prod(each.extent[each.factors(self.block_dim)]) for each in self.leaves]
+        at = self.leaves.index(leaf)
+        return sum(lengths[:at]), lengths[at]
+
     def stored_as(self, other: "Layout") -> bool:
         """Whether two layouts of one parameter differ in the words of their rules at most."""
         mine, theirs = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (self, other))
@@ -155,25 +169,16 @@ class Layout:
 
     def model_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split model dim `dim`, in any of its leaves."""
-        found: dict[str, None] = {}
-        for leaf in self.leaves:
-            first = sum(leaf.merges[:dim])
-            for split in leaf.splits[first : first + leaf.merges[dim]]:
-                found |= dict.fromkeys(split)
-        return tuple(found)
+        splits = (split for leaf in self.leaves for split in leaf.splits[leaf.factors(dim)])
+        return tuple(dict.fromkeys(axis for split in splits for axis in split))
 
 
 def to_leaves(layout: Layout, full: Tensor) -> list[Tensor]:
     """The stored leaves, whole and padded, of a tensor of model shape (views where nothing is padded)."""
-    out, start = [], 0
-    for leaf in layout.leaves:
-        part = full
-        if len(layout.leaves) > 1:
-            length = _block_length(leaf, layout.block_dim)
-            part = full.narrow(layout.block_dim, start, length)
-            start += length
-        out.append(_pad(part.reshape(leaf.extent), leaf.shape))
-    return out
+    blocks = (
+        [full] if len(layout.leaves) == 1 else [full.narrow(layout.block_dim, *layout.block(x)) for x in layout.leaves]
+    )
+    return [_pad(part.reshape(leaf.extent), leaf.shape) for leaf, part in zip(layout.leaves, blocks, strict=True)]
 
 
 def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
@@ -193,38 +198,28 @@ def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
     """Leaves that are whole over the data axes, from the tensor a module computes with; inverse of `compute_view`."""
-    shapes = []
-    for leaf in layout.leaves:
-        split = tuple(
-            size // prod(sizes[a] for a in axes if a not in data)
-            for size, axes in zip(leaf.shape, leaf.splits, strict=True)
-        )
-        shapes.append((leaf, split, compute_shape(leaf, split)))
-    out, start = [], 0
-    for leaf, padded, trimmed in shapes:
-        part = value
-        if len(shapes) > 1:
-            first = sum(leaf.merges[: layout.block_dim])
-            length = prod(trimmed[first : first + leaf.merges[layout.block_dim]])
-            part = value.narrow(layout.block_dim, start, length)
-            start += length
-        out.append(_pad(part.reshape(trimmed), padded))
-    return out
+    padded = [_gathered_shape(leaf, data, sizes) for leaf in layout.leaves]
+    trimmed = [compute_shape(leaf, shape) for leaf, shape in zip(layout.leaves, padded, strict=True)]
+    parts: Sequence[Tensor] = [value]
+    if len(padded) > 1:
+        lengths = [leaf.merged(x)[layout.block_dim] for leaf, x in zip(layout.leaves, trimmed, strict=True)]
+        parts = value.split(lengths, layout.block_dim)
+    return [_pad(part.reshape(inside), all_) for part, inside, all_ in zip(parts, trimmed, padded, strict=True)]
 
 
 def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
     """The shape of what a module computes with."""
-    shapes = []
-    for leaf in layout.leaves:
-        split = tuple(
-            size // prod(sizes[a] for a in axes if a not in data)
-            for size, axes in zip(leaf.shape, leaf.splits, strict=True)
-        )
-        shapes.append(_merged_shape(leaf, compute_shape(leaf, split)))
+    shapes = [leaf.merged(compute_shape(leaf, _gathered_shape(leaf, data, sizes))) for leaf in layout.leaves]
     whole = list(shapes[0])
     for shape in shapes[1:]:
         whole[layout.block_dim] += shape[layout.block_dim]
     return tuple(whole)
+
+
+def _gathered_shape(leaf: Leaf, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
+    """Whole over the data axes, with its padding."""
+    others = ([axis for axis in axes if axis not in data] for axes in leaf.splits)
+    return tuple(size // prod(sizes[a] for a in axes) for size, axes in zip(leaf.shape, others, strict=True))
 
 
 def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
@@ -252,11 +247,6 @@ def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequ
     return whole
 
 
-def _block_length(leaf: Leaf, block_dim: int) -> int:
-    first = sum(leaf.merges[:block_dim])
-    return prod(leaf.extent[first : first + leaf.merges[block_dim]])
-
-
 def _merge(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
     merged = [_merge_dims(leaf, part) for leaf, part in zip(layout.leaves, parts, strict=True)]
     return merged[0] if len(merged) == 1 else torch.cat(merged, dim=layout.block_dim)
@@ -266,12 +256,7 @@ def _merge_dims(leaf: Leaf, x: Tensor) -> Tensor:
     """[3, heads, d, c] -> [3*heads*d, c]."""
     if all(merge == 1 for merge in leaf.merges):
         return x
-    return x.reshape(_merged_shape(leaf, x.shape))
-
-
-def _merged_shape(leaf: Leaf, shape: Sequence[int]) -> tuple[int, ...]:
-    ends = list(accumulate(leaf.merges))
-    return tuple(prod(shape[end - merge : end]) for merge, end in zip(leaf.merges, ends, strict=True))
+    return x.reshape(leaf.merged(x.shape))
 
 
 def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -9,16 +9,13 @@ code that stacks, joins, cuts and transposes them and remembers where everything
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core.layout import Axes, Layout, Leaf
-
-Box = tuple[tuple[int, int], ...]  # (start, length) of each dim
+from shardfn.core.ownership import Box
 
 
 @dataclass(frozen=True)
@@ -209,61 +206,3 @@ def blocks(size: Sequence[int], limit: int, whole: Sequence[int] | None = None) 
         part = _with(tuple(size), dim, min(step, size[dim] - start))
         inner = blocks(part, limit, shape) if step == 1 else iter([tuple((0, n) for n in part)])
         yield from (_with(box, dim, (start, box[dim][1])) for box in inner)
-
-
-def local_boxes(
-    layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> Iterator[tuple[Box, Box]]:
-    """(box in the model's tensor, the same in this rank's part of a leaf once its factors are merged) for all of it.
-
-    What lies beyond the true extent of a padded leaf is in no box.
-    """
-    ranges = leaf.local_range(sizes, coords)
-    first, runs = 0, []
-    for dim, merge in enumerate(leaf.merges):
-        span = slice(first, first + merge)
-        found = _runs(leaf.extent[span], ranges[span])
-        before = _block_start(layout, leaf) if dim == layout.block_dim else 0
-        runs.append([(start + before, length, local) for start, length, local in found])
-        first += merge
-    for chosen in product(*runs):
-        yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
-
-
-def merged_local_shape(leaf: Leaf, sizes: Axes, coords: Axes) -> tuple[int, ...]:
-    """The shape of a rank's part with one dim a dim of the model."""
-    shape, first, out = leaf.local_shape(sizes, coords), 0, []
-    for merge in leaf.merges:
-        out.append(prod(shape[first : first + merge]))
-        first += merge
-    return tuple(out)
-
-
-def without_padding(layout: Layout, leaf: Leaf, full: Tensor) -> Tensor:
-    """The view of a tensor of the model's shape that is a leaf, with a dim for each factor."""
-    if len(layout.leaves) > 1:
-        full = full.narrow(layout.block_dim, _block_start(layout, leaf), _block_length(layout, leaf))
-    return full.view(leaf.extent)
-
-
-def _block_start(layout: Layout, leaf: Leaf) -> int:
-    """Where a block of a fused weight begins."""
-    before = [other.name for other in layout.leaves].index(leaf.name)
-    return sum(_block_length(layout, other) for other in layout.leaves[:before])
-
-
-def _block_length(layout: Layout, leaf: Leaf) -> int:
-    first = sum(leaf.merges[: layout.block_dim])
-    return prod(leaf.extent[first : first + leaf.merges[layout.block_dim]])
-
-
-def _runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(start in the merged dim, length, start in the merged local dim) of the elements that ranges of factors hold."""
-    if not extent:
-        return [(0, 1, 0)]
-    (start, length), inner = ranges[0], _runs(extent[1:], ranges[1:])
-    inside = max(0, min(length, extent[0] - start))
-    size, local = prod(extent[1:]), prod(n for _, n in ranges[1:])
-    if inner == [(0, size, 0)] and local == size:
-        return [(start * size, inside * size, 0)] if inside * size else []
-    return [((start + i) * size + a, n, i * local + b) for i in range(inside) for a, n, b in inner]

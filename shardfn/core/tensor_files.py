@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from shardfn.core.errors import ShardError
-from shardfn.core.pieces import Box, blocks
+from shardfn.core.ownership import Box
+from shardfn.core.pieces import blocks
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_BYTES = 4 * 2**20

@@ -11,7 +11,6 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
 from shardfn.core.model import OUT_DIM, ModuleInfo
+from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
@@ -64,26 +64,7 @@ def _derived_here(module: ModuleInfo) -> bool:
 
 def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
     """By axis, which part of a weight a module computes with."""
-    zero, sizes = dict.fromkeys(plan.axes, 0), plan.axes
-    found: dict[str, Part] = {}
-    for axis in plan.compute_axes(layout):
-        for dim in range(len(layout.shape)):
-            runs: list[tuple[int, int] | None] = []
-            for leaf in layout.leaves:
-                first = sum(leaf.merges[:dim])
-                local = leaf.local_shape(sizes, zero, plan.roles.compute)[first : first + leaf.merges[dim]]
-                splits = leaf.splits[first : first + leaf.merges[dim]]
-                at = next((i for i, split in enumerate(splits) if axis in split), None)
-                runs.append(None if at is None else (prod(local[:at]), prod(local[at:])))
-            runs = runs if dim == layout.block_dim else runs[:1]
-            known = tuple(run for run in runs if run is not None)
-            if len(known) == len(runs):
-                found[axis] = Part("split", dim, known)
-            elif known:
-                found[axis] = Part(
-                    "lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules"
-                )
-    return found
+    return parts_of(layout, plan.compute_axes(layout), plan.axes, plan.roles.compute)
 
 
 _Value = TypeVar("_Value")

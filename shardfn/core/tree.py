@@ -41,7 +41,7 @@ _INSTEAD = {
 }
 
 
-class Part(NamedTuple):
+class PartOfLeaf(NamedTuple):
     """What is noted of a tensor that is this rank's part of a leaf, or of what is made of one, inside a transform."""
 
     leaf: str
@@ -95,7 +95,7 @@ class Params(dict[str, Any]):
     def _note_parts(self, parts: WeakIdKeyDictionary) -> None:
         members = has_members(self.plan)
         for name, leaf in self._parts():
-            parts[leaf] = Part(name, members)
+            parts[leaf] = PartOfLeaf(name, members)
 
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
         """The leaves of which this rank has a part, inside a transform."""
@@ -176,7 +176,7 @@ def has_parts(given: Any) -> bool:
 
 @contextmanager
 def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
-    """Within it the parts of leaves of trees that are given, or made, inside a transform, are noted as `Part`s."""
+    """Within it parts of leaves of trees that are given, or made, inside a transform, are noted as `PartOfLeaf`s."""
     parts = WeakIdKeyDictionary()
     for tree in _trees(given):
         tree._note_parts(parts)

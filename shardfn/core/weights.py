@@ -21,8 +21,9 @@ from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.functional import gather, shard_from
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import grid
+from shardfn.core.ownership import Box, local_boxes, without_padding
 from shardfn.core.pattern import matches
-from shardfn.core.pieces import Box, Patchwork, Piece, blocks, local_boxes, merged_local_shape, without_padding
+from shardfn.core.pieces import Patchwork, Piece, blocks
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
 from shardfn.core.stored_names import (
@@ -175,7 +176,7 @@ class _Files:
     ) -> None:
         """Read a rank's part of a leaf."""
         boxes = list(local_boxes(layout, leaf, sizes, coords))
-        self._read(layout.name, boxes, out.view(merged_local_shape(leaf, sizes, coords)))
+        self._read(layout.name, boxes, out.view(leaf.merged(leaf.local_shape(sizes, coords))))
 
     def buffer(self, name: str, like: Tensor) -> Tensor:
         """A whole buffer."""

@@ -242,7 +242,7 @@ class Place:
         for ref in self._stand_for:
             if (module := ref()) is not None and type(now := module.__dict__.get("forward")) is not Stand:
                 module.__dict__["forward"] = Stand(module, now)
-                copyreg.pickle(type(module), _reduced)  # type: ignore[arg-type]
+                copyreg.dispatch_table[type(module)] = _reduced
 
     @contextmanager
     def computes(self, session: Session) -> Iterator[None]:
