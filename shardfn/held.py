@@ -5,7 +5,6 @@ optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` know
 that functions take.
 """
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +60,7 @@ class Held:
         self._place: Place | None = None
         self._slots = _slots(model, plan)
         self._buffers: list[tuple[str, Slot]] = []
+        self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
         self._dtypes = self._dtypes_now()
@@ -83,10 +83,7 @@ class Held:
         `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
         come, whether they stay unreduced.
         """
-        if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
-            self._find_buffers(model)
-        buffers = {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
-        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, buffers)
+        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self._buffers_now(model))
         params.holds_back = holds_back
         return params
 
@@ -95,19 +92,53 @@ class Held:
 
         The module itself computes, or copies of it where its forwards are not its own, or compiled.
         """
-        if self._runs_in_place and list(map(len, self._tables)) != self._counts:
-            raise _added("a parameter was added to a module, or taken away,")
-        if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
-            if self._place is None:
-                self._place = Place(model, self.plan, unit_casts(self.plan))
-            params.in_place = self._place
+        self.lend(params)
+        self._of_modules = params.buffers
         try:
             return apply(model, params, *args, method=method, **kwargs)
         finally:
             if params.in_place is None:
                 self.keep_buffers(model, params)
-            elif sys.exception() is None and not self._has_structure:
-                self._require_shards(model)
+
+    def lend(self, params: Params) -> None:
+        """Let the module itself compute in calls with a tree that `params` made, where it can.
+
+        Raises:
+            ShardError: it has other parameters than when it was sharded.
+        """
+        if self._runs_in_place and list(map(len, self._tables)) != self._counts:
+            raise _added("a parameter was added to a module, or taken away,")
+        if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
+            params.in_place = self
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it holds the shards of that very model."""
+        return self._modules[0]() is unwrapped(model)
+
+    def begin(self, model: nn.Module, params: Params) -> Place:
+        """A call begins in which the module itself computes, with the buffers of a tree."""
+        if params.buffers is not self._of_modules:
+            self.keep_buffers(model, params)
+        if self._place is None:
+            self._place = Place(model, self.plan, unit_casts(self.plan))
+        self._place.prepare()
+        return self._place
+
+    def end(self, model: nn.Module, params: Params) -> None:
+        """It is over.
+
+        Raises:
+            ShardError: the forward has added parameters.
+        """
+        if params.buffers is not self._of_modules:
+            params.buffers.update(self._buffers_now(model))
+        if not self._has_structure:
+            self._require_shards(model)
+
+    def _buffers_now(self, model: nn.Module) -> dict[str, Tensor]:
+        if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
+            self._find_buffers(model)
+        return {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
 
     def _require_shards(self, model: nn.Module) -> None:
         """Raise for modules with parameters of their own that a forward has added.

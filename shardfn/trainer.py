@@ -174,6 +174,7 @@ class Trainer(nn.Module):
         """
         optimizer = self._require("optimizer", self.optimizer)
         params = self.params
+        self._held.lend(params)
         parts = _microbatches(batch, self.accumulate)
         self._differentiates = True
         try:
@@ -219,8 +220,10 @@ class Trainer(nn.Module):
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
+            params = self.params
+            self._held.lend(params)
             with of_dtensors("Trainer.evaluate"):
-                loss = loss_fn(self.params, *batch)
+                loss = loss_fn(params, *batch)
         finally:
             self.training = training
             for module, mode in modes:

@@ -448,6 +448,80 @@ def test_what_a_forward_reaches_is_what_the_user_made(mesh: DeviceMesh, kind: st
         assert_close(dict(model.named_buffers())[name], buffer)
 
 
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+@on_meshes({"fsdp": 2})
+def test_what_a_step_of_a_trainer_reaches_is_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:
+    torch.manual_seed(0)
+    plain = net().double()
+    torch.manual_seed(0)
+    model = net().double()
+    trainer = sf.Trainer(
+        model,
+        mesh,
+        sf.Policy(units=["blocks.*"]),
+        optimizer=sf.optim.sgd(0.01),
+        loss_fn=lambda p, x: sf.apply(model, p, x).square().mean(),
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in range(3):
+        own, rows = _own_rows(step)
+        own = rows if net in (Norms, Recursive, Calls, Transforms) else own  # means over rows
+        REGISTRY["block"] = model.blocks[0]
+        if net in (ReentrantCheckpoints, Opaque, HiddenReentrantOutput, Distribution):
+            # torch has gradients of these in .backward() only
+            with pytest.raises((RuntimeError, ShardError), match="use_reentrant=False"):
+                trainer.step(own)
+            return
+        loss = trainer.step(own)["loss"]
+        REGISTRY["block"] = plain.blocks[0]
+        optimizer.zero_grad()
+        want = plain(rows).square().mean()
+        want.backward()
+        optimizer.step()
+        assert_close(loss, want.detach())
+        if step == 1:
+            REGISTRY["block"] = model.blocks[0]
+            got = trainer.evaluate(own)["loss"]
+            REGISTRY["block"] = plain.blocks[0]
+            assert_close(got, plain.eval()(rows).square().mean().detach())
+            plain.train()
+    for name, p in plain.named_parameters():
+        assert_close(dict(model.named_parameters())[name].full_tensor(), p.detach())
+    for name, buffer in plain.named_buffers():
+        assert_close(dict(model.named_buffers())[name], buffer)
+    assert len(model.seen) == len(plain.seen)
+    assert all(each is model for each in model.seen)
+
+
+@on_meshes({"fsdp": 2})
+def test_buffers_of_a_loss_that_computes_in_place_and_by_copies(mesh: DeviceMesh) -> None:
+    """Under a `dropout_seed` copies compute, whose buffers go on from those of the modules, and back."""
+
+    class Counts(Net):
+        def set_up(self) -> None:
+            self.register_buffer("count", torch.zeros(()))
+            self.drop = nn.Dropout(0.5)
+
+        def middle(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return super().middle(self.drop(x) * 0 + x) * self.count
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        total = sf.apply(model, p, x).sum()
+        with sf.data.dropout_seed(1):
+            total = total + sf.apply(model, p, x).sum()
+        return total + sf.apply(model, p, x).sum()
+
+    model = Counts().double()
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(0.01), loss_fn=loss)
+    for calls in (3, 6):
+        trainer.step(_own_rows()[0])
+        assert model.count == calls
+    trainer(_own_rows()[0])
+    assert model.count == 7
+    assert trainer.params.buffers["count"] == 7
+
+
 @every_kind
 @on_meshes({"fsdp": 2})
 def test_parameters_are_shards_for_everybody_else(mesh: DeviceMesh, kind: str) -> None:

@@ -33,7 +33,7 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
 from shardfn.core.dropout import Masks, Offsets, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
-from shardfn.core.engine.in_place import Place, escaped
+from shardfn.core.engine.in_place import escaped
 from shardfn.core.engine.remat import Borrowed, recomputed
 from shardfn.core.engine.runtime import Runtime, runtime_of
 from shardfn.core.engine.session import CurrentSession, Session
@@ -111,9 +111,10 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))
-    params.in_place = call.place()
+    if not call.runs_in_place():
+        params.in_place = None
     if params.in_place is not None:
-        output = call.run_in_place(params.in_place, args, kwargs)
+        output = call.run_in_place(args, kwargs)
     else:
         with no_escape(model) if call.record.calls == 1 else nullcontext():
             output = call.run(adjust, args, kwargs)
@@ -289,16 +290,18 @@ class _Call:
         del known[_WAYS:]
         return adjust
 
-    def place(self) -> Place | None:
-        """Where the modules themselves run; None when copies do: in transforms, what is recorded, under a seed."""
-        if self.params.in_place is None or self.loops or self.grid.pure or in_transform() or is_traced():
-            return None
-        return self.params.in_place if self._masks() is None else None
+    def runs_in_place(self) -> bool:
+        """Whether the modules themselves run, and no copies: these do in transforms, what is recorded, under a seed."""
+        held = self.params.in_place
+        if held is None or self.loops or self.grid.pure or in_transform() or is_traced():
+            return False
+        return held.is_of(self.model) and self._masks() is None
 
-    def run_in_place(self, place: Place, args: Any, kwargs: Any) -> Any:
+    def run_in_place(self, args: Any, kwargs: Any) -> Any:
         """The forward on this rank, of the modules themselves."""
-        session = Session(self.plan, self.grid, self.params, None, (self.method, self.model.training))
-        place.prepare()
+        held, mode = self.params.in_place, (self.method, self.model.training)
+        place = held.begin(self.model, self.params)
+        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
         try:
             with place.computes(session), session.hooks():
                 output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)
@@ -308,6 +311,7 @@ class _Call:
             raise
         finally:
             session.close()
+        held.end(self.model, self.params)
         place.wait(session, output)
         return output
 

@@ -317,6 +317,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     made.sources = tree
     made.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
+    made.in_place = tree.in_place
     if reduce is not None:
         made.gradients = Gradients(new)
     return made
@@ -482,7 +483,8 @@ def unused(verb: str, leaves: int) -> ShardError:
     """The error of a function that computes with other parameters than those it is given."""
     return ShardError(
         f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
-        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x)"
+        "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x); a "
+        "torch.utils.checkpoint has derivatives with use_reentrant=False only"
     )
 
 
