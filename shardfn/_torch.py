@@ -885,6 +885,12 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def call_parameters(tensors: Iterable[Tensor]) -> None:
+    """Let `isinstance(x, nn.Parameter)` hold of tensors that stand for parameters."""
+    for tensor in tensors:
+        tensor._is_param = True
+
+
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """`version_of` of each."""
     try:

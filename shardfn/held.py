@@ -70,7 +70,10 @@ class Held:
 
     def leaves(self) -> dict[str, Any]:
         """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
-        found = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
+        try:
+            found = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
+        except KeyError as missing:
+            raise _added(f"the parameter {missing} was taken away") from None
         if nn.Parameter in set(map(type, found.values())):  # leaves are DTensors
             return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
         return found
@@ -107,7 +110,7 @@ class Held:
             ShardError: it has other parameters than when it was sharded.
         """
         if self._runs_in_place and list(map(len, self._tables)) != self._counts:
-            raise _added("a parameter was added to a module, or taken away,")
+            raise _added("a parameter was added to a module, or taken away")
         if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
             params.in_place = self
 
@@ -148,7 +151,7 @@ class Held:
         """
         for name, p in model.named_parameters():
             if not isinstance(p, DTensor) and not any(name == ignored for ignored in self.plan.info.ignored):
-                raise _added(f"'{name}' was added by a forward,")
+                raise _added(f"'{name}' was added by a forward")
 
     def params_of_whole(self, model: nn.Module) -> Params:
         """The tree of the values that whole parameters in the places of the shards have now; nobody trains them."""
@@ -200,8 +203,8 @@ class Held:
 
 def _added(what: str) -> ShardError:
     return ShardError(
-        f"{what} after the model was sharded: nobody would reduce its gradient. Add it before the model is wrapped, or "
-        "as a module of its own that is sharded too"
+        f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters before the model is "
+        "wrapped, or shard what you add as a module of its own"
     )
 
 

@@ -322,6 +322,16 @@ class Copied(Net):
         return self.blocks[1](twin(x) + block(x))
 
 
+class Asks(Net):
+    """What weights are, and weights by their names."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = super().middle(x) if isinstance(self.first.weight, nn.Parameter) else x
+        block: Any = self.blocks[0]
+        inner = getattr(block, "module", block)
+        return x * self.get_parameter("first.bias").sum() + inner.get_parameter("fc.weight").sum()
+
+
 class Norms(Net):
     def set_up(self) -> None:
         self.norm = nn.BatchNorm1d(6, track_running_stats=True)
@@ -378,6 +388,7 @@ NETS: list[type[Net]] = [
     HiddenReentrantOutput,
     Distribution,
     Copied,
+    Asks,
     Norms,
     Tied,
     Recursive,
@@ -595,6 +606,12 @@ class YieldsInside(Net):
         return {"of": map(self.first, [x])}
 
 
+class Keeps(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        self.kept = self.first.weight
+        return super().middle(x)
+
+
 class Grows(Net):
     def middle(self, x: Tensor) -> Tensor:
         self.extra = nn.Linear(6, 6).double()
@@ -643,6 +660,7 @@ class Writes(Net):
         (Deletes, ShardError, "a forward deletes the parameter 'weight'"),
         (Yields, ShardError, "the forward returns a generator"),
         (YieldsInside, ShardError, "the forward returns a map"),
+        (Keeps, ValueError, "Cannot assign non-leaf Tensor to parameter 'kept'"),
         (Grows, ShardError, "'extra.weight' was added by a forward"),
         (Races, ShardError, "two threads compute"),
         (TwoRace, ShardError, "two threads compute"),
@@ -656,6 +674,18 @@ def test_refused(mesh: DeviceMesh, kind: str, net: type[Net], error: type[Except
     with pytest.raises(error, match=words):
         sharded(_own_rows()[0]).sum().backward()
     assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if "extra" not in name)
+
+
+@every_kind
+@on_meshes({"fsdp": 2})
+def test_parameters_that_are_replaced_afterwards(mesh: DeviceMesh, kind: str) -> None:
+    sharded, model, _ = _pair(kind, Net, mesh)
+    own, _ = _own_rows()
+    sharded(own)
+    del model.last.weight
+    model.last.weight_g, model.last.weight_v = (nn.Parameter(torch.ones(2, n).double()) for n in (1, 6))
+    with pytest.raises(ShardError, match="was added to a module|is not sharded|was taken away"):
+        sharded(own)
 
 
 @every_kind

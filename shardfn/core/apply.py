@@ -301,7 +301,7 @@ class _Call:
         """The forward on this rank, of the modules themselves."""
         held, mode = self.params.in_place, (self.method, self.model.training)
         place = held.begin(self.model, self.params)
-        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
+        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode, in_place=True)
         try:
             with place.computes(session), session.hooks():
                 output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)

@@ -67,6 +67,9 @@ class View(NamedTuple):
     spec: DTensorSpec | None  # of the DTensor whose local part it is
 
 
+_VIEW: Callable[[Any, tuple[Any, ...]], View] = tuple.__new__  # without a frame
+
+
 class Gathered:
     """One bucket of one gather, ready to be gathered again with the same values."""
 
@@ -123,9 +126,11 @@ class Gathered:
         """
         if part.dtype != self.spot.bucket.dtype or part.is_neg() or part.is_conj():
             return saved
-        self._require_unwritten(saved, int(part.storage_offset()))
+        offset = int(part.storage_offset())
         spec = spec_of(saved) if isinstance(saved, DTensor) else None
-        return View(self, part.shape, part.stride(), int(part.storage_offset()), spec)
+        if spec is not None or version_of_saved(saved) != self._begins.get(offset):
+            self._require_unwritten(saved, offset)
+        return _VIEW(View, (self, part.shape, part.stride(), offset, spec))
 
     def _require_unwritten(self, saved: Tensor, begins: int) -> None:
         """A forward that writes into a gathered weight uses values that gathering again would not bring back."""

@@ -36,6 +36,7 @@ from torch import Tensor
 from shardfn._torch import (
     after_backward,
     backward_id,
+    call_parameters,
     dispatch_modes,
     grad_dtypes_of,
     has_gradient_hooks,
@@ -107,10 +108,17 @@ class Session:
     """Gives a module its weights by parameter name, in the shapes that it computes with."""
 
     def __init__(
-        self, plan: Plan, grid: Grid, leaves: Mapping[str, Tensor], gradients: Gradients | None, mode: Hashable
+        self,
+        plan: Plan,
+        grid: Grid,
+        leaves: Mapping[str, Tensor],
+        gradients: Gradients | None,
+        mode: Hashable,
+        in_place: bool = False,
     ) -> None:
-        """`mode` tells apart calls that may ask for units in different orders."""
+        """`mode` tells apart calls that may ask for units in different orders; `in_place`: the modules compute."""
         self.plan, self.grid, self.leaves, self.gradients = plan, grid, leaves, gradients
+        self.in_place = in_place
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
         self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
         self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
@@ -161,7 +169,10 @@ class Session:
             # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
             with out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
                 with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
-                    self._weights |= self._gather(self.runtime.units[unit])
+                    gathered = self._gather(self.runtime.units[unit])
+                if self.in_place:
+                    call_parameters(gathered.values())
+                self._weights |= gathered
                 self._live.add(unit)
                 if not self.in_transform:
                     self._look_ahead()
