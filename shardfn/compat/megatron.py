@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -15,6 +14,7 @@ from shardfn.compat.fsdp2 import fully_shard
 from shardfn.compat.fsdp2.fully_sharded import FSDPModule
 from shardfn.compat.fsdp2.group import group_of
 from shardfn.core.errors import ShardError
+from shardfn.core.mesh import default_device_type
 from shardfn.core.shadow import class_of
 
 # Where Megatron has the classes that become units by default.
@@ -183,5 +183,4 @@ def _data_group() -> ProcessGroup:
 
 
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+    return default_device_type() if "nccl" in dist.get_backend() else "cpu"

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.state_dicts import on_host
-from shardfn.compat.loading import whole_of
+from shardfn.compat.loading import laid_out, whole_of
+from shardfn.compat.meshes import groups_of
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.whole import whole
 
@@ -51,11 +52,10 @@ class OptimizerStates:
         Communication: FULL: one all-gather a state tensor.
         """
         own = _first(model)
-        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
-        config = own.optim_state_dict_config
+        full, first_only = _flavour(own)
+        host = bool(own.state_dicts.optim_state_dict_config.offload_to_cpu)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        first_only = full and bool(getattr(config, "rank0_only", False))
-        return _by_name(model, list(_params_of(optim)), state, full, first_only, bool(config.offload_to_cpu))
+        return _by_name(model, list(_params_of(optim)), state, full, first_only, host)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -86,9 +86,7 @@ class OptimizerStates:
         """
         if isinstance(optim, nn.Module):
             model, optim, optim_state_dict = optim, optim_state_dict, model
-        own = _first(model)
-        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
-        first_only = full and bool(getattr(own.optim_state_dict_config, "rank0_only", False))
+        _, first_only = _flavour(_first(model))
         made = _to_load(model, list(_params_of(optim)), optim_state_dict, first_only, is_named_optimizer, optim)
         if load_directly:
             optim.load_state_dict(made)
@@ -209,6 +207,12 @@ def _first(model: nn.Module) -> Instance:
     return found
 
 
+def _flavour(own: Instance) -> tuple[bool, bool]:
+    """Whether optimizer states are whole, and then only on the first rank."""
+    full = own.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT
+    return full, full and bool(getattr(own.state_dicts.optim_state_dict_config, "rank0_only", False))
+
+
 def _params_of(optim: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optim.param_groups for parameter in group["params"])
 
@@ -319,37 +323,28 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
     value = whole_of(value)
     if not isinstance(value, Tensor):
         return value
-    if not isinstance(parameter, DTensor):
-        return value.clone()
     model_of = parameter if tuple(value.shape) == tuple(parameter.shape) and value.dim() else like
-    if not isinstance(model_of, DTensor):
-        return value.clone()
-    if isinstance(value, DTensor):
-        if value.placements == model_of.placements and value.device_mesh == model_of.device_mesh:
-            return value.clone()
-        value = whole(value)
-    value = value.to(model_of.device_mesh.device_type)
-    return distribute_tensor(value, model_of.device_mesh, model_of.placements, src_data_rank=None)
+    if isinstance(parameter, DTensor) and isinstance(model_of, DTensor):
+        value = laid_out(value, model_of)
+    return value.clone()
 
 
 def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
     """The state dict of the first rank of the mesh, on all of them."""
     first = dist.get_rank() == int(own.mesh.mesh.flatten()[0])
-    leaves, spec = pytree.tree_flatten(dict(state) if first else {})
-    described = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
-    box: list[Any] = [pytree.tree_unflatten(described, spec)]
-    for axis in own.mesh.mesh_dim_names or ():
-        dist.broadcast_object_list(box, group=own.mesh.get_group(axis), group_src=0, device=own.device)
-    wanted, spec = pytree.tree_flatten(box[0])
-    found: list[Any] = []
-    for index, value in enumerate(wanted):
-        if not isinstance(value, Tensor):
-            found.append(value)
-            continue
-        given = torch.empty(value.shape, dtype=value.dtype, device=own.device)
+    mine = dict(state) if first else {}
+    groups = groups_of(own.mesh)
+    box: list[Any] = [pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), mine)]
+    for group in groups:
+        dist.broadcast_object_list(box, group=group, group_src=0, device=own.device)
+    values = iter([x for x in pytree.tree_leaves(mine) if isinstance(x, Tensor)])
+
+    def sent(described: Tensor) -> Tensor:
+        value = torch.empty(described.shape, dtype=described.dtype, device=own.device)
         if first:
-            given.copy_(leaves[index])
-        for axis in own.mesh.mesh_dim_names or ():
-            dist.broadcast(given, group=own.mesh.get_group(axis), group_src=0)
-        found.append(given if value.dim() else given.cpu())
-    return pytree.tree_unflatten(found, spec)
+            value.copy_(next(values))
+        for group in groups:
+            dist.broadcast(value, group=group, group_src=0)
+        return value if value.dim() else value.cpu()
+
+    return pytree.tree_map_only(Tensor, sent, box[0])

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, own_of
+from shardfn.compat.fsdp1.instance import Instance, instances, own_of
 from shardfn.compat.sharded import held_now
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.functional import gather
 from shardfn.core.tree import Params
-from shardfn.held import Held, whole
+from shardfn.held import whole
 
 
 class OnClassOrInstance:
@@ -63,7 +63,7 @@ def summon_full_params(
 
     Communication: one all-gather a bucket on entry.
     """
-    found = [(inside, own) for _, inside, own in instances(module)] if recurse else _itself(module)
+    found = [(inside, own) for _, inside, own in instances(module) if recurse or inside is module]
     for _, own in found:
         _check(own, writeback, rank0_only, offload_to_cpu, with_grads)
     if offload_to_cpu and not rank0_only and found:
@@ -88,11 +88,6 @@ def summon_full_params(
                     )
                 )
         yield
-
-
-def _itself(module: nn.Module) -> list[tuple[nn.Module, Instance]]:
-    own = instance_of(module)
-    return [] if own is None else [(module, own)]
 
 
 def _check(own: Instance, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
@@ -122,23 +117,27 @@ def whole_parameters(
     """Whole parameters in an instance, and with `recurse` in those inside it."""
     held = held_now(module)
     params = held.params(module)
-    leaves = {name: x for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit}
-    full = _full(params.like(leaves), to)
-    grads = _full(_grads(params.like(leaves)), to) if with_grads else {}
+    tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
+    full = _full(tree, to)
+    grads = _full(_grads(tree), to) if with_grads else {}
     here = everywhere or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
-    states = [own for _, _, own in instances(module)] if recurse else [own_of(module)]
+    states = [own for _, inside, own in instances(module) if recurse or inside is module]
     for own in states:
-        own.training_state, own.whole_everywhere = TrainingState.SUMMON_FULL_PARAMS, everywhere
+        own.training_state, own.is_whole = TrainingState.SUMMON_FULL_PARAMS, everywhere
     try:
         with whole(module, full if here else {}, held) as made:
             for name, grad in grads.items():
                 if name in made:
                     made[name].grad = grad
             yield
-        _write_back(held, params, made, leaves, writeback, with_grads)
+        # what is not split at all is changed in any case, as in torch
+        kept = {name: p for name, p in made.items() if writeback or not held.plan.layouts[name].axes}
+        held.copy_in(_shards(tree, {name: p.detach() for name, p in kept.items()}))
+        if with_grads:
+            _put_grads(tree, {name: p.grad.detach() for name, p in kept.items() if p.grad is not None})
     finally:
         for own in states:
-            own.training_state = TrainingState.IDLE
+            own.training_state, own.is_whole = TrainingState.IDLE, False
 
 
 def _full(tree: Params, to: Any) -> dict[str, Tensor]:
@@ -151,25 +150,16 @@ def _grads(tree: Params) -> Params:
     return tree.like((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
 
 
-def _write_back(
-    held: Held,
-    params: Params,
-    made: Mapping[str, nn.Parameter],
-    leaves: Mapping[str, Any],
-    writeback: bool,
-    with_grads: bool,
-) -> None:
-    """The shards of what was changed; what is not split at all is changed in any case, as in torch."""
-    kept = {n: p for n, p in made.items() if writeback or not held.plan.layouts[n].axes}
-    if not kept:
-        return
-    tree = params.like((name, leaf) for name, leaf in leaves.items() if held.plan.leaves[name][0].name in kept)
-    held.copy_in(from_state_dict(tree, {name: value.detach() for name, value in kept.items()}))
-    grads = {name: p.grad.detach() for name, p in kept.items() if with_grads and p.grad is not None}
-    if grads:
-        places = tree.like((name, leaf) for name, leaf in tree.items() if held.plan.leaves[name][0].name in grads)
-        for name, grad in from_state_dict(places, grads).items():
-            if places[name].grad is None:
-                places[name].grad = grad
-            else:
-                unwrap_local(places[name].grad).copy_(unwrap_local(grad))
+def _shards(tree: Params, full: Mapping[str, Tensor]) -> Params:
+    """The shards of whole values of canonical names."""
+    like = tree.like((name, leaf) for name, leaf in tree.items() if tree.plan.leaves[name][0].name in full)
+    return from_state_dict(like, full)
+
+
+def _put_grads(tree: Params, full: Mapping[str, Tensor]) -> None:
+    """Give the leaves of a tree the shards of whole gradients."""
+    for name, grad in _shards(tree, full).items():
+        if tree[name].grad is None:
+            tree[name].grad = grad
+        else:
+            unwrap_local(tree[name].grad).copy_(unwrap_local(grad))

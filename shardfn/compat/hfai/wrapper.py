@@ -10,18 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1.instance import OWN_AXES, instances, own_of
+from shardfn.compat.fsdp1.instance import instances, own_of, state_dict_settings
+from shardfn.compat.meshes import OWN_AXES
 from shardfn.core.errors import ShardError
 
 PART = "shardfn"  # in the metadata of a state dict: which part it is
@@ -87,8 +82,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
                 use_orig_params=True,
             )
         for _, _, own in instances(self):
-            own.state_dict_type = StateDictType.LOCAL_STATE_DICT
-            own.state_dict_config, own.optim_state_dict_config = LocalStateDictConfig(), LocalOptimStateDictConfig()
+            own.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """This rank's parts, as plain tensors under the model's names; in `summon_full_params` whole ones.
