@@ -199,12 +199,3 @@ def check_comm_hook(module: nn.Module, hook: object) -> None:
             raise AssertionError("A communication hook is already registered")
     if not callable(hook):
         raise ValueError(f"The communication hook must be callable but got {hook}")
-
-
-def why_not_flat(name: str) -> str:
-    """Why there is nothing that only a flat parameter has."""
-    return (
-        f"FullyShardedDataParallel has no '{name}' here: there is no flat parameter, each parameter is a DTensor of "
-        "its own. Use named_parameters(), param.to_local() for this rank's part, or summon_full_params() for whole "
-        "ones."
-    )

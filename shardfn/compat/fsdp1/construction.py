@@ -107,7 +107,7 @@ def _init(own: Instance) -> Callable[[Any], Any]:
 
     def init(module: Any) -> None:
         try:
-            (fill or _reset)(module)
+            fill(module) if fill is not None else module.reset_parameters()
         except Exception as error:
             if fill is None:
                 warnings.warn(
@@ -121,7 +121,3 @@ def _init(own: Instance) -> Callable[[Any], Any]:
                 tensor.data.nan_to_num_(0.0, 0.0, 0.0)
 
     return init
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters()

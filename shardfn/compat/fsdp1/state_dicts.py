@@ -28,17 +28,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import unwrap_local, with_local, wrap_local
+from shardfn._torch import unwrap_local, with_local
 from shardfn.compat.fsdp1.buffers import as_before
 from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
 from shardfn.compat.fsdp1.instance import Instance, instances, own_of, state_dict_settings
 from shardfn.compat.loading import CopiesIntoShards, whole_of
 from shardfn.compat.sharded import held_now
-from shardfn.core.buckets import leaf_spec
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
-from shardfn.core.mesh import grid
 from shardfn.core.shadow import WRAPPED, unwrapped
 
 _DEPRECATED = (
@@ -246,7 +244,6 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     own, held = own_of(module), held_now(module)
     kind = kind_wanted(own)
-    places = grid(held.mesh, held.plan.roles.storage)
     with _alone():
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
     names = {id(leaf): name for name, leaf in held.leaves().items()}
@@ -263,8 +260,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         if problem is not None:
             problems.append(problem)
         elif kind == StateDictType.LOCAL_STATE_DICT and not foreign and not isinstance(value, DTensor):
-            spec = leaf_spec(held.plan, places, names[id(leaf)], value.dtype)
-            found[key] = wrap_local(value.to(unwrap_local(leaf).device), spec)
+            found[key] = with_local(leaf, value.to(unwrap_local(leaf)))
         else:
             name = names[id(leaf)]
             found[key] = from_state_dict(params.like({name: leaf}), {name: value})[name]

@@ -325,7 +325,11 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in _FLAT:
-            raise AttributeError(arguments.why_not_flat(name))
+            raise AttributeError(
+                f"FullyShardedDataParallel has no '{name}' here: there is no flat parameter, each parameter is a "
+                "DTensor of its own. Use named_parameters(), param.to_local() for this rank's part, or "
+                "summon_full_params() for whole ones."
+            )
         return getattr(self.__dict__[WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
 from shardfn.compat.fsdp1.instance import instances, own_of, state_dict_settings
-from shardfn.compat.meshes import OWN_AXES
+from shardfn.compat.meshes import OWN_AXES, groups_of
 from shardfn.core.errors import ShardError
 
 PART = "shardfn"  # in the metadata of a state dict: which part it is
@@ -147,22 +146,16 @@ def _own_group(rows: torch.Tensor) -> ProcessGroup:
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
     mesh = own_of(module).mesh
-    return {"rank": dist.get_rank(), "of": _ranks(mesh), "shards": mesh.get_group(OWN_AXES[1]).size()}
-
-
-def _ranks(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.flatten().tolist()
+    return {"rank": dist.get_rank(), "of": mesh.mesh.flatten().tolist(), "shards": mesh.get_group(OWN_AXES[1]).size()}
 
 
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
-    own, mesh = _part_of(module), own_of(module).mesh
-    same = part is None or part["rank"] == own["rank"] or _alike(part, own)
-    wrong = torch.tensor([part is not None and (not same or part["shards"] != own["shards"])], dtype=torch.int32)
-    wrong = wrong.to(own_of(module).device)
-    mine = bool(wrong.item())
-    for axis in mesh.mesh_dim_names or ():
-        dist.all_reduce(wrong, group=mesh.get_group(axis))
-    if mine and part is not None:
+    own, instance = _part_of(module), own_of(module)
+    mine = part is not None and not _alike(part, own)
+    wrong = torch.tensor([mine], dtype=torch.int32, device=instance.device)
+    for group in groups_of(instance.mesh):
+        dist.all_reduce(wrong, group=group)
+    if part is not None and mine:
         raise ShardError(
             f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in {part['shards']}, "
             f"and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load this rank's own file; "
@@ -173,5 +166,6 @@ def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None
 
 
 def _alike(part: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether two ranks have the same part: those that replicate each other."""
-    return part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]
+    """Whether two ranks have the same part: one and the same, and those that replicate each other."""
+    replicates = part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]
+    return part["shards"] == own["shards"] and (part["rank"] == own["rank"] or replicates)
