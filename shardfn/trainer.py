@@ -31,7 +31,7 @@ from shardfn.core.transforms import differentiator, of_dtensors, value_of
 from shardfn.core.tree import Params, map_local
 from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
-from shardfn.watched import count_steps
+from shardfn.watched import count_steps, not_reduced
 
 
 class Trainer(nn.Module):
@@ -402,10 +402,7 @@ class Trainer(nn.Module):
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
         for name, grad in grads.items():
             if is_held_back(grad):
-                raise ShardError(
-                    f"Trainer.clip_grad_norm_: the gradient of '{name}' was only added up under no_sync(), never "
-                    "reduced; run the last backward of a step outside of no_sync()"
-                )
+                raise not_reduced("Trainer.clip_grad_norm_", f"the gradient of '{name}'")
         clipped, norm = optim.clip(grads, max_norm)
         for name, leaf in grads.items():
             unwrap_local(leaf).copy_(unwrap_local(clipped[name]))

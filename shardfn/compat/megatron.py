@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -162,10 +162,8 @@ def _defaults() -> set[type[nn.Module]]:
     """Megatron's own classes, as far as they can be imported."""
     found: set[type[nn.Module]] = set()
     for path, name in _DEFAULTS:
-        try:
+        with suppress(ImportError):
             found.add(getattr(importlib.import_module(path), name))
-        except ImportError:
-            continue
     return found
 
 

@@ -9,12 +9,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed
 
@@ -68,13 +70,13 @@ _PACKAGES: Mapping[str, Mapping[str, Any]] = {
     "megatron.core": {},
     "megatron.core.distributed": {"TorchFullyShardedDataParallel": megatron.TorchFullyShardedDataParallel},
 }
-_before: list[tuple[ModuleType, str, Any]] = []
-_ABSENT = object()
+_patches = ExitStack()  # of names, while the switch is on
+_preparation_data_before = spawn.get_preparation_data
 
 
 def on() -> None:
     """From here on imports find our names; a second call changes nothing."""
-    if _before:
+    if _OURS in sys.meta_path:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
@@ -83,12 +85,10 @@ def on() -> None:
     for name, values in _PUT.items():
         module = importlib.import_module(name)
         for key, value in values.items():
-            _before.append((module, key, getattr(module, key, _ABSENT)))
-            setattr(module, key, value)
+            _patches.enter_context(patch.object(module, key, value, create=True))
     sys.meta_path.insert(0, _OURS)
     sys.meta_path.append(_AROUND)
-    _before.append((spawn, "get_preparation_data", spawn.get_preparation_data))
-    spawn.__dict__["get_preparation_data"] = _preparation_data
+    _patches.enter_context(patch.object(spawn, "get_preparation_data", _preparation_data))
     _forget()
 
 
@@ -101,18 +101,12 @@ class _OnInAChild:
 
 def _preparation_data(name: str) -> dict[str, Any]:
     """What a spawned process is told before it imports the script."""
-    given = next(value for module, key, value in _before if module is spawn and key == "get_preparation_data")
-    return {**given(name), "shardfn": _OnInAChild()}
+    return {**_preparation_data_before(name), "shardfn": _OnInAChild()}
 
 
 def off() -> None:
     """As before `on`."""
-    while _before:
-        module, key, value = _before.pop()
-        if value is _ABSENT:
-            delattr(module, key)
-        else:
-            setattr(module, key, value)
+    _patches.close()
     for finder in (_OURS, _AROUND):
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)

@@ -14,7 +14,7 @@ from shardfn._torch import unwrap_local
 from shardfn.compat.fsdp1.instance import own_of
 from shardfn.compat.sharded import held_now
 from shardfn.core.engine.gradients import is_held_back
-from shardfn.core.errors import ShardError
+from shardfn.watched import not_reduced
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
@@ -27,10 +27,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
     own = own_of(module)
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if any(map(is_held_back, grads)):
-        raise ShardError(
-            "clip_grad_norm_: gradients were only added up under no_sync(), never reduced; run the last backward of a "
-            "step outside of no_sync()"
-        )
+        raise not_reduced("clip_grad_norm_", "a gradient")
     wide = torch.float64 if any(x.dtype == torch.float64 for x in module.parameters()) else torch.float32
     axes = _split_axes(module)
     first_along = [axis for axis in axes if own.mesh.get_local_rank(axis) == 0]

@@ -4,13 +4,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardfn.compat.fsdp1.instance import Instance, instances, own_of
 from shardfn.compat.sharded import put_shards, refuse_scalars, spread_inside
+from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 from shardfn.core.model import shards_in
 from shardfn.watched import REPLACED
@@ -87,16 +86,13 @@ def _has_meta(module: nn.Module, ignored: set[int]) -> bool:
 def _source(own: Instance, module: nn.Module, ignored: set[int]) -> int | None:
     """The rank whose values all get, if that is asked for and it has them.
 
-    Communication: one small broadcast, with `sync_module_states`.
+    Communication: one small all-gather, with `sync_module_states`.
     """
     asked = any(inner.settings.sync_module_states for _, _, inner in instances(module))
     if not asked or own.mesh.size() == 1:
         return None
-    first = int(own.mesh.mesh.flatten()[0])
-    meta = torch.tensor([_has_meta(module, ignored)], dtype=torch.int64, device=own.device)
-    for axis in own.mesh.mesh_dim_names or ():
-        dist.broadcast(meta, group=own.mesh.get_group(axis), group_src=0)
-    return None if bool(meta.item()) else first
+    (first_has_meta,), *_ = exchange_numbers(own.mesh, [_has_meta(module, ignored)])
+    return None if first_has_meta else int(own.mesh.mesh.flatten()[0])
 
 
 def _init(own: Instance) -> Callable[[Any], Any]:

@@ -33,7 +33,7 @@ from shardfn.compat.fsdp1.buffers import as_before
 from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
 from shardfn.compat.fsdp1.instance import Instance, instances, own_of, state_dict_settings
 from shardfn.compat.loading import CopiesIntoShards, whole_of
-from shardfn.compat.sharded import held_now
+from shardfn.compat.sharded import held_now, within
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
@@ -112,7 +112,7 @@ class StateDicts:
         plain = type(self.__dict__[WRAPPED]).state_dict
         if _collecting.get():
             return plain(self, **given)
-        with _alone():
+        with within(_collecting):
             held: Any = plain(self, prefix=given.get("prefix", ""), keep_vars=True)
         made = _flavoured(self, held, keep_vars)
         if destination is None:
@@ -141,14 +141,14 @@ class StateDicts:
             return plain(self, state_dict, strict=strict)
         renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
         converted = state_dict if renamed else _as_shards(self, state_dict)
-        with _alone(), _undone_on_error(self), CopiesIntoShards():
+        with within(_collecting), _undone_on_error(self), CopiesIntoShards():
             return plain(self, converted, strict=strict)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """What `load_state_dict` of a module around calls: the values for this tree become shards first."""
         if not _collecting.get():
             own = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
-            with _alone():
+            with within(_collecting):
                 state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
         type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
@@ -158,15 +158,6 @@ def _has_load_hooks(module: nn.Module) -> bool:
     theirs = nn.Module._load_from_state_dict
     found = (unwrapped(inside) for inside in module.modules())
     return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    token = _collecting.set(True)
-    try:
-        yield
-    finally:
-        _collecting.reset(token)
 
 
 def _set(module: nn.Module, kind: StateDictType, config: Any, optim_config: Any) -> StateDictSettings:
@@ -244,7 +235,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     own, held = own_of(module), held_now(module)
     kind = kind_wanted(own)
-    with _alone():
+    with within(_collecting):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     params = held.params(module)

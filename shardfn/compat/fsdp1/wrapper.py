@@ -40,7 +40,7 @@ from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.meshes import OWN_AXES, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, run, units_in
+from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
@@ -421,12 +421,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
-        token = _applying.set(True)
-        try:
-            with whole_parameters(self, writeback=True):
-                return nn.Module.apply(self, fn)
-        finally:
-            _applying.reset(token)
+        with within(_applying), whole_parameters(self, writeback=True):
+            return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
 

@@ -73,14 +73,9 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         raise ShardError(
             "fully_shard: dp_mesh_dims names no dim to shard over; replicate by sf.policies.ddp(), or by DDP"
         )
-    parts = [_one_dim(mesh, names) for names in (replicate, shard) if names]
-    if len(parts) == 1:
-        return parts[0]
+    if not replicate:
+        return mesh[shard[0]] if len(shard) == 1 else mesh[shard]._flatten("_".join(shard))
     order = [axis for axis in mesh.mesh_dim_names if axis in (*shard, *replicate)]
     if len(replicate) == len(shard) == 1 and order == [*replicate, *shard]:
         return mesh[(*replicate, *shard)]
     raise ShardError(f"fully_shard: dp_mesh_dims needs one dim each, replicate before shard, got {replicate}, {shard}")
-
-
-def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))

@@ -15,7 +15,8 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
 from shardfn.compat.fsdp1.instance import instances, own_of, state_dict_settings
-from shardfn.compat.meshes import OWN_AXES, groups_of
+from shardfn.compat.meshes import OWN_AXES
+from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 
 PART = "shardfn"  # in the metadata of a state dict: which part it is
@@ -100,7 +101,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         Raises:
             ShardError: on all ranks, when one has the file of another.
 
-        Communication: outside of `summon_full_params`, one scalar all-reduce.
+        Communication: outside of `summon_full_params`, one small all-gather.
         """
         if own_of(self).training_state == TrainingState.IDLE:
             _require_own_part(self, getattr(state_dict, "_metadata", {}).get(PART))
@@ -152,16 +153,14 @@ def _part_of(module: nn.Module) -> dict[str, Any]:
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
     own, instance = _part_of(module), own_of(module)
     mine = part is not None and not _alike(part, own)
-    wrong = torch.tensor([mine], dtype=torch.int32, device=instance.device)
-    for group in groups_of(instance.mesh):
-        dist.all_reduce(wrong, group=group)
+    wrong = any(bad for (bad,) in exchange_numbers(instance.mesh, [mine]))
     if part is not None and mine:
         raise ShardError(
             f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in {part['shards']}, "
             f"and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load this rank's own file; "
             "on another number of ranks, or with another fsdp_group_size, load a full one in summon_full_params()."
         )
-    if bool(wrong.item()):
+    if wrong:
         raise ShardError("load_state_dict: another rank has a file that is not its own; its message says which")
 
 
