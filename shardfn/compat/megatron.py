@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.compat.fsdp2.fully_sharded import FSDPModule
 from shardfn.compat.fsdp2.group import group_of
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import default_device_type
@@ -83,14 +82,14 @@ class TorchFullyShardedDataParallel(nn.Module):
 
     def _shard(self, classes: tuple[type[nn.Module], ...], reshard: bool | int) -> None:
         """Inner modules first: a unit may hold another one."""
-        chosen = [each for each in self.module.modules() if isinstance(each, classes) and each is not self.module]
-        before: FSDPModule | None = None
+        chosen: list[Any] = [x for x in self.module.modules() if isinstance(x, classes) and x is not self.module]
         for each in reversed(chosen):
             fully_shard(each, mesh=self.device_mesh, reshard_after_forward=reshard)
-        for each in chosen:
-            if getattr(self.config, "recompute_granularity", None) is not None and isinstance(each, FSDPModule):
-                each.set_modules_to_backward_prefetch([before] if before is not None else [])
-                before = each
+        if getattr(self.config, "recompute_granularity", None) is not None:
+            before: list[Any] = []
+            for each in chosen:
+                each.set_modules_to_backward_prefetch(before)
+                before = [each]
         fully_shard(self.module, mesh=self.device_mesh, reshard_after_forward=reshard)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -139,17 +138,12 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
     found: set[type[nn.Module]] = set()
     for name, inside in module.named_modules():
         listed = getattr(inside, "_fsdp_modules", ())
+        what = f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r}"
         if not isinstance(listed, list | tuple | set | frozenset):
-            raise ShardError(
-                f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} is {listed!r}, no "
-                "list of classes"
-            )
+            raise ShardError(f"{what} is {listed!r}, no list of classes")
         for cls in listed:
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-                raise ShardError(
-                    f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} lists {cls!r}, "
-                    "which is no class of modules"
-                )
+                raise ShardError(f"{what} lists {cls!r}, which is no class of modules")
             if group_of(inside) is not None:
                 raise ShardError(
                     f"TorchFullyShardedDataParallel: {name!r} ({class_of(inside).__name__}) is sharded already"

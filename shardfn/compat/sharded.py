@@ -3,7 +3,7 @@
 `fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from shardfn.core.engine.compiled import GraphBreak
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
+from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
 from shardfn.core.plan import Reduction, plan
 from shardfn.core.policy import Policy
@@ -202,15 +203,26 @@ def refuse_scalars(module: nn.Module, verb: str, leave: Set[int]) -> None:
             raise ValueError(f"{verb}. Change {name} to a 1D tensor with numel equal to 1.")
 
 
-def put_shards(module: nn.Module, own: Sharded, leave: Set[int], stays: Callable[[Tensor], bool], **given: Any) -> None:
-    """Shard the parameters in a tree whose ids are not in `leave`; buffers that `stays` stay the tensors that they are.
+def put_shards(
+    module: nn.Module,
+    own: Sharded,
+    *,
+    init: Callable[[Any], Any] | None = None,
+    src: int | None = None,
+    later: bool = False,
+) -> None:
+    """Shard the parameters in a tree that are no shards yet; buffers stay the tensors that they are where they can.
 
-    `given` goes to `shard_own`.
+    Args:
+        module: the tree.
+        own: what it is to know.
+        init, src, later: as for `shard_own`.
     """
     if not _OUTSIDE:
         _OUTSIDE.append(GraphBreak(_run_and_compile))
-    kept = {name for name, buffer in module.named_buffers(remove_duplicate=False) if stays(buffer)}
-    params = shard_own(module, own.mesh, policy_of(module, own, leave), **given)
+    before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
+    kept = {name for name, x in before.items() if x.device == own.device or (later and x.is_meta)}
+    params = shard_own(module, own.mesh, policy_of(module, own, shards_in(module)), init=init, src=src, later=later)
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
-from shardfn.compat.fsdp1.instance import HYBRID, Settings, instance_of, instances
+from shardfn.compat.fsdp1.instance import HYBRID, Settings, instance_of, instances, own_of
 from shardfn.core.errors import ShardError
 
 NOT_GIVEN: Any = object()
@@ -186,9 +186,7 @@ def check_comm_hook(module: nn.Module, hook: object) -> None:
     Raises:
         AssertionError, ValueError: see `FullyShardedDataParallel.register_comm_hook`.
     """
-    own = instance_of(module)
-    assert own is not None
-    if own.inner:
+    if own_of(module).inner:
         raise AssertionError("register_comm_hook can only be called on a root instance.")
     for _, _, inner in instances(module):
         if inner.settings.sharding_strategy in HYBRID:

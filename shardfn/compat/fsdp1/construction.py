@@ -24,21 +24,13 @@ def shard_now(module: nn.Module) -> None:
     """
     own = own_of(module)
     ignored = {id(p) for p in own.ignored_params}
-    done = shards_in(module)
-    _require_own_shards(module, done)
+    _require_own_shards(module)
     spread_inside(module, own)
     refuse_scalars(module, "FSDP doesn't support scalar parameters", ignored)
     _move_ignored(own)
     src = _source(own, module, ignored)
     init = _init(own) if _has_meta(module, ignored) and src is None else None
-    put_shards(
-        module,
-        own,
-        done,
-        lambda buffer: src is None and not buffer.is_meta and buffer.device == own.device,
-        init=init,
-        src=src,
-    )
+    put_shards(module, own, init=init, src=src)
     _set_dtypes_of_gradients(module)
 
 
@@ -53,7 +45,7 @@ def _set_dtypes_of_gradients(module: nn.Module) -> None:
                     parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
 
 
-def _require_own_shards(module: nn.Module, done: set[int]) -> None:
+def _require_own_shards(module: nn.Module) -> None:
     """Parameters that are DTensors already must be those of instances inside, and none may be tied to one of those."""
     for name, parameter in module.named_parameters():
         if REPLACED in vars(parameter):
@@ -62,8 +54,9 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
                 "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
             )
     inner = {id(p) for name, inside, _ in instances(module) if name for p in inside.parameters()}
+    others = shards_in(module) - inner
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:
+        if isinstance(parameter, DTensor) and id(parameter) in others:
             raise ShardError(
                 f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
                 "that holds this module. Wrap the module that both share, once, by itself."

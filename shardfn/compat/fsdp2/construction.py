@@ -106,8 +106,7 @@ def shard_now(own: Group, module: nn.Module) -> None:
         ValueError: scalar parameters; parameters that are shared with modules sharded before.
         ShardError: as `shard`.
     """
-    done = shards_in(module)
-    left = done | {id(p) for p in own.ignored_params} | ignored_in(module, Group)
+    left = shards_in(module) | {id(p) for p in own.ignored_params} | ignored_in(module, Group)
     refuse_scalars(module, "fully_shard doesn't support scalar parameters", left)
     for name, parameter in module.named_parameters():
         if id(parameter) not in left and REPLACED in vars(parameter):
@@ -122,7 +121,7 @@ def shard_now(own: Group, module: nn.Module) -> None:
     renamed = _on_whole_mesh(module, left, own)
     _move(renamed, own.mesh)
     try:
-        put_shards(module, own, done, lambda buffer: buffer.is_meta or buffer.device == own.device, later=True)
+        put_shards(module, own, later=True)
     except Exception:
         if own.placed is not None:
             _move(renamed, own.placed)
