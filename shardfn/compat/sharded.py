@@ -3,7 +3,7 @@
 `fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
