@@ -38,7 +38,7 @@ from shardfn.compat.fsdp1.construction import shard_now
 from shardfn.compat.fsdp1.instance import Instance, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
-from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
+from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.meshes import OWN_AXES, placed_mesh
 from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
 from shardfn.core.engine.in_place import is_computing
@@ -421,7 +421,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
-        with within(_applying), whole_parameters(self, writeback=True):
+        with within(_applying), whole_parameters(self, Asked()):
             return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
