@@ -157,9 +157,10 @@ class Trainer(nn.Module):
             )
         if self._is_whole and not self.plan.placed_axes:
             return self.module(*args, **kwargs)
-        params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         if self._is_whole:
             params = self._held.params_of_whole(self.module)
+        else:
+            params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         method = kwargs.pop("method", None) or "__call__"
         return self._held.run(self.module, params, method, args, kwargs)
 
@@ -216,14 +217,13 @@ class Trainer(nn.Module):
     @torch.no_grad()
     def evaluate(self, *batch: Any) -> dict[str, Any]:
         """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
-        loss_fn, training = self._require("loss_fn", self.loss_fn), self.training
-        modes = [(module, module.training) for module in self.module.modules()]
+        loss_fn = self._require("loss_fn", self.loss_fn)
+        modes = [(module, module.training) for module in (self, *self.module.modules())]
         self.eval()
         try:
             with of_dtensors("Trainer.evaluate"):
                 loss = loss_fn(self.params, *batch)
         finally:
-            self.training = training
             for module, mode in modes:
                 module.training = mode
         return {"loss": value_of(loss, self.params), "tokens": self._tokens(batch)}

@@ -28,12 +28,12 @@ def watch_optimizers() -> None:
 
 _STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
 # Trainer -> the first torch optimizer of its parameters that stepped
-_DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer] | None]" = weakref.WeakKeyDictionary()
+_DRIVERS: "dict[weakref.ref[Any], weakref.ref[torch.optim.Optimizer] | None]" = {}
 
 
 def count_steps(trainer: Any) -> None:
     """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
-    _DRIVERS[trainer] = None
+    _DRIVERS[weakref.ref(trainer, _DRIVERS.pop)] = None
     _watch_steps()
 
 
@@ -43,11 +43,13 @@ def _watch_steps() -> None:
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for trainer, driver in list(_DRIVERS.items()):
+    for ref, driver in list(_DRIVERS.items()):
+        if (trainer := ref()) is None:
+            continue
         if driver is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if any(id(leaf) in held for leaf in trainer.params.values()):
-                driver = _DRIVERS[trainer] = weakref.ref(optimizer)
+                driver = _DRIVERS[ref] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1
 
