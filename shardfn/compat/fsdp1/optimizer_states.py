@@ -55,7 +55,7 @@ class OptimizerStates:
         full, first_only = _flavour(own)
         host = bool(own.state_dicts.optim_state_dict_config.offload_to_cpu)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return _by_name(model, list(_params_of(optim)), state, full, first_only, host)
+        return _by_name(model, _params_of(optim), state, full, first_only, host)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -86,8 +86,10 @@ class OptimizerStates:
         """
         if isinstance(optim, nn.Module):
             model, optim, optim_state_dict = optim, optim_state_dict, model
-        _, first_only = _flavour(_first(model))
-        made = _to_load(model, list(_params_of(optim)), optim_state_dict, first_only, is_named_optimizer, optim)
+        own = _first(model)
+        _, first_only = _flavour(own)
+        state = _from_first(optim_state_dict, own) if first_only else optim_state_dict
+        made = _to_load(model, _params_of(optim), state, optim, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -134,7 +136,7 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a whole state by names that every rank has; torch 1.12's name."""
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(model, _params_given(model, optim, optim_input), full_optim_state_dict, False, False, optim)
+        return _to_load(model, _params_given(model, optim, optim_input), full_optim_state_dict, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -147,7 +149,7 @@ class OptimizerStates:
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         if optim is not None and not isinstance(optim, torch.optim.Optimizer):  # torch 1.13 had the input third
             optim, optim_input = (optim_input if isinstance(optim_input, torch.optim.Optimizer) else None), optim
-        return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, False, False, optim)
+        return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -160,7 +162,7 @@ class OptimizerStates:
         """What `optim.load_state_dict` takes, from a whole state by names of the first rank; torch 1.12's name."""
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         params = _params_given(model, optim, optim_input)
-        return _to_load(model, params, full_optim_state_dict or {}, True, False, optim)
+        return _to_load(model, params, _from_first(full_optim_state_dict or {}, _first(model)), optim)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -213,8 +215,8 @@ def _flavour(own: Instance) -> tuple[bool, bool]:
     return full, full and bool(getattr(own.state_dicts.optim_state_dict_config, "rank0_only", False))
 
 
-def _params_of(optim: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optim.param_groups for parameter in group["params"])
+def _params_of(optim: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
 
 
 def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor]:
@@ -226,10 +228,9 @@ def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor
             FutureWarning,
             stacklevel=4,
         )
-        given = list(optim_input)
-        groups = [one["params"] if isinstance(one, dict) else [one] for one in given]
+        groups = [one["params"] if isinstance(one, dict) else [one] for one in optim_input]
         return [parameter for group in groups for parameter in group]
-    return list(model.parameters()) if optim is None else list(_params_of(optim))
+    return list(model.parameters()) if optim is None else _params_of(optim)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -253,19 +254,17 @@ def _by_name(
         )
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
     keep = not first_only or dist.get_rank() == int(_first(model).mesh.mesh.flatten()[0])
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for key, values in state["state"].items():
         made = {what: _taken(value, full, host) for what, value in values.items()}
         if keep:
-            found[key_to_name[key] if key in key_to_name else key] = made
+            found[key_to_name.get(key, key)] = made
     if not keep:
         return {}
-    groups = [{**group, "params": [key_to_name.get(key, key) for key in group["params"]]} for group in _groups(state)]
+    groups = copy.deepcopy(state["param_groups"])
+    for group in groups:
+        group["params"] = [key_to_name.get(key, key) for key in group["params"]]
     return {"state": found, "param_groups": groups}
-
-
-def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v if k == "params" else copy.deepcopy(v) for k, v in one.items()} for one in state["param_groups"]]
 
 
 def _taken(value: Any, full: bool, host: bool) -> Any:
@@ -279,17 +278,10 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
 
 
 def _to_load(
-    model: nn.Module,
-    params: list[Tensor],
-    state: Mapping[str, Any],
-    first_only: bool,
-    named: bool,
-    optim: torch.optim.Optimizer | None,
+    model: nn.Module, params: list[Tensor], state: Mapping[str, Any], optim: Any, named: bool = False
 ) -> dict[str, Any]:
     """A state dict by names as one by ids, whose tensors have the layouts of their parameters."""
-    own = _first(model)
-    if first_only:
-        state = _from_first(state, own)
+    _first(model)  # raises where nothing is wrapped
     if "state" not in state:
         raise ValueError('`optim_state_dict` must have the keys "state"to be a valid optimizer state dict')
     names = _names(model)
@@ -311,10 +303,10 @@ def _to_load(
             found[ids[id(parameter)]] = {
                 what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()
             }
-    groups = _groups(state) if "param_groups" in state else []
+    groups = copy.deepcopy(state.get("param_groups", []))
     for group in groups:
-        held = [ids[id(every[n])] for n in group["params"] if n in every and id(every[n]) in ids]
-        group["params"] = sorted(held)
+        held = [every[name] for name in group["params"] if name in every]
+        group["params"] = sorted(ids[id(parameter)] for parameter in held if id(parameter) in ids)
     return {"state": found, "param_groups": groups}
 
 
