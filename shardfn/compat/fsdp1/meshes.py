@@ -69,7 +69,9 @@ def make_mesh(
     if process_group is not None and strategy in HYBRID:
         shard, replicate = process_group
         return mesh_of([replicate, shard], device_type, OWN_AXES)
-    group = device_mesh.get_group(0) if device_mesh is not None else process_group or _get_default_group()
+    if device_mesh is not None:
+        process_group = device_mesh.get_group(0)
+    group = process_group if process_group is not None else _get_default_group()
     if strategy not in HYBRID:
         return mesh_of([group], device_type, OWN_AXES[1:])
     per_node = ranks_per_node()

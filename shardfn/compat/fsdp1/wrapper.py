@@ -260,7 +260,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         )
         self._begin(module, own)
         if policy is not None:
-            self._wrap_inside(policy, settings, mixed_precision)
+            self._wrap_inside(policy, mixed_precision)
         shard_now(self)
 
     def _begin(self, module: nn.Module, instance: Instance) -> None:
@@ -272,7 +272,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         for name, _, inner in instances(self):
             inner.inner |= bool(name)
 
-    def _wrap_inside(self, policy: Any, settings: Settings, mixed: MixedPrecision | None) -> None:
+    def _wrap_inside(self, policy: Any, mixed: MixedPrecision | None) -> None:
         """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one.
 
         Which they are is torch's own algorithm, with our class in the place of its.
@@ -286,7 +286,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
                 f"{name} in\n{self.module}"
             )
         own = self.__dict__[RECORD]
-        kwargs = {name: getattr(settings, name) for name in Settings.__dataclass_fields__} | {"mixed_precision": mixed}
+        kwargs = vars(own.settings) | {"mixed_precision": mixed}
 
         def wrap(module: nn.Module, **given: Any) -> nn.Module:
             made = type(self).__new__(type(self), module)
