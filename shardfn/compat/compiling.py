@@ -6,18 +6,17 @@ the call, by the context that it runs in.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 
-def compile_units(sharded: Iterable[tuple[str, nn.Module]], *args: Any, **kwargs: Any) -> None:
+def compile_units(units: Sequence[tuple[str, nn.Module]], *args: Any, **kwargs: Any) -> None:
     """`compile(*args, **kwargs)` on each of these (name, module) that holds no other one and is not compiled yet."""
-    found = list(sharded)
-    for name, module in found:
+    for name, module in units:
         prefix = f"{name}." if name else ""
-        if not any(other.startswith(prefix) and other != name for other, _ in found):
+        if not any(other.startswith(prefix) and other != name for other, _ in units):
             if module._compiled_call_impl is None:
                 module.compile(*args, **kwargs)
 
