@@ -9,6 +9,7 @@ model's own class (`CLASS` in `core/shadow.py`).
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -237,10 +238,7 @@ class FSDPModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by this, instead of by the number of data ranks."""
         own = own_of(self)
-        ranks = 1
-        for axis in own.data:
-            ranks *= own.mesh.get_group(axis).size()
-        own.scale = ranks / factor
+        own.scale = prod(own.mesh.get_group(axis).size() for axis in own.data) / factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""

@@ -14,11 +14,12 @@ from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1.instance import instances, own_of, state_dict_settings
+from shardfn.compat.fsdp1.instance import HYBRID, instances, own_of, state_dict_settings
 from shardfn.compat.meshes import OWN_AXES
 from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 
+_ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them
 PART = "shardfn"  # in the metadata of a state dict: which part it is
 
 
@@ -66,11 +67,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"FullyShardedDataParallel: reshard_after_forward={reshard_after_forward!r} is no bool")
         groups = _groups(process_group, fsdp_group_size)
-        frees, keeps = (
-            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-            if isinstance(groups, tuple)
-            else (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-        )
+        frees, keeps = HYBRID if isinstance(groups, tuple) else _ONE_GROUP
         with _quiet():
             super().__init__(
                 module,
