@@ -975,11 +975,6 @@ def _out_of_inference_mode() -> Iterator[None]:
         yield
 
 
-def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Scale gradients of one device and dtype in place; `found_inf` becomes 1 when one is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)  # pyright: ignore
-
-
 def grad_dtypes_of(leaves: Iterable[Tensor]) -> list[torch.dtype]:
     """The dtypes of the gradients of leaves, which may be set to others than the leaves' own."""
     return [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]

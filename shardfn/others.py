@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
 from shardfn.core.errors import ShardError
-from shardfn.core.states import joined, split, tensors_like
+from shardfn.core.states import joined, memory_of, split
 from shardfn.core.tree import Params, map_local
 
 OTHERS = "others"  # where a checkpoint has their tensors
@@ -83,12 +83,11 @@ def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, d
 
 def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
     """Memory for the `tensors` of a `Saved`."""
-    rest = tensors_like(notes["state"], name, lambda _, meta: torch.empty_like(meta, device="cpu"))
     trees = {}
     for key, (dtype, leaves) in notes["trees"].items():
         own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
         trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), own)
-    return {"rest": rest, "trees": trees}
+    return {"rest": memory_of(notes["state"], name), "trees": trees}
 
 
 def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], params: Params) -> None:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shardfn.core.transforms import differentiator, of_dtensors, value_of
 from shardfn.core.tree import Params, map_local
 from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
-from shardfn.watched import count_steps
+from shardfn.watched import count_steps, not_reduced
 
 
 class Trainer(nn.Module):
@@ -118,7 +119,7 @@ class Trainer(nn.Module):
         self._differentiates = self._is_whole = False
         model.register_load_state_dict_pre_hook(_require_own_parts)
         count_steps(self)
-        self.ema: Params | None = _copied(self.params) if ema is not None else None
+        self.ema: Params | None = map_local(lambda x: x.detach().clone(), self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -156,9 +157,10 @@ class Trainer(nn.Module):
             )
         if self._is_whole and not self.plan.placed_axes:
             return self.module(*args, **kwargs)
-        params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         if self._is_whole:
             params = self._held.params_of_whole(self.module)
+        else:
+            params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         method = kwargs.pop("method", None) or "__call__"
         return self._held.run(self.module, params, method, args, kwargs)
 
@@ -200,24 +202,24 @@ class Trainer(nn.Module):
     def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
         """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
         differentiate = differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
-        loss, _, grads, weight = differentiate(params, *parts[0])
-        if len(parts) == 1:
-            return loss, grads
-        total = weight = _weight(weight)
-        loss, grads = _scaled(loss, grads, weight)
-        for part in parts[1:]:
-            more_loss, _, more, count = differentiate(params, *part)
+        sums: tuple[Tensor, Params, Tensor] | None = None
+        for part in parts:
+            loss, _, grads, count = differentiate(params, *part)
+            if len(parts) == 1:
+                return loss, grads
             weight = _weight(count)
-            more_loss, more = _scaled(more_loss, more, weight)
-            loss, grads = loss + more_loss, map_local(torch.add, grads, more)
-            total = total + weight
-        return _scaled(loss, grads, 1 / total)
+            loss, grads = _scaled(loss, grads, weight)
+            if sums is not None:
+                loss, grads, weight = sums[0] + loss, map_local(torch.add, sums[1], grads), sums[2] + weight
+            sums = loss, grads, weight
+        assert sums is not None
+        return _scaled(sums[0], sums[1], 1 / sums[2])
 
     @torch.no_grad()
     def evaluate(self, *batch: Any) -> dict[str, Any]:
         """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
-        loss_fn, training = self._require("loss_fn", self.loss_fn), self.training
-        modes = [(module, module.training) for module in self.module.modules()]
+        loss_fn = self._require("loss_fn", self.loss_fn)
+        modes = [(module, module.training) for module in (self, *self.module.modules())]
         self.eval()
         try:
             params = self.params
@@ -225,7 +227,6 @@ class Trainer(nn.Module):
             with of_dtensors("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
         finally:
-            self.training = training
             for module, mode in modes:
                 module.training = mode
         return {"loss": value_of(loss, self.params), "tokens": self._tokens(batch)}
@@ -297,14 +298,10 @@ class Trainer(nn.Module):
         return others if self.scaler is None else {"scaler": self.scaler} | others
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "params": self.params,
-            "buffers": dict(self.module.named_buffers()),
-            "steps": self.steps,
-        }
+        state = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer_state
-        return state | ({"ema": self.ema} if self.ema is not None else {})
+        return state if self.ema is None else state | {"ema": self.ema}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""
@@ -349,15 +346,9 @@ class Trainer(nn.Module):
             )
         for layout in held:
             value = next(state_dict[name] for name in (layout.name, *layout.aliases) if name in state_dict)
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if shape != layout.shape:
-                raise ShardError(f"Trainer.load_state_dict: '{layout.name}' is {shape}, the model has {layout.shape}")
+            _require_shape(f"'{layout.name}'", value, layout.shape)
         for name in buffers.keys() & state_dict.keys():
-            if not isinstance(state_dict[name], Tensor) or state_dict[name].shape != buffers[name].shape:
-                shape = tuple(getattr(state_dict[name], "shape", ())) or type(state_dict[name]).__name__
-                raise ShardError(
-                    f"Trainer.load_state_dict: buffer '{name}' is {shape}, the model has {tuple(buffers[name].shape)}"
-                )
+            _require_shape(f"buffer '{name}'", state_dict[name], tuple(buffers[name].shape))
         names = [leaf.name for layout in held for leaf in layout.leaves]
         tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
         self._held.copy_in(from_state_dict(tree, state_dict))
@@ -414,10 +405,7 @@ class Trainer(nn.Module):
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
         for name, grad in grads.items():
             if is_held_back(grad):
-                raise ShardError(
-                    f"Trainer.clip_grad_norm_: the gradient of '{name}' was only added up under no_sync(), never "
-                    "reduced; run the last backward of a step outside of no_sync()"
-                )
+                raise not_reduced("Trainer.clip_grad_norm_", f"the gradient of '{name}'")
         clipped, norm = optim.clip(grads, max_norm)
         for name, leaf in grads.items():
             unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
@@ -430,9 +418,7 @@ class Trainer(nn.Module):
 
     def _tokens(self, batch: Any) -> int:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        ranks = 1
-        for axis in self.plan.roles.data:
-            ranks *= self.plan.axes[axis]
+        ranks = prod(self.plan.axes[axis] for axis in self.plan.roles.data)
         return tensors[-1].numel() * ranks if tensors else 0
 
     @torch.no_grad()
@@ -463,6 +449,12 @@ def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix:
     for name, value in state_dict.items():
         if isinstance(value, DTensor) and (foreign := checkpoint.rank_of_part(value, ranks)):
             raise ShardError(f"load_state_dict: '{name}' is {foreign}. Save whole checkpoints: trainer.save")
+
+
+def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if found != shape:
+        raise ShardError(f"Trainer.load_state_dict: {what} is {found}, the model has {shape}")
 
 
 def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None, scaler: object) -> None:
@@ -522,11 +514,6 @@ def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
     return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)
-
-
-@torch.no_grad()
-def _copied(params: Params) -> Params:
-    return map_local(torch.clone, params)
 
 
 def _check_params(params: object, init: object, src: object) -> None:

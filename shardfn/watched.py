@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
+from shardfn.core.agreement import exchange_numbers
 from shardfn.core.checkpoint import rank_of_part
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
@@ -27,13 +27,13 @@ def watch_optimizers() -> None:
 
 
 _STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
-_TRAINERS: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
-_NEW: "weakref.WeakSet[Any]" = weakref.WeakSet()  # trainers that no torch optimizer has stepped yet
+# Trainer -> the first torch optimizer of its parameters that stepped
+_DRIVERS: "dict[weakref.ref[Any], weakref.ref[torch.optim.Optimizer] | None]" = {}
 
 
 def count_steps(trainer: Any) -> None:
     """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
-    _NEW.add(trainer)
+    _DRIVERS[weakref.ref(trainer, _DRIVERS.pop)] = None
     _watch_steps()
 
 
@@ -43,14 +43,14 @@ def _watch_steps() -> None:
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _TRAINERS or _NEW:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        driven = [trainer for trainer in _NEW if any(id(leaf) in held for leaf in trainer.params.values())]
-        _TRAINERS.setdefault(optimizer, []).extend(map(weakref.ref, driven))
-        for trainer in driven:
-            _NEW.discard(trainer)
-    for ref in _TRAINERS[optimizer]:
-        if (trainer := ref()) is not None:
+    for ref, driver in list(_DRIVERS.items()):
+        if (trainer := ref()) is None:
+            continue
+        if driver is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(leaf) in held for leaf in trainer.params.values()):
+                driver = _DRIVERS[ref] = weakref.ref(optimizer)
+        if driver is not None and driver() is optimizer:
             trainer.steps += 1
 
 
@@ -73,14 +73,19 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         if isinstance(parameter, DTensor) and SHARD in vars(parameter):
             ours.append(parameter)
         if is_held_back(parameter.grad):
-            raise ShardError(
-                f"{name}.step: a gradient was only added up under no_sync(), never reduced; run the last backward of a "
-                "step outside of no_sync()"
-            )
+            raise not_reduced(f"{name}.step", "a gradient")
     if ours and optimizer not in _STATES:
         _require_groups_of_the_model(optimizer)
     if ours:
         _require_own_states(optimizer, ours)
+
+
+def not_reduced(verb: str, what: str) -> ShardError:
+    """The error of a gradient that was held back under `no_sync`."""
+    return ShardError(
+        f"{verb}: {what} was only added up under no_sync(), never reduced; run the last backward of a step outside of "
+        "no_sync()"
+    )
 
 
 def _require_groups_of_the_model(optimizer: torch.optim.Optimizer) -> None:
@@ -112,17 +117,14 @@ def _require_own_states(optimizer: torch.optim.Optimizer, shards: Sequence[DTens
     Raises:
         ShardError: on every rank, when one has the state of another rank, or only some have a state.
 
-    Communication: one small all-reduce an axis.
+    Communication: one small all-gather over the mesh.
     """
     if _STATES.get(optimizer) == id(optimizer.state) or seen_by_dynamo() or simulated():
         return
     name, mesh = type(optimizer).__name__, shards[0].device_mesh
     problem = next(filter(None, (_foreign(optimizer.state.get(shard), shard) for shard in shards)), None)
-    flags = torch.tensor([problem is not None, bool(optimizer.state), True], dtype=torch.int32, device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(flags, group=mesh.get_group(axis))
-    wrong, loaded, ranks = flags.tolist()
+    rows = exchange_numbers(mesh, [problem is not None, bool(optimizer.state)])
+    (wrong, loaded), ranks = map(sum, zip(*rows, strict=True)), len(rows)
     if wrong:
         what = problem or f"{wrong} of {ranks} ranks have loaded the state of another rank"
         raise ShardError(

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import move_to_mesh, parameters_of, unwrap_local
+from shardfn.compat.meshes import device_of
 from shardfn.core.errors import ShardError
 from shardfn.core.whole import whole
 
@@ -21,12 +22,13 @@ class CopiesIntoShards(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[0], DTensor):
             own: DTensor = args[0]
-            unwrap_local(own).copy_(unwrap_local(_laid_out(args[1], own)))
+            unwrap_local(own).copy_(unwrap_local(laid_out(args[1], own)))
             return own
         return func(*args, **(kwargs or {}))
 
 
-def _laid_out(value: Any, like: DTensor) -> Tensor:
+def laid_out(value: Any, like: DTensor) -> Tensor:
+    """A tensor of any layout in that of another one; itself where it has it already."""
     if isinstance(value, DTensor) and value.placements == like.placements and value.device_mesh == like.device_mesh:
         return value.detach()
     full = (whole(value) if isinstance(value, DTensor) else whole_of(value)).detach().to(unwrap_local(like).device)
@@ -83,12 +85,8 @@ def whole_of(value: Any) -> Any:
     device = shards[0].tensor.device if shards else _device_of(value)
     whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in shards:
-        part = whole
-        for dim, (start, length) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            part = part.narrow(dim, start, length)
-        part.copy_(shard.tensor)
+        places = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        whole[tuple(slice(start, start + length) for start, length in places)] = shard.tensor
     dist.all_reduce(whole, group=value._process_group)
     return whole
 
@@ -96,4 +94,4 @@ def whole_of(value: Any) -> Any:
 def _device_of(value: ShardedTensor) -> torch.device:
     placement = value.metadata().shards_metadata[0].placement
     kind = placement.device().type if placement is not None else "cpu"
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return device_of(kind)

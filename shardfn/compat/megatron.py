@@ -2,19 +2,18 @@
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.compat.fsdp2.fully_sharded import FSDPModule
 from shardfn.compat.fsdp2.group import group_of
 from shardfn.core.errors import ShardError
+from shardfn.core.mesh import default_device_type
 from shardfn.core.shadow import class_of
 
 # Where Megatron has the classes that become units by default.
@@ -83,14 +82,14 @@ class TorchFullyShardedDataParallel(nn.Module):
 
     def _shard(self, classes: tuple[type[nn.Module], ...], reshard: bool | int) -> None:
         """Inner modules first: a unit may hold another one."""
-        chosen = [each for each in self.module.modules() if isinstance(each, classes) and each is not self.module]
-        before: FSDPModule | None = None
+        chosen: list[Any] = [x for x in self.module.modules() if isinstance(x, classes) and x is not self.module]
         for each in reversed(chosen):
             fully_shard(each, mesh=self.device_mesh, reshard_after_forward=reshard)
-        for each in chosen:
-            if getattr(self.config, "recompute_granularity", None) is not None and isinstance(each, FSDPModule):
-                each.set_modules_to_backward_prefetch([before] if before is not None else [])
-                before = each
+        if getattr(self.config, "recompute_granularity", None) is not None:
+            before: list[Any] = []
+            for each in chosen:
+                each.set_modules_to_backward_prefetch(before)
+                before = [each]
         fully_shard(self.module, mesh=self.device_mesh, reshard_after_forward=reshard)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -139,17 +138,12 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
     found: set[type[nn.Module]] = set()
     for name, inside in module.named_modules():
         listed = getattr(inside, "_fsdp_modules", ())
+        what = f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r}"
         if not isinstance(listed, list | tuple | set | frozenset):
-            raise ShardError(
-                f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} is {listed!r}, no "
-                "list of classes"
-            )
+            raise ShardError(f"{what} is {listed!r}, no list of classes")
         for cls in listed:
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-                raise ShardError(
-                    f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r} lists {cls!r}, "
-                    "which is no class of modules"
-                )
+                raise ShardError(f"{what} lists {cls!r}, which is no class of modules")
             if group_of(inside) is not None:
                 raise ShardError(
                     f"TorchFullyShardedDataParallel: {name!r} ({class_of(inside).__name__}) is sharded already"
@@ -162,10 +156,8 @@ def _defaults() -> set[type[nn.Module]]:
     """Megatron's own classes, as far as they can be imported."""
     found: set[type[nn.Module]] = set()
     for path, name in _DEFAULTS:
-        try:
+        with suppress(ImportError):
             found.add(getattr(importlib.import_module(path), name))
-        except ImportError:
-            continue
     return found
 
 
@@ -183,5 +175,4 @@ def _data_group() -> ProcessGroup:
 
 
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+    return default_device_type() if "nccl" in dist.get_backend() else "cpu"

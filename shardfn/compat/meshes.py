@@ -1,10 +1,11 @@
-"""Meshes for models of which `parallelize_module` has split some parameters already. Layer 6."""
+"""Meshes of process groups, also for models of which `parallelize_module` has split some parameters. Layer 6."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -13,10 +14,38 @@ from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid, use_part
 from shardfn.core.model import shards_in
 
+OWN_AXES = ("replicate", "fsdp")  # of a mesh that says no names, the second alone where nothing is replicated
 ONE_MESH = (
     "Make one mesh, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), give parallelize_module its "
     "mesh['tp'], and the data parallel class its mesh['dp']."
 )
+
+
+def device_of(kind: str) -> torch.device:
+    """Where this rank computes on devices of a kind."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def mesh_of(
+    groups: Sequence[ProcessGroup], device_type: str, names: tuple[str, ...], ranks: Tensor | None = None
+) -> DeviceMesh:
+    """The mesh with these process groups of this rank along its axes; `ranks`: default `_ranks_across`."""
+    ranks = ranks if ranks is not None else _ranks_across(groups)
+    return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
+    """The process groups of this rank along the axes of a mesh."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _ranks_across(groups: Sequence[ProcessGroup]) -> Tensor:
+    """The ranks of a mesh on which neighbours along one axis are as far apart everywhere."""
+    own = dist.get_rank()
+    ranks = torch.tensor(own, dtype=torch.int)
+    for group in groups:
+        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - own
+    return ranks
 
 
 def placed_mesh(
@@ -58,17 +87,14 @@ def across(verb: str, data: DeviceMesh, names: tuple[str, ...], placed: DeviceMe
     Raises:
         ShardError: they do not cross.
     """
-    groups = [mesh.get_group(axis) for mesh in (data, placed) for axis in range(mesh.ndim)]
+    groups = [*groups_of(data), *groups_of(placed)]
     names = (*names, *(placed.mesh_dim_names or ()))
-    own = dist.get_rank()
-    ranks = torch.tensor(own, dtype=torch.int)
-    for group in groups:  # [..., W]: neighbours along one axis are as far apart everywhere
-        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - own
+    ranks = _ranks_across(groups)
     if len(set(names)) < len(names) or len(set(ranks.flatten().tolist())) < ranks.numel():
         raise ShardError(
             f"{verb}: parameters are DTensors on {placed}, which device_mesh={data} does not cross. {ONE_MESH}"
         )
-    made = DeviceMesh.from_group(groups, data.device_type, mesh=ranks, mesh_dim_names=names)
+    made = mesh_of(groups, data.device_type, names, ranks)
     use_part(made, tuple(placed.mesh_dim_names or ()), placed)
     return made
 

@@ -4,6 +4,8 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -11,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import pytree
+from shardfn._torch import pytree, seen_by_dynamo
+from shardfn.compat.compiling import compile_units, options_around
 from shardfn.compat.meshes import spread
+from shardfn.core.engine.compiled import GraphBreak
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import shard_own
+from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
 from shardfn.core.plan import Reduction, plan
 from shardfn.core.policy import Policy
@@ -36,27 +41,20 @@ class Sharded:
     mesh: DeviceMesh
     data: tuple[str, ...]  # its axes that split the batch, the last one weights too
     device: torch.device  # where it computes
+    offload: bool  # whether shards are kept on the host
     placed: DeviceMesh | None = None  # of the parameters that `parallelize_module` had split before
     ignored_params: list[nn.Parameter] = field(default_factory=list)
     is_root: bool | None = None  # None before the first forward
     syncs: bool = True  # whether gradients are reduced
+    reduction: Reduction = "mean"  # what reduces gradients
     scale: float = 1.0  # of gradients, beside the mean over ranks
+    is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
     version: int = 0  # counts changes of what a plan is made from
-
-    @property
-    def offload(self) -> bool:
-        """Whether shards are kept on the host."""
-        raise NotImplementedError
 
     @property
     def holds_back(self) -> bool:
         """Whether gradients stay on each rank, to be reduced with those of a later backward."""
         return not self.syncs
-
-    @property
-    def reduction(self) -> Reduction:
-        """What reduces gradients."""
-        return "mean"
 
     def changed(self) -> None:
         """Plans that were made with it are no good any more."""
@@ -74,11 +72,6 @@ class Sharded:
         """Rules of those parameters of the tree below `module` that are not split as the default is."""
         raise NotImplementedError
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether whole parameters stand in the places of all shards, and compute."""
-        return False
-
     def is_exact(self, module: nn.Module) -> bool:
         """Whether calls of its module are in full precision now."""
         return False
@@ -88,6 +81,10 @@ class Sharded:
 
     def put_back(self) -> None:
         """Have the shards in their places that whole weights took."""
+
+    def begin(self, module: nn.Module, tree: "Tree") -> None:
+        """What goes before a call of its module that no other call is around."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -101,6 +98,16 @@ class Tree:
     @property
     def fits(self) -> bool:
         return self.held.fits and self.versions == [unit.version for unit in self.units.values()]
+
+
+@contextmanager
+def within(flag: ContextVar[bool]) -> Iterator[None]:
+    """Within it, the flag is up."""
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
 
 
 def record_in(module: nn.Module, kind: type[Kind]) -> Kind | None:
@@ -119,6 +126,14 @@ def records(module: nn.Module, kind: type[Kind]) -> Iterator[tuple[str, nn.Modul
 def record_of(module: nn.Module) -> Any:
     """What a sharded module knows."""
     return module.__dict__[RECORD]
+
+
+def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of what a sharded module holds, itself included, and no other sharded one inside it does."""
+    inner = {
+        id(one) for name, inside, _ in records(module, type(record_of(module))) if name for one in inside.modules()
+    }
+    return [(name, one) for name, one in module.named_modules() if id(one) not in inner]
 
 
 def ignored_in(module: nn.Module, kind: type[Sharded]) -> set[int]:
@@ -188,23 +203,36 @@ def refuse_scalars(module: nn.Module, verb: str, leave: Set[int]) -> None:
             raise ValueError(f"{verb}. Change {name} to a 1D tensor with numel equal to 1.")
 
 
-def put_shards(module: nn.Module, own: Sharded, leave: Set[int], stays: Callable[[Tensor], bool], **given: Any) -> None:
-    """Shard the parameters in a tree whose ids are not in `leave`; buffers that `stays` stay the tensors that they are.
+def put_shards(
+    module: nn.Module,
+    own: Sharded,
+    *,
+    init: Callable[[Any], Any] | None = None,
+    src: int | None = None,
+    later: bool = False,
+) -> None:
+    """Shard the parameters in a tree that are no shards yet; buffers stay the tensors that they are where they can.
 
-    `given` goes to `shard_own`.
+    Args:
+        module: the tree.
+        own: what it is to know.
+        init, src, later: as for `shard_own`.
     """
-    kept = {name for name, buffer in module.named_buffers(remove_duplicate=False) if stays(buffer)}
-    params = shard_own(module, own.mesh, policy_of(module, own, leave), **given)
+    if not _OUTSIDE:
+        _OUTSIDE.append(GraphBreak(_run_and_compile))
+    before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
+    kept = {name for name, x in before.items() if x.device == own.device or (later and x.is_meta)}
+    params = shard_own(module, own.mesh, policy_of(module, own, shards_in(module)), init=init, src=src, later=later)
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 
 
-def held_now(module: nn.Module, exact: bool = False) -> Held:
-    """The leaves of the tree below a sharded module, as one plan; see `tree_now`."""
-    return tree_now(module, exact).held
+def held_now(module: nn.Module) -> Held:
+    """The leaves of the tree below a sharded module, as one plan; see `_tree_now`."""
+    return _tree_now(module, exact=False).held
 
 
-def tree_now(module: nn.Module, exact: bool) -> Tree:
+def _tree_now(module: nn.Module, exact: bool) -> Tree:
     """The plan of the tree below a module; made again when anything it was made from has changed.
 
     Raises:
@@ -223,17 +251,19 @@ def tree_now(module: nn.Module, exact: bool) -> Tree:
     return trees[exact]
 
 
-def run(begin: Callable[[nn.Module, Tree], None], module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     """Call a method of a sharded module; inside of another one's call, that of its model.
 
-    `begin` is what goes before a call of a root.
+    A function that somebody compiles, and that calls the module, calls this out of Dynamo's sight.
     """
+    if seen_by_dynamo():
+        return _OUTSIDE[0](module, method, args, kwargs)
     behind = unwrapped(module)
     if is_computing(module):
         return _bound(behind, method)(*args, **kwargs)
     own = record_of(module)
-    tree = tree_now(module, own.is_exact(module))
-    begin(module, tree)
+    tree = _tree_now(module, own.is_exact(module))
+    own.begin(module, tree)
     held, units = tree.held, tree.units
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -245,6 +275,22 @@ def run(begin: Callable[[nn.Module, Tree], None], module: nn.Module, method: str
     if own.is_whole:  # modules want DTensors
         params = held.params_of_whole(module)
     return held.run(module, params, method, args, kwargs)
+
+
+_OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does
+
+
+def _run_and_compile(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    """`run`, where a graph ended for it: units are compiled as the function around is."""
+    options = options_around()
+    if options is not None:
+        compile_units(units_in(module), **options)
+    return run(module, method, args, kwargs)
+
+
+def units_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of what computes and may be compiled: the models of all sharded modules in a tree."""
+    return [(name, unwrapped(inside)) for name, inside, _ in records(module, type(record_of(module)))]
 
 
 def _bound(module: nn.Module, method: str) -> Any:

@@ -9,11 +9,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed
 
@@ -58,15 +61,22 @@ DOORS: Mapping[str, ModuleType] = {
     "haiscale.fsdp.wrap": hfai.wrap,
     "megatron.core.distributed.torch_fully_sharded_data_parallel": megatron,
 }
-# What holds them where nothing is installed; `hfai.distributed` has the names of `torch.distributed` too.
-_AROUND = ("hfai", "hfai.distributed", "haiscale", "megatron", "megatron.core", "megatron.core.distributed")
-_before: list[tuple[ModuleType, str, Any]] = []
-_ABSENT = object()
+# What holds them where nothing is installed, and the names in it.
+_PACKAGES: Mapping[str, Mapping[str, Any]] = {
+    "hfai": {},
+    "hfai.distributed": {"__getattr__": partial(getattr, torch.distributed)},
+    "haiscale": {},
+    "megatron": {},
+    "megatron.core": {},
+    "megatron.core.distributed": {"TorchFullyShardedDataParallel": megatron.TorchFullyShardedDataParallel},
+}
+_patches = ExitStack()  # of names, while the switch is on
+_preparation_data_before = spawn.get_preparation_data
 
 
 def on() -> None:
     """From here on imports find our names; a second call changes nothing."""
-    if _before:
+    if _OURS in sys.meta_path:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
@@ -75,12 +85,10 @@ def on() -> None:
     for name, values in _PUT.items():
         module = importlib.import_module(name)
         for key, value in values.items():
-            _before.append((module, key, getattr(module, key, _ABSENT)))
-            setattr(module, key, value)
+            _patches.enter_context(patch.object(module, key, value, create=True))
     sys.meta_path.insert(0, _OURS)
-    sys.meta_path.append(_EMPTY)
-    _before.append((spawn, "get_preparation_data", spawn.get_preparation_data))
-    spawn.__dict__["get_preparation_data"] = _preparation_data
+    sys.meta_path.append(_AROUND)
+    _patches.enter_context(patch.object(spawn, "get_preparation_data", _preparation_data))
     _forget()
 
 
@@ -93,19 +101,13 @@ class _OnInAChild:
 
 def _preparation_data(name: str) -> dict[str, Any]:
     """What a spawned process is told before it imports the script."""
-    given = next(value for module, key, value in _before if module is spawn and key == "get_preparation_data")
-    return {**given(name), "shardfn": _OnInAChild()}
+    return {**_preparation_data_before(name), "shardfn": _OnInAChild()}
 
 
 def off() -> None:
     """As before `on`."""
-    while _before:
-        module, key, value = _before.pop()
-        if value is _ABSENT:
-            delattr(module, key)
-        else:
-            setattr(module, key, value)
-    for finder in (_OURS, _EMPTY):
+    _patches.close()
+    for finder in (_OURS, _AROUND):
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
     _forget()
@@ -115,43 +117,33 @@ def _forget() -> None:
     """Doors that were imported before are imported again."""
     for name in DOORS:
         sys.modules.pop(name, None)
-    for name in _AROUND:
-        if isinstance(getattr(sys.modules.get(name), "__loader__", None), _Around):
+    for name in _PACKAGES:
+        if getattr(sys.modules.get(name), "__loader__", None) is _AROUND:
             del sys.modules[name]
 
 
-class _Doors(MetaPathFinder, Loader):
-    """Finds the modules of `DOORS`, before anybody else does."""
+class _Modules(MetaPathFinder, Loader):
+    """Finds modules that are nowhere else, and fills them with names."""
+
+    def __init__(self, contents: Mapping[str, Mapping[str, Any]]) -> None:
+        """`contents`: full name of a module -> the names in it."""
+        self._contents = contents
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The door of this name, if there is one."""
-        return ModuleSpec(fullname, self, is_package=True) if fullname in DOORS else None
+        """The module of this name, if it is one of them."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname in self._contents else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """An ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has the names of ours."""
-        ours = vars(DOORS[module.__name__])
-        vars(module).update({key: value for key, value in ours.items() if not key.startswith("__")})
+        """Give it its names."""
+        vars(module).update(self._contents[module.__name__])
 
 
-class _Around(MetaPathFinder, Loader):
-    """Finds packages around the doors, where nobody else does."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The package of this name, if doors are in it."""
-        return ModuleSpec(fullname, self, is_package=True) if fullname in _AROUND else None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary module."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It has the names that scripts want of it."""
-        if module.__name__ == "hfai.distributed":
-            vars(module)["__getattr__"] = lambda name: getattr(torch.distributed, name)
-        if module.__name__ == "megatron.core.distributed":
-            vars(module)["TorchFullyShardedDataParallel"] = megatron.TorchFullyShardedDataParallel
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
-_OURS, _EMPTY = _Doors(), _Around()
+_OURS = _Modules({name: _public(ours) for name, ours in DOORS.items()})  # asked before anybody else
+_AROUND = _Modules(_PACKAGES)  # asked where nobody else knows

@@ -42,7 +42,7 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
             raise made
         return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
-    rows = _exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
+    rows = exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
         _raise_difference(mesh, made, facts, verb)
     return rows[0][2] + 2**63
@@ -79,7 +79,7 @@ def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> N
         if problem is not None:
             raise problem
         return
-    if not any(failed for (failed,) in _exchange_numbers(mesh, [problem is not None])):
+    if not any(failed for (failed,) in exchange_numbers(mesh, [problem is not None])):
         return
     mine = (dist.get_rank(), None if problem is None else f"{type(problem).__name__}: {problem}")
     answers = _exchange(mesh, mine)
@@ -88,7 +88,7 @@ def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> N
     raise _of_another_rank(verb, [(rank, why) for rank, why in answers if why])
 
 
-def _exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
     """The int64 numbers of all ranks of the mesh, in mesh order; see `_exchange`. One collective."""
     row = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     if mesh.size() == dist.get_world_size():

@@ -128,7 +128,7 @@ def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
         TypeError: a size is not a whole number, or there is no axis.
     """
     sizes = _checked(axes, "make_mesh")
-    device_type = device_type or _default_device_type()
+    device_type = device_type or default_device_type()
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     shape = _inferred(sizes, world)
     if device_type == "cuda":
@@ -163,7 +163,8 @@ def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
     return sizes
 
 
-def _default_device_type() -> str:
+def default_device_type() -> str:
+    """The accelerator of this machine, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None else "cpu"
 

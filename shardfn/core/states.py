@@ -42,32 +42,33 @@ def split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def tensors_like(part: Any, path: str, like: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Memory for the tensors of a state, by their paths: `like(path, meta tensor)` makes each."""
-    if isinstance(part, list):
-        found = [tensors_like(value, f"{path}.{index}", like) for index, value in enumerate(part)]
-    elif isinstance(part, dict) and "tensor" in part:
-        meta = torch.empty(part["tensor"], dtype=getattr(torch, part["dtype"]), device="meta")
-        return {path: like(path, meta)}
-    elif isinstance(part, dict) and "tuple" not in part:
-        found = [tensors_like(value, f"{path}.{key}", like) for key, value in part.get("dict", ())]
-    elif isinstance(part, dict):
-        found = [tensors_like(value, f"{path}.{index}", like) for index, value in enumerate(part["tuple"])]
-    else:
-        found = []
-    return {key: value for each in found for key, value in each.items()}
+def memory_of(part: Any, path: str) -> dict[str, Tensor]:
+    """Memory on the host for the tensors of a state, by their paths, from its JSON part."""
+    made: dict[str, Tensor] = {}
+
+    def make(at: str, described: Mapping[str, Any]) -> Tensor:
+        made[at] = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]), device="cpu")
+        return made[at]
+
+    _built(part, path, make)
+    return made
 
 
 def joined(part: Any, path: str, tensors: Mapping[str, Tensor]) -> Any:
     """The state again, from its JSON part and its tensors."""
+    return _built(part, path, lambda at, _: tensors[at])
+
+
+def _built(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:
+    """The state of a JSON part, whose tensors are `tensor(path, what JSON says of it)`."""
     if isinstance(part, list):
-        return [joined(value, f"{path}.{index}", tensors) for index, value in enumerate(part)]
-    if isinstance(part, dict) and "tensor" in part:
-        return tensors[path]
-    if isinstance(part, dict) and "counter" in part:
-        return Counter(dict(part["counter"]))
-    if isinstance(part, dict) and "dict" in part:
-        return {key: joined(value, f"{path}.{key}", tensors) for key, value in part["dict"]}
-    if isinstance(part, dict):
-        return tuple(joined(value, f"{path}.{index}", tensors) for index, value in enumerate(part["tuple"]))
-    return part
+        return [_built(value, f"{path}.{index}", tensor) for index, value in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    if "tensor" in part:
+        return tensor(path, part)
+    if "tuple" in part:
+        return tuple(_built(part["tuple"], path, tensor))
+    items = part["counter"] if "counter" in part else part["dict"]
+    made = {key: _built(value, f"{path}.{key}", tensor) for key, value in items}
+    return Counter(made) if "counter" in part else made

@@ -8,7 +8,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
-from shardfn.compat.fsdp1.instance import HYBRID, Settings, instance_of, instances
+from shardfn.compat.fsdp1.instance import HYBRID, Settings, instance_of, instances, own_of
 from shardfn.core.errors import ShardError
 
 NOT_GIVEN: Any = object()
@@ -41,21 +40,19 @@ def told_apart(given: dict[str, Any]) -> dict[str, Any]:
         if right in found:
             raise TypeError(f"FullyShardedDataParallel: two values for {right}: {found[right]!r} and {value!r}")
         found[right] = value
-    if "backward_prefetch" not in found:  # None, said in its place, is a choice
-        said_none = given["backward_prefetch"] is None
-        found["backward_prefetch"] = None if said_none else BackwardPrefetch.BACKWARD_PRE
+    if given["backward_prefetch"] is None:  # said in its place, it is a choice
+        found.setdefault("backward_prefetch", None)
     return found
 
 
 def _name_of(value: Any) -> str | None:
-    kinds: dict[str, Any] = {
-        "sharding_strategy": ShardingStrategy,
-        "cpu_offload": CPUOffload,
-        "backward_prefetch": BackwardPrefetch,
-        "auto_wrap_policy": _Policy,
-    }
-    found = next((name for name, kind in kinds.items() if isinstance(value, kind)), None)
-    return found or ("auto_wrap_policy" if callable(value) else None)
+    if isinstance(value, ShardingStrategy):
+        return "sharding_strategy"
+    if isinstance(value, CPUOffload):
+        return "cpu_offload"
+    if isinstance(value, BackwardPrefetch):
+        return "backward_prefetch"
+    return "auto_wrap_policy" if isinstance(value, _Policy) or callable(value) else None
 
 
 def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:
@@ -77,17 +74,13 @@ def asked_as_it_knows(policy: Callable[..., bool]) -> Callable[..., bool]:
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in named.values())
     if "nonwrapped_numel" in named or (takes_any and "unwrapped_params" not in named):
         return policy
-    if "unwrapped_params" in named:
-        return partial(_renamed, policy)
-    return partial(_by_place, policy)
 
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if "unwrapped_params" in named:
+            return policy(module=module, recurse=recurse, unwrapped_params=nonwrapped_numel)
+        return policy(module, recurse, nonwrapped_numel)
 
-def _renamed(policy: Callable[..., bool], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    return policy(module=module, recurse=recurse, unwrapped_params=nonwrapped_numel)
-
-
-def _by_place(policy: Callable[..., bool], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    return policy(module, recurse, nonwrapped_numel)
+    return asked
 
 
 def ignored_of(
@@ -107,25 +100,27 @@ def ignored_of(
     if ignored_states is not None and ignored_parameters is not None:
         raise ValueError("ignored_parameters is the old name of ignored_states. Please just pass ignored_states.")
     states: list[Any] = list(ignored_states if ignored_states is not None else ignored_parameters or [])
-    _require_one_kind(states)
+    if not (_all_are(nn.Parameter, states) or _all_are(nn.Module, states)):
+        raise ValueError(
+            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types_of(states)}"
+        )
     try:
         modules: list[Any] = list(ignored_modules) if ignored_modules is not None else []
     except TypeError as error:
         kind = type(ignored_modules)
         raise TypeError(f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {kind}") from error
-    if not all(isinstance(one, nn.Module) for one in modules):
-        types = sorted({type(one) for one in modules}, key=repr)
-        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {types}")
+    if not _all_are(nn.Module, modules):
+        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {_types_of(modules)}")
     found = [*modules, *(state for state in states if isinstance(state, nn.Module))]
     return found, [state for state in states if isinstance(state, nn.Parameter)]
 
 
-def _require_one_kind(states: list[Any]) -> None:
-    if not (all(isinstance(s, nn.Parameter) for s in states) or all(isinstance(s, nn.Module) for s in states)):
-        types = sorted({type(state) for state in states}, key=repr)
-        raise ValueError(
-            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {types}"
-        )
+def _all_are(kind: type, found: list[Any]) -> bool:
+    return all(isinstance(one, kind) for one in found)
+
+
+def _types_of(found: list[Any]) -> list[type]:
+    return sorted({type(one) for one in found}, key=repr)
 
 
 def ignored_in(
@@ -191,25 +186,14 @@ def check_comm_hook(module: nn.Module, hook: object) -> None:
     Raises:
         AssertionError, ValueError: see `FullyShardedDataParallel.register_comm_hook`.
     """
-    own = instance_of(module)
-    assert own is not None
-    if own.inner:
+    if own_of(module).inner:
         raise AssertionError("register_comm_hook can only be called on a root instance.")
     for _, _, inner in instances(module):
         if inner.settings.sharding_strategy in HYBRID:
             raise AssertionError(
                 f"Communication hook is not supported for hybrid strategies: {inner.settings.sharding_strategy}"
             )
-        if inner.comm_hook is not None:
+        if inner.reduction != "mean":
             raise AssertionError("A communication hook is already registered")
     if not callable(hook):
         raise ValueError(f"The communication hook must be callable but got {hook}")
-
-
-def why_not_flat(name: str) -> str:
-    """Why there is nothing that only a flat parameter has."""
-    return (
-        f"FullyShardedDataParallel has no '{name}' here: there is no flat parameter, each parameter is a DTensor of "
-        "its own. Use named_parameters(), param.to_local() for this rank's part, or summon_full_params() for whole "
-        "ones."
-    )

@@ -4,13 +4,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardfn.compat.fsdp1.instance import Instance, instances, own_of
 from shardfn.compat.sharded import put_shards, refuse_scalars, spread_inside
+from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 from shardfn.core.model import shards_in
 from shardfn.watched import REPLACED
@@ -25,21 +24,13 @@ def shard_now(module: nn.Module) -> None:
     """
     own = own_of(module)
     ignored = {id(p) for p in own.ignored_params}
-    done = shards_in(module)
-    _require_own_shards(module, done)
+    _require_own_shards(module)
     spread_inside(module, own)
     refuse_scalars(module, "FSDP doesn't support scalar parameters", ignored)
     _move_ignored(own)
     src = _source(own, module, ignored)
     init = _init(own) if _has_meta(module, ignored) and src is None else None
-    put_shards(
-        module,
-        own,
-        done,
-        lambda buffer: src is None and not buffer.is_meta and buffer.device == own.device,
-        init=init,
-        src=src,
-    )
+    put_shards(module, own, init=init, src=src)
     _set_dtypes_of_gradients(module)
 
 
@@ -54,7 +45,7 @@ def _set_dtypes_of_gradients(module: nn.Module) -> None:
                     parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
 
 
-def _require_own_shards(module: nn.Module, done: set[int]) -> None:
+def _require_own_shards(module: nn.Module) -> None:
     """Parameters that are DTensors already must be those of instances inside, and none may be tied to one of those."""
     for name, parameter in module.named_parameters():
         if REPLACED in vars(parameter):
@@ -63,8 +54,9 @@ def _require_own_shards(module: nn.Module, done: set[int]) -> None:
                 "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
             )
     inner = {id(p) for name, inside, _ in instances(module) if name for p in inside.parameters()}
+    others = shards_in(module) - inner
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and id(parameter) in done and id(parameter) not in inner:
+        if isinstance(parameter, DTensor) and id(parameter) in others:
             raise ShardError(
                 f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
                 "that holds this module. Wrap the module that both share, once, by itself."
@@ -87,16 +79,13 @@ def _has_meta(module: nn.Module, ignored: set[int]) -> bool:
 def _source(own: Instance, module: nn.Module, ignored: set[int]) -> int | None:
     """The rank whose values all get, if that is asked for and it has them.
 
-    Communication: one small broadcast, with `sync_module_states`.
+    Communication: one small all-gather, with `sync_module_states`.
     """
     asked = any(inner.settings.sync_module_states for _, _, inner in instances(module))
     if not asked or own.mesh.size() == 1:
         return None
-    first = int(own.mesh.mesh.flatten()[0])
-    meta = torch.tensor([_has_meta(module, ignored)], dtype=torch.int64, device=own.device)
-    for axis in own.mesh.mesh_dim_names or ():
-        dist.broadcast(meta, group=own.mesh.get_group(axis), group_src=0)
-    return None if bool(meta.item()) else first
+    (first_has_meta,), *_ = exchange_numbers(own.mesh, [_has_meta(module, ignored)])
+    return None if first_has_meta else int(own.mesh.mesh.flatten()[0])
 
 
 def _init(own: Instance) -> Callable[[Any], Any]:
@@ -107,7 +96,7 @@ def _init(own: Instance) -> Callable[[Any], Any]:
 
     def init(module: Any) -> None:
         try:
-            (fill or _reset)(module)
+            fill(module) if fill is not None else module.reset_parameters()
         except Exception as error:
             if fill is None:
                 warnings.warn(
@@ -121,7 +110,3 @@ def _init(own: Instance) -> Callable[[Any], Any]:
                 tensor.data.nan_to_num_(0.0, 0.0, 0.0)
 
     return init
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters()

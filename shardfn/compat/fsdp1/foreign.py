@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardfn.compat.fsdp1.instance import instances
 from shardfn.compat.loading import whole_of
+from shardfn.compat.sharded import own_modules
 from shardfn.core.errors import ShardError
 
 FLAT = "_flat_param"
@@ -35,12 +36,10 @@ def without_flat_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict
 
 
 def _unflattened(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
-    inner = {id(one) for name, inside, _ in instances(module) if name for one in inside.modules()}
     own: dict[int, tuple[str, Tensor]] = {}
-    for path, inside in module.named_modules(remove_duplicate=False):
-        if id(inside) not in inner:
-            for name, parameter in inside.named_parameters(recurse=False):
-                own.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+    for path, inside in own_modules(module):
+        for name, parameter in inside.named_parameters(recurse=False):
+            own.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
     sizes = [parameter.numel() for _, parameter in own.values()]
     step = 1 if sum(sizes) == flat.numel() else max(1, _ALIGNED // flat.element_size())
     found: dict[str, Tensor] = {}

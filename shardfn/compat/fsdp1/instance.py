@@ -13,21 +13,31 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
 
-from shardfn.compat.sharded import Sharded, record_in, record_of, records
+from shardfn._torch import buffers_of
+from shardfn.compat.fsdp1.buffers import as_before, cast
+from shardfn.compat.sharded import Sharded, Tree, own_modules, record_in, record_of, records
 from shardfn.core.pattern import exactly
-from shardfn.core.plan import Reduction
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-OWN_AXES = ("replicate", "fsdp")  # of the mesh of an instance, the second alone where nothing is replicated
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,12 @@ class Settings:
         return self.shards and self.sharding_strategy not in ZERO2
 
 
+def state_dict_settings(kind: StateDictType) -> StateDictSettings:
+    """A flavour of state dicts, with configs as they are by default."""
+    config, optim_config = _CONFIGS[kind]
+    return StateDictSettings(kind, config(), optim_config())
+
+
 @dataclass(eq=False, kw_only=True)
 class Instance(Sharded):
     """One `FullyShardedDataParallel`: what it was asked, where it runs, and how things stand."""
@@ -67,11 +83,7 @@ class Instance(Sharded):
     given_mesh: bool = False  # whether the constructor was given a `device_mesh`
     inner: bool = False  # whether another instance holds it
     training_state: TrainingState = TrainingState.IDLE
-    whole_everywhere: bool = False  # whether `summon_full_params` made parameters whole on all ranks
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
-    comm_hook: Callable[[torch.Tensor, torch.Tensor | None], None] | None = None
+    state_dicts: StateDictSettings = field(default_factory=lambda: state_dict_settings(StateDictType.FULL_STATE_DICT))
     buffers_are_low: bool | None = None  # whether they were cast to `buffer_dtype`; None before the first forward
     full_precision_in_eval: bool = field(default_factory=lambda: os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1")
 
@@ -90,24 +102,32 @@ class Instance(Sharded):
         params = [memo.get(id(one), one) for one in self.ignored_params]
         return replace(self, ignored_modules=modules, ignored_params=params)
 
-    @property
-    def offload(self) -> bool:
-        return self.settings.cpu_offload.offload_params
-
-    @property
-    def reduction(self) -> Reduction:
-        return self.comm_hook or "mean"
-
-    @property
-    def is_whole(self) -> bool:
-        return self.training_state == TrainingState.SUMMON_FULL_PARAMS and self.whole_everywhere
-
     def is_exact(self, module: nn.Module) -> bool:
         return self.full_precision_in_eval and not module.training
 
     def note_root(self, module: nn.Module) -> None:
         for name, _, inner in instances(module):
             inner.is_root = False if name else not inner.inner
+
+    def begin(self, module: nn.Module, tree: Tree) -> None:
+        """From the first call on buffers are in `buffer_dtype`, but for calls in full precision."""
+        low = not self.is_exact(module)
+        if self.buffers_are_low == low:
+            return
+        for _, inside, own in instances(module):
+            own.buffers_are_low = low
+            own._cast_buffers(inside, low)
+
+    def _cast_buffers(self, module: nn.Module, low: bool) -> None:
+        """Give what is in its module, and in no deeper instance, its buffers in `buffer_dtype`, or as they were."""
+        dtype = self.settings.mixed_precision.buffer_dtype
+        if dtype is None:
+            return
+        for _, part in own_modules(module):
+            table = buffers_of(part) if part not in self.ignored_modules else {}
+            for name, buffer in table.items():
+                if buffer is not None and buffer.is_floating_point():
+                    table[name] = cast(buffer, dtype) if low else as_before(buffer)
 
     def unit_settings(self, exact: bool) -> dict[str, Any]:
         mixed = self.settings.mixed_precision

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardfn.compat.fsdp1.instance import HYBRID, OWN_AXES
-from shardfn.compat.meshes import across
+from shardfn.compat.fsdp1.instance import HYBRID
+from shardfn.compat.meshes import OWN_AXES, across, device_of, groups_of, mesh_of
+from shardfn.core.mesh import default_device_type
 
 
 def check_groups(
@@ -63,19 +64,16 @@ def make_mesh(
     """
     if device_mesh is not None and placed:
         return across("FullyShardedDataParallel", device_mesh, OWN_AXES[-device_mesh.ndim :], placed)
-    if strategy not in HYBRID:
-        if device_mesh is not None:
-            group = device_mesh.get_group(0)
-        else:
-            group = process_group if process_group is not None else _get_default_group()
-        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("fsdp",))
-    if device_mesh is not None:
-        shard, replicate = device_mesh.get_group(1), device_mesh.get_group(0)
-        return _hybrid(shard, replicate, device_type, device_mesh.mesh)
-    if process_group is not None:
+    if device_mesh is not None and strategy in HYBRID:
+        return mesh_of(groups_of(device_mesh), device_type, OWN_AXES, device_mesh.mesh)
+    if process_group is not None and strategy in HYBRID:
         shard, replicate = process_group
-        return _hybrid(shard, replicate, device_type, None)
-    _get_default_group()  # raises when there is none
+        return mesh_of([replicate, shard], device_type, OWN_AXES)
+    if device_mesh is not None:
+        process_group = device_mesh.get_group(0)
+    group = process_group if process_group is not None else _get_default_group()
+    if strategy not in HYBRID:
+        return mesh_of([group], device_type, OWN_AXES[1:])
     per_node = ranks_per_node()
     return init_device_mesh(device_type, (dist.get_world_size() // per_node, per_node), mesh_dim_names=OWN_AXES)
 
@@ -85,14 +83,6 @@ def ranks_per_node() -> int:
     world = dist.get_world_size()
     said = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count() or world
     return said if world % said == 0 else world
-
-
-def _hybrid(shard: ProcessGroup, replicate: ProcessGroup, device_type: str, ranks: torch.Tensor | None) -> DeviceMesh:
-    if ranks is None:
-        row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
-        own = dist.get_rank()
-        ranks = torch.tensor([[first + other - own for other in row] for first in column], dtype=torch.int)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=OWN_AXES)
 
 
 def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.device | None) -> torch.device:
@@ -123,9 +113,11 @@ def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cpu" or device.index is not None:
-        return torch.device(device.type) if device.type == "cpu" else device
-    current = torch.device(device.type, torch.accelerator.current_device_index())
+    if device.type != "cpu" and device.index is not None:
+        return device
+    current = device_of(device.type)
+    if device.type == "cpu":
+        return current
     warnings.warn(
         f"FSDP got the argument `device_id` {device} on rank {dist.get_rank()}, which does not have an explicit index. "
         f"FSDP will use the current device {current}. If this is incorrect, please explicitly call "
@@ -138,9 +130,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _served_accelerator() -> torch.device | None:
     """The accelerator, when the default process group has a backend for it other than gloo."""
-    if not torch.accelerator.is_available() or not dist.is_initialized():
+    kind = default_device_type()
+    if kind == "cpu" or not dist.is_initialized():
         return None
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or "gloo" in dist.get_backend_config().split(f"{kind.type}:")[-1].split(",")[0]:
-        return None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    return None if "gloo" in dist.get_backend_config().split(f"{kind}:")[-1].split(",")[0] else device_of(kind)

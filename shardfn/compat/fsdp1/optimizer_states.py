@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
 from shardfn.compat.fsdp1.instance import Instance, instances
 from shardfn.compat.fsdp1.state_dicts import on_host
-from shardfn.compat.loading import whole_of
+from shardfn.compat.loading import laid_out, whole_of
+from shardfn.compat.meshes import groups_of
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.whole import whole
 
@@ -51,11 +52,10 @@ class OptimizerStates:
         Communication: FULL: one all-gather a state tensor.
         """
         own = _first(model)
-        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
-        config = own.optim_state_dict_config
+        full, first_only = _flavour(own)
+        host = bool(own.state_dicts.optim_state_dict_config.offload_to_cpu)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        first_only = full and bool(getattr(config, "rank0_only", False))
-        return _by_name(model, list(_params_of(optim)), state, full, first_only, bool(config.offload_to_cpu))
+        return _by_name(model, _params_of(optim), state, full, first_only, host)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -87,9 +87,9 @@ class OptimizerStates:
         if isinstance(optim, nn.Module):
             model, optim, optim_state_dict = optim, optim_state_dict, model
         own = _first(model)
-        full = own.state_dict_type == StateDictType.FULL_STATE_DICT
-        first_only = full and bool(getattr(own.optim_state_dict_config, "rank0_only", False))
-        made = _to_load(model, list(_params_of(optim)), optim_state_dict, first_only, is_named_optimizer, optim)
+        _, first_only = _flavour(own)
+        state = _from_first(optim_state_dict, own) if first_only else optim_state_dict
+        made = _to_load(model, _params_of(optim), state, optim, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -136,7 +136,7 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a whole state by names that every rank has; torch 1.12's name."""
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(model, _params_given(model, optim, optim_input), full_optim_state_dict, False, False, optim)
+        return _to_load(model, _params_given(model, optim, optim_input), full_optim_state_dict, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -149,7 +149,7 @@ class OptimizerStates:
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         if optim is not None and not isinstance(optim, torch.optim.Optimizer):  # torch 1.13 had the input third
             optim, optim_input = (optim_input if isinstance(optim_input, torch.optim.Optimizer) else None), optim
-        return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, False, False, optim)
+        return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -162,7 +162,7 @@ class OptimizerStates:
         """What `optim.load_state_dict` takes, from a whole state by names of the first rank; torch 1.12's name."""
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         params = _params_given(model, optim, optim_input)
-        return _to_load(model, params, full_optim_state_dict or {}, True, False, optim)
+        return _to_load(model, params, _from_first(full_optim_state_dict or {}, _first(model)), optim)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -209,8 +209,14 @@ def _first(model: nn.Module) -> Instance:
     return found
 
 
-def _params_of(optim: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optim.param_groups for parameter in group["params"])
+def _flavour(own: Instance) -> tuple[bool, bool]:
+    """Whether optimizer states are whole, and then only on the first rank."""
+    full = own.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT
+    return full, full and bool(getattr(own.state_dicts.optim_state_dict_config, "rank0_only", False))
+
+
+def _params_of(optim: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
 
 
 def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor]:
@@ -222,10 +228,9 @@ def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor
             FutureWarning,
             stacklevel=4,
         )
-        given = list(optim_input)
-        groups = [one["params"] if isinstance(one, dict) else [one] for one in given]
+        groups = [one["params"] if isinstance(one, dict) else [one] for one in optim_input]
         return [parameter for group in groups for parameter in group]
-    return list(model.parameters()) if optim is None else list(_params_of(optim))
+    return list(model.parameters()) if optim is None else _params_of(optim)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -249,19 +254,17 @@ def _by_name(
         )
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
     keep = not first_only or dist.get_rank() == int(_first(model).mesh.mesh.flatten()[0])
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for key, values in state["state"].items():
         made = {what: _taken(value, full, host) for what, value in values.items()}
         if keep:
-            found[key_to_name[key] if key in key_to_name else key] = made
+            found[key_to_name.get(key, key)] = made
     if not keep:
         return {}
-    groups = [{**group, "params": [key_to_name.get(key, key) for key in group["params"]]} for group in _groups(state)]
+    groups = copy.deepcopy(state["param_groups"])
+    for group in groups:
+        group["params"] = [key_to_name.get(key, key) for key in group["params"]]
     return {"state": found, "param_groups": groups}
-
-
-def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v if k == "params" else copy.deepcopy(v) for k, v in one.items()} for one in state["param_groups"]]
 
 
 def _taken(value: Any, full: bool, host: bool) -> Any:
@@ -275,17 +278,10 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
 
 
 def _to_load(
-    model: nn.Module,
-    params: list[Tensor],
-    state: Mapping[str, Any],
-    first_only: bool,
-    named: bool,
-    optim: torch.optim.Optimizer | None,
+    model: nn.Module, params: list[Tensor], state: Mapping[str, Any], optim: Any, named: bool = False
 ) -> dict[str, Any]:
     """A state dict by names as one by ids, whose tensors have the layouts of their parameters."""
-    own = _first(model)
-    if first_only:
-        state = _from_first(state, own)
+    _first(model)  # raises where nothing is wrapped
     if "state" not in state:
         raise ValueError('`optim_state_dict` must have the keys "state"to be a valid optimizer state dict')
     names = _names(model)
@@ -307,10 +303,10 @@ def _to_load(
             found[ids[id(parameter)]] = {
                 what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()
             }
-    groups = _groups(state) if "param_groups" in state else []
+    groups = copy.deepcopy(state.get("param_groups", []))
     for group in groups:
-        held = [ids[id(every[n])] for n in group["params"] if n in every and id(every[n]) in ids]
-        group["params"] = sorted(held)
+        held = [every[name] for name in group["params"] if name in every]
+        group["params"] = sorted(ids[id(parameter)] for parameter in held if id(parameter) in ids)
     return {"state": found, "param_groups": groups}
 
 
@@ -319,37 +315,28 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
     value = whole_of(value)
     if not isinstance(value, Tensor):
         return value
-    if not isinstance(parameter, DTensor):
-        return value.clone()
     model_of = parameter if tuple(value.shape) == tuple(parameter.shape) and value.dim() else like
-    if not isinstance(model_of, DTensor):
-        return value.clone()
-    if isinstance(value, DTensor):
-        if value.placements == model_of.placements and value.device_mesh == model_of.device_mesh:
-            return value.clone()
-        value = whole(value)
-    value = value.to(model_of.device_mesh.device_type)
-    return distribute_tensor(value, model_of.device_mesh, model_of.placements, src_data_rank=None)
+    if isinstance(parameter, DTensor) and isinstance(model_of, DTensor):
+        value = laid_out(value, model_of)
+    return value.clone()
 
 
 def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
     """The state dict of the first rank of the mesh, on all of them."""
     first = dist.get_rank() == int(own.mesh.mesh.flatten()[0])
-    leaves, spec = pytree.tree_flatten(dict(state) if first else {})
-    described = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
-    box: list[Any] = [pytree.tree_unflatten(described, spec)]
-    for axis in own.mesh.mesh_dim_names or ():
-        dist.broadcast_object_list(box, group=own.mesh.get_group(axis), group_src=0, device=own.device)
-    wanted, spec = pytree.tree_flatten(box[0])
-    found: list[Any] = []
-    for index, value in enumerate(wanted):
-        if not isinstance(value, Tensor):
-            found.append(value)
-            continue
-        given = torch.empty(value.shape, dtype=value.dtype, device=own.device)
+    mine = dict(state) if first else {}
+    groups = groups_of(own.mesh)
+    box: list[Any] = [pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), mine)]
+    for group in groups:
+        dist.broadcast_object_list(box, group=group, group_src=0, device=own.device)
+    values = iter([x for x in pytree.tree_leaves(mine) if isinstance(x, Tensor)])
+
+    def sent(described: Tensor) -> Tensor:
+        value = torch.empty(described.shape, dtype=described.dtype, device=own.device)
         if first:
-            given.copy_(leaves[index])
-        for axis in own.mesh.mesh_dim_names or ():
-            dist.broadcast(given, group=own.mesh.get_group(axis), group_src=0)
-        found.append(given if value.dim() else given.cpu())
-    return pytree.tree_unflatten(found, spec)
+            value.copy_(next(values))
+        for group in groups:
+            dist.broadcast(value, group=group, group_src=0)
+        return value if value.dim() else value.cpu()
+
+    return pytree.tree_map_only(Tensor, sent, box[0])

@@ -1,12 +1,13 @@
 """`torch.distributed.fsdp.sharded_grad_scaler`: torch's scaler, for gradients that are DTensors. Layer 6."""
 
-from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import sharded_grad_scaler
 
-from shardfn._torch import unscale_, unwrap_local
+from shardfn._torch import unwrap_local
 
 
 class ShardedGradScaler(sharded_grad_scaler.ShardedGradScaler):
@@ -20,16 +21,8 @@ class ShardedGradScaler(sharded_grad_scaler.ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    grad = unwrap_local(parameter.grad)
-                    kinds[grad.device, grad.dtype].append(grad)
-        found = {found_inf.device: found_inf}
-        for (device, dtype), grads in kinds.items():
-            if dtype == torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            found.setdefault(device, found_inf.to(device))
-            unscale_(grads, found[device], inv_scale.to(device))
-        return found
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts: Any = SimpleNamespace(
+            param_groups=[{"params": [SimpleNamespace(grad=unwrap_local(p.grad)) for p in held]}]
+        )
+        return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)

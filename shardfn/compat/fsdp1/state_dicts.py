@@ -21,37 +21,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import unwrap_local, with_local, wrap_local
+from shardfn._torch import unwrap_local, with_local
 from shardfn.compat.fsdp1.buffers import as_before
 from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
-from shardfn.compat.fsdp1.instance import Instance, instances, own_of
+from shardfn.compat.fsdp1.instance import Instance, instances, own_of, state_dict_settings
 from shardfn.compat.loading import CopiesIntoShards, whole_of
-from shardfn.compat.sharded import held_now
-from shardfn.core.buckets import leaf_spec
+from shardfn.compat.sharded import held_now, within
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
-from shardfn.core.mesh import grid
 from shardfn.core.shadow import WRAPPED, unwrapped
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
 _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
     "set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP."
@@ -90,7 +77,7 @@ class StateDicts:
         Raises:
             AssertionError: they differ.
         """
-        found = [_settings(own) for _, _, own in instances(module)]
+        found = [own.state_dicts for _, _, own in instances(module)]
         for other in found[1:]:
             if other != found[0]:
                 raise AssertionError(
@@ -125,7 +112,7 @@ class StateDicts:
         plain = type(self.__dict__[WRAPPED]).state_dict
         if _collecting.get():
             return plain(self, **given)
-        with _alone():
+        with within(_collecting):
             held: Any = plain(self, prefix=given.get("prefix", ""), keep_vars=True)
         made = _flavoured(self, held, keep_vars)
         if destination is None:
@@ -154,14 +141,14 @@ class StateDicts:
             return plain(self, state_dict, strict=strict)
         renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
         converted = state_dict if renamed else _as_shards(self, state_dict)
-        with _alone(), _undone_on_error(self), CopiesIntoShards():
+        with within(_collecting), _undone_on_error(self), CopiesIntoShards():
             return plain(self, converted, strict=strict)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """What `load_state_dict` of a module around calls: the values for this tree become shards first."""
         if not _collecting.get():
             own = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
-            with _alone():
+            with within(_collecting):
                 state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
         type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
@@ -173,36 +160,20 @@ def _has_load_hooks(module: nn.Module) -> bool:
     return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    token = _collecting.set(True)
-    try:
-        yield
-    finally:
-        _collecting.reset(token)
-
-
-def _settings(own: Instance) -> StateDictSettings:
-    return StateDictSettings(own.state_dict_type, own.state_dict_config, own.optim_state_dict_config)
-
-
 def _set(module: nn.Module, kind: StateDictType, config: Any, optim_config: Any) -> StateDictSettings:
-    wanted = _CONFIGS[kind]
-    config = wanted[0]() if config is None else config
-    optim_config = wanted[1]() if optim_config is None else optim_config
-    for name, want, have in (
-        ("state_dict_config", wanted[0], config),
-        ("optim_state_dict_config", wanted[1], optim_config),
-    ):
-        if type(have) is not want:
+    now = state_dict_settings(kind)
+    for name, have in (("state_dict_config", config), ("optim_state_dict_config", optim_config)):
+        want = type(getattr(now, name))
+        if have is not None and type(have) is not want:
             raise RuntimeError(f"Expected {name} of type {want} but got {type(have)}")
+    now = StateDictSettings(kind, config or now.state_dict_config, optim_config or now.optim_state_dict_config)
     found = [own for _, _, own in instances(module)]
-    if len({own.state_dict_type for own in found}) > 1:
+    before = [own.state_dicts for own in found]
+    if len({settings.state_dict_type for settings in before}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
-    before: Any = _settings(found[0]) if found else StateDictSettings(*(None,) * 3)  # pyright: ignore
     for own in found:
-        own.state_dict_type, own.state_dict_config, own.optim_state_dict_config = kind, config, optim_config
-    return before
+        own.state_dicts = now
+    return before[0] if before else StateDictSettings(*(None,) * 3)  # pyright: ignore
 
 
 def kind_wanted(own: Instance) -> StateDictType:
@@ -213,7 +184,7 @@ def kind_wanted(own: Instance) -> StateDictType:
     if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         return StateDictType.SHARDED_STATE_DICT
     if own.settings.shards:
-        return own.state_dict_type
+        return own.state_dicts.state_dict_type
     warnings.warn("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4)
     return StateDictType.FULL_STATE_DICT
 
@@ -221,7 +192,7 @@ def kind_wanted(own: Instance) -> StateDictType:
 def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     """The values of a collected state dict in the flavour that is wanted."""
     own, held = own_of(module), held_now(module)
-    kind, config = kind_wanted(own), own.state_dict_config
+    kind, config = kind_wanted(own), own.state_dicts.state_dict_config
     if kind == StateDictType.LOCAL_STATE_DICT and own.given_mesh:
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
@@ -264,8 +235,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     own, held = own_of(module), held_now(module)
     kind = kind_wanted(own)
-    places = grid(held.mesh, held.plan.roles.storage)
-    with _alone():
+    with within(_collecting):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     params = held.params(module)
@@ -281,8 +251,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         if problem is not None:
             problems.append(problem)
         elif kind == StateDictType.LOCAL_STATE_DICT and not foreign and not isinstance(value, DTensor):
-            spec = leaf_spec(held.plan, places, names[id(leaf)], value.dtype)
-            found[key] = wrap_local(value.to(unwrap_local(leaf).device), spec)
+            found[key] = with_local(leaf, value.to(unwrap_local(leaf)))
         else:
             name = names[id(leaf)]
             found[key] = from_state_dict(params.like({name: leaf}), {name: value})[name]

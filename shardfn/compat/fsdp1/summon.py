@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.instance import Instance, instance_of, instances, own_of
+from shardfn.compat.fsdp1.instance import Instance, instances, own_of
 from shardfn.compat.sharded import held_now
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.functional import gather
 from shardfn.core.tree import Params
-from shardfn.held import Held, whole
+from shardfn.held import whole
 
 
 class OnClassOrInstance:
@@ -34,6 +35,17 @@ class OnClassOrInstance:
             return self._function(*args, **kwargs) if named else self._function(module, *args, **kwargs)
 
         return call
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `summon_full_params` is asked for."""
+
+    recurse: bool = True
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
 
 @contextmanager
@@ -63,9 +75,10 @@ def summon_full_params(
 
     Communication: one all-gather a bucket on entry.
     """
-    found = [(inside, own) for _, inside, own in instances(module)] if recurse else _itself(module)
+    found = [(inside, own) for _, inside, own in instances(module) if recurse or inside is module]
+    asked = Asked(recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     for _, own in found:
-        _check(own, writeback, rank0_only, offload_to_cpu, with_grads)
+        _check(own, asked)
     if offload_to_cpu and not rank0_only and found:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
@@ -77,68 +90,51 @@ def summon_full_params(
     with ExitStack() as stack:
         for inside, _ in found:
             if id(inside) not in inner:
-                stack.enter_context(
-                    whole_parameters(
-                        inside,
-                        recurse=recurse,
-                        writeback=writeback,
-                        everywhere=not rank0_only,
-                        to="cpu" if offload_to_cpu else "all",
-                        with_grads=with_grads,
-                    )
-                )
+                stack.enter_context(whole_parameters(inside, asked))
         yield
 
 
-def _itself(module: nn.Module) -> list[tuple[nn.Module, Instance]]:
-    own = instance_of(module)
-    return [] if own is None else [(module, own)]
-
-
-def _check(own: Instance, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+def _check(own: Instance, asked: Asked) -> None:
     orig = own.settings.use_orig_params
-    if with_grads and (offload_to_cpu or not orig):
+    if asked.with_grads and (asked.offload_to_cpu or not orig):
         raise NotImplementedError(
-            f"with_grads={with_grads}, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
+            f"with_grads=True, use_orig_params={orig}, offload_to_cpu={asked.offload_to_cpu} is not supported yet"
         )
-    if offload_to_cpu and not own.settings.shards:
+    if asked.offload_to_cpu and not own.settings.shards:
         raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
-    if writeback and rank0_only:
+    if asked.writeback and asked.rank0_only:
         raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
     if own.training_state == TrainingState.SUMMON_FULL_PARAMS:
         raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
 
 
 @contextmanager
-def whole_parameters(
-    module: nn.Module,
-    *,
-    recurse: bool = True,
-    writeback: bool = False,
-    everywhere: bool = True,
-    to: Any = "all",
-    with_grads: bool = False,
-) -> Iterator[None]:
+def whole_parameters(module: nn.Module, asked: Asked) -> Iterator[None]:
     """Whole parameters in an instance, and with `recurse` in those inside it."""
+    recurse, to = asked.recurse, "cpu" if asked.offload_to_cpu else "all"
     held = held_now(module)
     params = held.params(module)
-    leaves = {name: x for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit}
-    full = _full(params.like(leaves), to)
-    grads = _full(_grads(params.like(leaves)), to) if with_grads else {}
-    here = everywhere or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
-    states = [own for _, _, own in instances(module)] if recurse else [own_of(module)]
+    tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
+    full = _full(tree, to)
+    grads = _full(_grads(tree), to) if asked.with_grads else {}
+    here = not asked.rank0_only or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
+    states = [own for _, inside, own in instances(module) if recurse or inside is module]
     for own in states:
-        own.training_state, own.whole_everywhere = TrainingState.SUMMON_FULL_PARAMS, everywhere
+        own.training_state, own.is_whole = TrainingState.SUMMON_FULL_PARAMS, not asked.rank0_only
     try:
         with whole(module, full if here else {}, held) as made:
             for name, grad in grads.items():
                 if name in made:
                     made[name].grad = grad
             yield
-        _write_back(held, params, made, leaves, writeback, with_grads)
+        # what is not split at all is changed in any case, as in torch
+        kept = {name: p for name, p in made.items() if asked.writeback or not held.plan.layouts[name].axes}
+        held.copy_in(_shards(tree, {name: p.detach() for name, p in kept.items()}))
+        if asked.with_grads:
+            _put_grads(tree, {name: p.grad.detach() for name, p in kept.items() if p.grad is not None})
     finally:
         for own in states:
-            own.training_state = TrainingState.IDLE
+            own.training_state, own.is_whole = TrainingState.IDLE, False
 
 
 def _full(tree: Params, to: Any) -> dict[str, Tensor]:
@@ -151,25 +147,16 @@ def _grads(tree: Params) -> Params:
     return tree.like((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
 
 
-def _write_back(
-    held: Held,
-    params: Params,
-    made: Mapping[str, nn.Parameter],
-    leaves: Mapping[str, Any],
-    writeback: bool,
-    with_grads: bool,
-) -> None:
-    """The shards of what was changed; what is not split at all is changed in any case, as in torch."""
-    kept = {n: p for n, p in made.items() if writeback or not held.plan.layouts[n].axes}
-    if not kept:
-        return
-    tree = params.like((name, leaf) for name, leaf in leaves.items() if held.plan.leaves[name][0].name in kept)
-    held.copy_in(from_state_dict(tree, {name: value.detach() for name, value in kept.items()}))
-    grads = {name: p.grad.detach() for name, p in kept.items() if with_grads and p.grad is not None}
-    if grads:
-        places = tree.like((name, leaf) for name, leaf in tree.items() if held.plan.leaves[name][0].name in grads)
-        for name, grad in from_state_dict(places, grads).items():
-            if places[name].grad is None:
-                places[name].grad = grad
-            else:
-                unwrap_local(places[name].grad).copy_(unwrap_local(grad))
+def _shards(tree: Params, full: Mapping[str, Tensor]) -> Params:
+    """The shards of whole values of canonical names."""
+    like = tree.like((name, leaf) for name, leaf in tree.items() if tree.plan.leaves[name][0].name in full)
+    return from_state_dict(like, full)
+
+
+def _put_grads(tree: Params, full: Mapping[str, Tensor]) -> None:
+    """Give the leaves of a tree the shards of whole gradients."""
+    for name, grad in _shards(tree, full).items():
+        if tree[name].grad is None:
+            tree[name].grad = grad
+        else:
+            unwrap_local(tree[name].grad).copy_(unwrap_local(grad))

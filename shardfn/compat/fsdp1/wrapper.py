@@ -28,21 +28,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
-from shardfn._torch import seen_by_dynamo
-from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
+from shardfn.compat.compiling import compile_units
 from shardfn.compat.fsdp1 import arguments, meshes
 from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
 from shardfn.compat.fsdp1.construction import shard_now
-from shardfn.compat.fsdp1.instance import OWN_AXES, Instance, instance_of, instances
+from shardfn.compat.fsdp1.instance import Instance, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
-from shardfn.compat.fsdp1.running import require_root, run
 from shardfn.compat.fsdp1.state_dicts import StateDicts
-from shardfn.compat.fsdp1.summon import OnClassOrInstance, summon_full_params, whole_parameters
-from shardfn.compat.fsdp1.wrapping import wrap_inside
-from shardfn.compat.meshes import placed_mesh
-from shardfn.compat.sharded import RECORD, held_now
+from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
+from shardfn.compat.meshes import OWN_AXES, placed_mesh
+from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
@@ -65,7 +63,7 @@ class _Known:
     """An attribute of torch's class that the `Instance` knows."""
 
     def __init__(self, read: Callable[[Any], Any], name: str = "") -> None:
-        """`name`: the field that it sets; without one it cannot be set."""
+        """`name`: the field that it sets, maybe of a dataclass in another field; without one it cannot be set."""
         self._read, self._name = read, name
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -74,7 +72,9 @@ class _Known:
     def __set__(self, module: nn.Module, value: Any) -> None:
         if not self._name:
             raise AttributeError("FullyShardedDataParallel: this is set by the constructor")
-        setattr(module.__dict__[RECORD], self._name, value)
+        record = module.__dict__[RECORD]
+        name, _, inside = self._name.partition(".")
+        setattr(record, name, replace(getattr(record, name), **{inside: value}) if inside else value)
 
 
 class _OfModule:
@@ -176,17 +176,19 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     limit_all_gathers = _Known(lambda own: own.settings.limit_all_gathers)
     backward_prefetch = _Known(lambda own: own.settings.backward_prefetch)
     forward_prefetch = _Known(lambda own: own.settings.forward_prefetch)
-    _comm_hook = _Known(lambda own: own.comm_hook.hook if own.comm_hook is not None else None)
-    _comm_hook_state = _Known(lambda own: own.comm_hook.state if own.comm_hook is not None else None)
+    _comm_hook = _Known(lambda own: getattr(own.reduction, "hook", None))
+    _comm_hook_state = _Known(lambda own: getattr(own.reduction, "state", None))
     _use_orig_params = _Known(lambda own: own.settings.use_orig_params)
     _device_mesh = _Known(lambda own: own.mesh)
     _inter_node_pg = _Known(lambda own: own.mesh.get_group("replicate"))
     training_state = _Known(lambda own: own.training_state, "training_state")
     _is_root = _Known(lambda own: own.is_root, "is_root")
     _sync_gradients = _Known(lambda own: own.syncs, "syncs")
-    _state_dict_type = _Known(lambda own: own.state_dict_type, "state_dict_type")
-    _state_dict_config = _Known(lambda own: own.state_dict_config, "state_dict_config")
-    _optim_state_dict_config = _Known(lambda own: own.optim_state_dict_config, "optim_state_dict_config")
+    _state_dict_type = _Known(lambda own: own.state_dicts.state_dict_type, "state_dicts.state_dict_type")
+    _state_dict_config = _Known(lambda own: own.state_dicts.state_dict_config, "state_dicts.state_dict_config")
+    _optim_state_dict_config = _Known(
+        lambda own: own.state_dicts.optim_state_dict_config, "state_dicts.optim_state_dict_config"
+    )
 
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Module):
@@ -250,6 +252,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             mesh=mesh,
             data=tuple(axis for axis in OWN_AXES if axis in (mesh.mesh_dim_names or ())),
             device=device,
+            offload=settings.cpu_offload.offload_params,
             ignored_modules=modules,
             ignored_params=parameters,
             given_mesh=device_mesh is not None,
@@ -257,12 +260,11 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         )
         self._begin(module, own)
         if policy is not None:
-            self._wrap_inside(policy, settings, mixed_precision)
+            self._wrap_inside(policy, mixed_precision)
         shard_now(self)
 
     def _begin(self, module: nn.Module, instance: Instance) -> None:
         """Stand before a module: see [Note: a module that stands before another]."""
-        expect_graphs("fsdp1", run, _wrapped_units)
         module = unwrapped(module)
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
@@ -270,19 +272,34 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         for name, _, inner in instances(self):
             inner.inner |= bool(name)
 
-    def _wrap_inside(self, policy: Any, settings: Settings, mixed: MixedPrecision | None) -> None:
-        """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one."""
+    def _wrap_inside(self, policy: Any, mixed: MixedPrecision | None) -> None:
+        """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one.
+
+        Which they are is torch's own algorithm, with our class in the place of its.
+
+        Raises:
+            ValueError: something in it is wrapped already; frozen and trainable parameters in one unit.
+        """
+        for name, _, _ in instances(self.module):
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in\n{self.module}"
+            )
         own = self.__dict__[RECORD]
-        kwargs = {name: getattr(settings, name) for name in Settings.__dataclass_fields__} | {"mixed_precision": mixed}
+        kwargs = vars(own.settings) | {"mixed_precision": mixed}
 
         def wrap(module: nn.Module, **given: Any) -> nn.Module:
             made = type(self).__new__(type(self), module)
             inner = arguments.clamped(arguments.settings_of(given), own.mesh, quiet=True)
             _warn_of_containers(module)
-            made._begin(module, replace(own, settings=inner, inner=True))
+            made._begin(module, replace(own, settings=inner, offload=inner.cpu_offload.offload_params, inner=True))
             return made
 
-        wrap_inside(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
+        try:
+            _auto_wrap(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
+        finally:
+            for inside in self.module.modules():
+                inside.__dict__.pop("_wrap_overrides", None)
 
     # -- as a module --------------------------------------------------------------------------------------------------
 
@@ -308,7 +325,11 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in _FLAT:
-            raise AttributeError(arguments.why_not_flat(name))
+            raise AttributeError(
+                f"FullyShardedDataParallel has no '{name}' here: there is no flat parameter, each parameter is a "
+                "DTensor of its own. Use named_parameters(), param.to_local() for this rank's part, or "
+                "summon_full_params() for whole ones."
+            )
         return getattr(self.__dict__[WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -361,20 +382,25 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         if "forward" in self.__dict__:  # one that somebody has put around this class's
             return super().__call__(*args, **kwargs)
-        return _run(self, "__call__", args, kwargs)
+        return run(self, "__call__", args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same without hooks."""
-        return _run(self, "forward", args, kwargs)
+        return run(self, "forward", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every unit; gathers stay outside of the graphs."""
-        compile_units(_wrapped_units(self), *args, **kwargs)
+        compile_units(units_in(self), *args, **kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
         held_now(self)
         return not self.__dict__[RECORD].inner
+
+    def _require_idle_root(self, words: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(words)
+        self.__dict__[RECORD].require(TrainingState.IDLE)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -395,12 +421,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
-        token = _applying.set(True)
-        try:
-            with whole_parameters(self, writeback=True):
-                return nn.Module.apply(self, fn)
-        finally:
-            _applying.reset(token)
+        with within(_applying), whole_parameters(self, Asked()):
+            return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
 
@@ -412,11 +434,9 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             RuntimeError: on an inner instance.
             ValueError: inside `summon_full_params`.
         """
-        require_root(
-            self,
-            "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module.",
+        self._require_idle_root(
+            "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
         )
-        self.__dict__[RECORD].require(TrainingState.IDLE)
         found = [(own, own.syncs) for _, _, own in instances(self)]
         for own, _ in found:
             own.syncs = False
@@ -442,8 +462,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
         Communication: one all-reduce of a scalar.
         """
-        require_root(self, "`clip_grad_norm_()` should only be called on the root FSDP instance")
-        self.__dict__[RECORD].require(TrainingState.IDLE)
+        self._require_idle_root("`clip_grad_norm_()` should only be called on the root FSDP instance")
         return clip_grad_norm(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -460,11 +479,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         arguments.check_comm_hook(self, hook)
         for _, _, own in instances(self):
-            own.comm_hook = _Hook(state, hook)
-
-
-def _run(module: nn.Module, *call: Any) -> Any:
-    return OUTSIDE["fsdp1"](module, *call) if seen_by_dynamo() else run(module, *call)
+            own.reduction = _Hook(state, hook)
 
 
 class _Hook:
@@ -475,11 +490,6 @@ class _Hook:
 
     def __call__(self, flat: Tensor, shard: Tensor | None) -> None:
         _ = self.hook(self.state, flat) if shard is None else self.hook(self.state, flat, shard)
-
-
-def _wrapped_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules behind the instances in a tree: what of each `torch.compile` compiles."""
-    return [(name, inside.__dict__[WRAPPED]) for name, inside, _ in instances(module)]
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:

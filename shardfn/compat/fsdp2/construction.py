@@ -1,10 +1,10 @@
 """Cutting the parameters of modules into shards, in place. Layer 6."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import move_to_mesh
@@ -106,8 +106,7 @@ def shard_now(own: Group, module: nn.Module) -> None:
         ValueError: scalar parameters; parameters that are shared with modules sharded before.
         ShardError: as `shard`.
     """
-    done = shards_in(module)
-    left = done | {id(p) for p in own.ignored_params} | ignored_in(module, Group)
+    left = shards_in(module) | {id(p) for p in own.ignored_params} | ignored_in(module, Group)
     refuse_scalars(module, "fully_shard doesn't support scalar parameters", left)
     for name, parameter in module.named_parameters():
         if id(parameter) not in left and REPLACED in vars(parameter):
@@ -119,32 +118,30 @@ def shard_now(own: Group, module: nn.Module) -> None:
     for _, inside, inner in groups(module):
         if inner.mesh != own.mesh and inner.placed is None and inner.mesh.mesh.equal(own.mesh.mesh):
             _by_the_names_of(inside, inner, own)
-    with _by_own_names(module, left, own):
-        put_shards(module, own, done, lambda buffer: buffer.is_meta or buffer.device == own.device, later=True)
-
-
-@contextmanager
-def _by_own_names(module: nn.Module, leave: set[int], own: Group) -> Iterator[None]:
-    """Parameters that are DTensors on the whole mesh, as DTensors on the group's mesh of the same ranks."""
-    theirs = own.placed
-    if theirs is None or theirs.ndim < own.mesh.ndim:
-        yield
-        return
-    found = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in leave]
-    for parameter in found:
-        move_to_mesh(parameter, own.mesh, parameter.placements)
+    renamed = _on_whole_mesh(module, left, own)
+    _move(renamed, own.mesh)
     try:
-        yield
+        put_shards(module, own, later=True)
     except Exception:
-        for parameter in found:
-            move_to_mesh(parameter, theirs, parameter.placements)
+        if own.placed is not None:
+            _move(renamed, own.placed)
         raise
+
+
+def _on_whole_mesh(module: nn.Module, leave: set[int], own: Group) -> list[DTensor]:
+    """Parameters that are DTensors on the whole mesh, maybe by other axis names than the group's mesh of its ranks."""
+    if own.placed is None or own.placed.ndim < own.mesh.ndim:
+        return []
+    return [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in leave]
+
+
+def _move(parameters: Iterable[DTensor], mesh: DeviceMesh) -> None:
+    for parameter in parameters:
+        move_to_mesh(parameter, mesh, parameter.placements)
 
 
 def _by_the_names_of(module: nn.Module, inner: Group, own: Group) -> None:
     """Give a group inside, on the same ranks by other axis names, the mesh of this one."""
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh == inner.mesh:
-            move_to_mesh(parameter, own.mesh, parameter.placements)
+    _move([p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh == inner.mesh], own.mesh)
     inner.mesh, inner.data = own.mesh, own.data
     inner.changed()

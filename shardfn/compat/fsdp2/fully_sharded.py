@@ -9,22 +9,22 @@ model's own class (`CLASS` in `core/shadow.py`).
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from shardfn._torch import parameters_of, seen_by_dynamo
-from shardfn.compat.compiling import OUTSIDE, compile_units, expect_graphs
+from shardfn._torch import parameters_of
+from shardfn.compat.compiling import compile_units
 from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
 from shardfn.compat.fsdp2.group import Group, group_of, groups, own_of
 from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
-from shardfn.compat.fsdp2.running import run
 from shardfn.compat.loading import CopiesIntoShards, StayTogether
-from shardfn.compat.meshes import across, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, ignored_in
+from shardfn.compat.meshes import across, device_of, placed_mesh
+from shardfn.compat.sharded import RECORD, held_now, ignored_in, run, units_in
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
@@ -102,16 +102,15 @@ def fully_shard(
     own = Group(
         mesh=whole,
         data=names,
-        device=_device_of(data),
+        device=device_of(data.device_type),
         precision=mp_policy,
-        offload_policy=offload_policy,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
         reshard=reshard_after_forward,
         ignored_params=ignored,
         dims=dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
         placed=placed,
     )
     shard_now(own, tree)
-    expect_graphs("fsdp2", run, _units)
     together = StayTogether(modules)
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
@@ -120,11 +119,6 @@ def fully_shard(
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _check_types(precision: object, offload: object, ignored: Sequence[object]) -> None:
@@ -177,15 +171,13 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        if seen_by_dynamo():
-            return OUTSIDE["fsdp2"](self, "__call__", args, kwargs)
         return run(self, "__call__", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every group that holds no other; gathers stay outside of the graphs."""
-        inner = [each for each in _units(self) if each[0]]
-        if inner:
-            compile_units(inner, *args, **kwargs)
+        units = units_in(self)
+        if len(units) > 1:
+            compile_units(units, *args, **kwargs)
         else:
             super().compile(*args, **kwargs)
 
@@ -246,10 +238,7 @@ class FSDPModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by this, instead of by the number of data ranks."""
         own = own_of(self)
-        ranks = 1
-        for axis in own.data:
-            ranks *= own.mesh.get_group(axis).size()
-        own.scale = ranks / factor
+        own.scale = prod(own.mesh.get_group(axis).size() for axis in own.data) / factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -373,12 +362,8 @@ class FSDPModule(nn.Module):
         return own_of(self)
 
 
-def _units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, inside) for name, inside, _ in groups(module)]
-
-
 def _groups(module: nn.Module, recurse: bool) -> list[Group]:
-    return [own for _, _, own in groups(module)] if recurse else [own_of(module)]
+    return [own for _, inside, own in groups(module) if recurse or inside is module]
 
 
 def _require_sharded(modules: Iterable[Any]) -> None:
@@ -400,8 +385,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(getattr(type(module), method_name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if seen_by_dynamo():
-            return OUTSIDE["fsdp2"](self, method_name, args, kwargs)
         return run(self, method_name, args, kwargs)
 
     now: Any = type(module)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn.compat.sharded import Sharded, record_in, record_of, records
+from shardfn.compat.sharded import Sharded, Tree, record_in, record_of, records
 from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
 
@@ -23,15 +23,10 @@ class Group(Sharded):
     verb = "fully_shard"
 
     precision: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
     reshard: bool | int | None  # after the forward; None: unless it is the root
     dims: dict[int, int] = field(default_factory=dict)  # id of a parameter that is no shard yet -> the dim to split
     all_reduces: bool = True  # whether reductions go on over the axis that replicates
     unsharded: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # (table, key, shard)
-
-    @property
-    def offload(self) -> bool:
-        return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @property
     def holds_back(self) -> bool:
@@ -41,6 +36,27 @@ class Group(Sharded):
         while self.unsharded:
             table, key, shard = self.unsharded.pop()
             table[key] = shard
+
+    def begin(self, module: nn.Module, tree: Tree) -> None:
+        """The first forward decides who is the root: the module that it goes through.
+
+        Raises:
+            RuntimeError: a module inside was a root before, with the words of torch.
+        """
+        for group in tree.units.values():
+            group.put_back()
+        if self.is_root is not None:
+            return
+        inner = [(name, group) for name, group in tree.units.items() if group is not self]
+        for name, group in inner:
+            if group.is_root:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires running forward through "
+                    "the root module first"
+                )
+        self.is_root = True
+        for _, group in inner:
+            group.is_root = False
 
     def unit_settings(self, exact: bool) -> dict[str, Any]:
         return {"regather": self.reshard if self.reshard is not None else True, **self._precision()}

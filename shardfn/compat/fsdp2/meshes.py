@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardfn.compat.meshes import OWN_AXES, groups_of, mesh_of
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import roles, use_part
-
-OWN_AXES = ("replicate", "fsdp")
+from shardfn.core.mesh import default_device_type, roles, use_part
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
@@ -20,7 +18,9 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         ShardError: axes that only replicate.
     """
     if mesh is None:
-        return _of_all_ranks()
+        if not dist.is_initialized():
+            dist.init_process_group()
+        return init_device_mesh(default_device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: expected a DeviceMesh, got {type(mesh).__name__}")
     if dims is not None:
@@ -32,18 +32,7 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if names is not None and roles(names, names).shardable == names[-1:]:
         return mesh
-    return _by_names(mesh, OWN_AXES[-mesh.ndim :])
-
-
-def _by_names(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of the same groups with other axis names."""
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return DeviceMesh.from_group(
-        groups if mesh.ndim > 1 else groups[0],
-        mesh.device_type,
-        mesh=mesh.mesh if mesh.ndim > 1 else None,
-        mesh_dim_names=names,
-    )
+    return mesh_of(groups_of(mesh), mesh.device_type, OWN_AXES[-mesh.ndim :], mesh.mesh)
 
 
 def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
@@ -65,17 +54,9 @@ def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]
         return mesh, theirs
     ours = dict(zip(theirs, OWN_AXES[-len(theirs) :], strict=True))
     names = tuple(ours.get(name, name) for name in names)
-    made = _by_names(mesh, names)
+    made = mesh_of(groups_of(mesh), mesh.device_type, names, mesh.mesh)
     use_part(made, names, mesh)
     return made, tuple(ours.values())
-
-
-def _of_all_ranks() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
@@ -92,14 +73,9 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         raise ShardError(
             "fully_shard: dp_mesh_dims names no dim to shard over; replicate by sf.policies.ddp(), or by DDP"
         )
-    parts = [_one_dim(mesh, names) for names in (replicate, shard) if names]
-    if len(parts) == 1:
-        return parts[0]
+    if not replicate:
+        return mesh[shard[0]] if len(shard) == 1 else mesh[shard]._flatten("_".join(shard))
     order = [axis for axis in mesh.mesh_dim_names if axis in (*shard, *replicate)]
     if len(replicate) == len(shard) == 1 and order == [*replicate, *shard]:
         return mesh[(*replicate, *shard)]
     raise ShardError(f"fully_shard: dp_mesh_dims needs one dim each, replicate before shard, got {replicate}, {shard}")
-
-
-def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))

@@ -9,21 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1.instance import OWN_AXES, instances, own_of
+from shardfn.compat.fsdp1.instance import HYBRID, instances, own_of, state_dict_settings
+from shardfn.compat.meshes import OWN_AXES
+from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 
+_ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them
 PART = "shardfn"  # in the metadata of a state dict: which part it is
 
 
@@ -71,11 +67,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"FullyShardedDataParallel: reshard_after_forward={reshard_after_forward!r} is no bool")
         groups = _groups(process_group, fsdp_group_size)
-        frees, keeps = (
-            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-            if isinstance(groups, tuple)
-            else (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-        )
+        frees, keeps = HYBRID if isinstance(groups, tuple) else _ONE_GROUP
         with _quiet():
             super().__init__(
                 module,
@@ -87,8 +79,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
                 use_orig_params=True,
             )
         for _, _, own in instances(self):
-            own.state_dict_type = StateDictType.LOCAL_STATE_DICT
-            own.state_dict_config, own.optim_state_dict_config = LocalStateDictConfig(), LocalOptimStateDictConfig()
+            own.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """This rank's parts, as plain tensors under the model's names; in `summon_full_params` whole ones.
@@ -107,7 +98,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         Raises:
             ShardError: on all ranks, when one has the file of another.
 
-        Communication: outside of `summon_full_params`, one scalar all-reduce.
+        Communication: outside of `summon_full_params`, one small all-gather.
         """
         if own_of(self).training_state == TrainingState.IDLE:
             _require_own_part(self, getattr(state_dict, "_metadata", {}).get(PART))
@@ -153,31 +144,24 @@ def _own_group(rows: torch.Tensor) -> ProcessGroup:
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
     mesh = own_of(module).mesh
-    return {"rank": dist.get_rank(), "of": _ranks(mesh), "shards": mesh.get_group(OWN_AXES[1]).size()}
-
-
-def _ranks(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.flatten().tolist()
+    return {"rank": dist.get_rank(), "of": mesh.mesh.flatten().tolist(), "shards": mesh.get_group(OWN_AXES[1]).size()}
 
 
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
-    own, mesh = _part_of(module), own_of(module).mesh
-    same = part is None or part["rank"] == own["rank"] or _alike(part, own)
-    wrong = torch.tensor([part is not None and (not same or part["shards"] != own["shards"])], dtype=torch.int32)
-    wrong = wrong.to(own_of(module).device)
-    mine = bool(wrong.item())
-    for axis in mesh.mesh_dim_names or ():
-        dist.all_reduce(wrong, group=mesh.get_group(axis))
-    if mine and part is not None:
+    own, instance = _part_of(module), own_of(module)
+    mine = part is not None and not _alike(part, own)
+    wrong = any(bad for (bad,) in exchange_numbers(instance.mesh, [mine]))
+    if part is not None and mine:
         raise ShardError(
             f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in {part['shards']}, "
             f"and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load this rank's own file; "
             "on another number of ranks, or with another fsdp_group_size, load a full one in summon_full_params()."
         )
-    if bool(wrong.item()):
+    if wrong:
         raise ShardError("load_state_dict: another rank has a file that is not its own; its message says which")
 
 
 def _alike(part: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether two ranks have the same part: those that replicate each other."""
-    return part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]
+    """Whether two ranks have the same part: one and the same, and those that replicate each other."""
+    replicates = part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]
+    return part["shards"] == own["shards"] and (part["rank"] == own["rank"] or replicates)
