@@ -81,6 +81,11 @@ class Operation:
         return self.whole[0][dim] != self.results[0].shape[dim] or self.results[0].shape[dim] == 0
 
 
+def is_stored(here: int, whole: int, padded: Collection[tuple[int, int]]) -> bool:
+    """Whether a size is one that one process has, or that as it is stored with padding."""
+    return here == whole or any(here * true == whole * stored for true, stored in padded)
+
+
 Rule = Callable[[Operation], "Part | Parts | None"]
 _RULES: dict[str, Rule] = {}
 
@@ -350,10 +355,8 @@ def _expanded(op: Operation) -> Part:
     if part.share > 1 and part.second is None and op.whole is not None:
         # Keys of grouped queries, once for each query of this rank.
         shape, whole = op.results[0].shape, op.whole[0]
-        scales = [(1, 1), *op.padded]
-        pairs = zip(shape, whole, strict=False)
-        fits = [any(n * part.share * true == m * stored for true, stored in scales) for n, m in pairs]
-        more = [d for d in range(dim + 1, len(shape)) if shape[d] != whole[d] and fits[d]]
+        later = range(dim + 1, len(shape))
+        more = [d for d in later if shape[d] != whole[d] and is_stored(shape[d] * part.share, whole[d], op.padded)]
         if len(more) == 1:
             return replace(found, second=more[0])
     return found
@@ -520,11 +523,6 @@ def _added_product(op: Operation) -> Part | None:
     return _added(op, op.args[0], _contracted(op, labels, *op.args[1:3]))
 
 
-def _pieces_of(part: Part) -> tuple[int, int]:
-    """How many pieces of a dim a rank has, and how many ranks have the same."""
-    return sum(outer for outer, _ in part.runs), part.share
-
-
 @_rule("convolution", "_convolution")
 def _convolution(op: Operation) -> Part | None:
     """x [b, c, ...], w [out, c/groups, ...], or [c, out/groups, ...] of a transposed one."""
@@ -546,7 +544,7 @@ def _convolution(op: Operation) -> Part | None:
     elif of_x is not None and of_x.dim == 1 and of_w is not None:
         if of_w.dim == 0 and weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces:
             product = of_x  # channel by channel
-        elif not out and of_w.dim == 0 and {_pieces_of(of_w), _pieces_of(of_x)} == {(1, 1)}:
+        elif not out and of_w.dim == 0 and of_w.is_even and of_x.is_even:
             product = of_w.at(1)  # group by group: the channels of the groups here, or shapes would not fit
         elif of_w.dim == into and groups == 1 and of_w.pieces == of_x.pieces:
             product = SUM
@@ -745,7 +743,7 @@ def _group_norm(op: Operation) -> Parts:
         return [part or SAME] * len(op.results)
     if part.dim > 1:
         raise Lost(f"group_norm over dim {part.dim}, of which each rank has a part")
-    if _pieces_of(part) != (1, 1):
+    if not part.is_even:
         raise Lost("group_norm of channels of which a rank has several pieces")
     if not _are_split_alike(op.inputs[1:], part, op):
         raise Lost("group_norm of split channels by a weight or bias that is not: split them by a rule, too")
