@@ -266,9 +266,10 @@ def base_name(operation: Any) -> str:
     return operation._schema.name.rpartition("::")[2]
 
 
-def argument_names(operation: Any) -> list[str]:
-    """The names of an operation's arguments, in their order."""
-    return [argument.name for argument in operation._schema.arguments]
+def named_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What an operation is given, by the names of its arguments."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -270,7 +270,8 @@ class _Call:
         """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
         leaves = pytree.tree_leaves((args, kwargs))
         ways = [way for way in known if way.sizes == sizes]
-        trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method)
+        calls = [("", args, kwargs)]
+        trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
         broken = [way.guards.broken(leaves) for way in ways]
         asked = {place for way in ways for place in way.asked}
         for way, places in zip(ways[:_TRIES], broken, strict=False):
@@ -279,13 +280,13 @@ class _Call:
             ):
                 continue
             more = [*places, *(place for place, _ in way.guards.loose.values())]
-            watch = trial.watched(args, kwargs, way.adjust, more)
+            watch = trial.watched(way.adjust, more)
             asked |= {place.key for place in more} if watch is None else watch.asked
             if watch is not None and way.guards.relaxed(watch):
                 return way.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for made, adjust in reversed(self.record.adjustments.items()) if made[:2] == key[:2])
-        adjust = self.record.adjustments[key] = trial.adjustments(args, kwargs, next(same, None), blanks)
+        adjust = self.record.adjustments[key] = trial.adjustments(next(same, None), blanks)
         known.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked, sizes))
         del known[_WAYS:]
         return adjust
@@ -397,8 +398,8 @@ class _Call:
             *history.note(partial(_kind, ranks=self.record.ranks_of_sequences), path, args, kwargs),
         )
         if key not in self.record.adjustments:
-            trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, "forward")
-            found = trial.adjustments_after(history.calls())
+            calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
+            found = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
             if found.kept:
                 where = repr(path) if path else "the model"
                 raise ShardError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Flow:
     ) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""
         self._plan, self._variance, self._axes, self._adjust, self._several = plan, variance, axes, adjust, several
-        self._rules = boundaries(plan)
+        self._part, self._rules = variance.part, boundaries(plan)
         if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
             self._rules = {}
         if self._rules:
@@ -84,7 +85,8 @@ class Flow:
         return {path: self._around(path) for path in paths}
 
     def _around(self, path: str) -> Around:
-        takes = stepping(self._axes, self._of_rank(self._inputs, path), self._of_rank(self._outputs, path))
+        inputs, outputs = (partial(self._of_rank, decide, path) for decide in (self._inputs, self._outputs))
+        takes = stepping(self._axes, inputs, outputs)
 
         def around(inner: Forward) -> Forward:
             def within(*args: Any, **kwargs: Any) -> Any:
@@ -99,15 +101,9 @@ class Flow:
 
         return around
 
-    def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str) -> Callable[[list[Any]], list[Step]]:
-        def found(leaves: list[Any]) -> list[Step]:
-            with self._variance.hidden():  # sizes are those of a rank
-                return steps(path, leaves)
-
-        return found
-
-    def _part(self, x: Any, axis: str) -> Any:
-        return self._variance.tag(x).parts.get(axis)
+    def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str, leaves: list[Any]) -> list[Step]:
+        with self._variance.hidden():  # sizes are those of a rank
+            return steps(path, leaves)
 
     def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
         asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values

@@ -57,6 +57,11 @@ class Operation:
             found += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
         return found
 
+    def split(self, x: Tensor) -> Part | None:
+        """The part of a tensor of which each rank has a piece; None of any other."""
+        part = self.part(x)
+        return part if part is not None and part.split else None
+
     def sums_up(self, value: Any) -> bool:
         """Whether a value is a pending sum, or nothing but zeros, which are one of zeros."""
         return (self.part(value) == SUM or self.zero(value)) if isinstance(value, Tensor) else value == 0
@@ -74,6 +79,11 @@ class Operation:
         if self.whole is None or len(self.whole[0]) != self.results[0].dim():
             return True
         return self.whole[0][dim] != self.results[0].shape[dim] or self.results[0].shape[dim] == 0
+
+
+def is_stored(here: int, whole: int, padded: Collection[tuple[int, int]]) -> bool:
+    """Whether a size is one that one process has, or that as it is stored with padding."""
+    return here == whole or any(here * true == whole * stored for true, stored in padded)
 
 
 Rule = Callable[[Operation], "Part | Parts | None"]
@@ -114,19 +124,8 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 # -- what is made of nothing, or of values that all ranks share -------------------------------------------------------
 
-_FILLS = {
-    "zeros",
-    "ones",
-    "full",
-    "empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "expand",
-    "repeat",
-    "empty_strided",
-}
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
+_FILLS = {"zeros", "ones", "full", "empty", "empty_strided", "expand", "repeat", *_NEW}
 
 
 def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
@@ -177,10 +176,9 @@ def _pointwise(op: Operation) -> Part | None:
         raise Lost(f"{op.name} joins values that are split over different dims, or in different pieces")
     (found,) = splits
     for x in op.inputs:
-        part = op.part(x)
         for dim in (found.dim, found.second):
             at = -1 if dim is None else dim - (ndim - x.dim())
-            if at >= 0 and x.shape[at] != 1 and not (part is not None and part.split):
+            if at >= 0 and x.shape[at] != 1 and op.split(x) is None:
                 raise Lost(
                     f"{op.name} joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
                 )
@@ -218,25 +216,12 @@ def _takes_back_a_sum(op: Operation) -> bool:
     return back and op.part(op.args[0]) == SUM and all(op.part(x) in (None, SAME) for x in op.inputs[1:])
 
 
-for _name in (
-    "_prelu_kernel",
-    "masked_fill",
-    "where",
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "addcmul",
-    "addcdiv",
-    "hardswish",
-    "log_sigmoid_forward",
-    "log_sigmoid_backward",
-    "floor_divide",
-    "lerp",
-    "pow",
-    "clamp",
-):
-    _RULES[_name] = _pointwise  # written in place they do not have torch's tag
+_rule(  # written in place they do not have torch's tag
+    *(
+        "_prelu_kernel masked_fill where add sub mul div addcmul addcdiv hardswish log_sigmoid_forward "
+        "log_sigmoid_backward floor_divide lerp pow clamp"
+    ).split()
+)(_pointwise)
 
 
 @_rule("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj")
@@ -253,21 +238,14 @@ def _but_for_sums(op: Operation) -> Part | None:
     return part
 
 
-@_rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
-def _like(op: Operation) -> Part | None:
-    part = op.part(op.args[0])
-    return part if part is not None and part.split else None
-
-
-@_rule("fill", "zero")
+@_rule("fill", "zero", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
 def _filled(op: Operation) -> Part | None:
-    part = op.part(op.args[0])
     if any(op.part(x) is not None for x in op.inputs[1:]):
         raise Lost("a tensor is filled with a value that differs between ranks")
-    return part if part is not None and part.split else None
+    return op.split(op.args[0])
 
 
-@_rule("new_zeros", "new_ones", "new_full", "new_empty")
+@_rule(*_NEW)
 def _new(op: Operation) -> Part | None:
     return _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
 
@@ -278,10 +256,9 @@ def _copied(op: Operation) -> Part | None:
     if source == SUM and not (op.results[0].is_floating_point() or op.results[0].is_complex()):
         raise Lost("whole numbers are made of a sum that is still pending")
     if source is None:
-        target = op.part(op.args[0])
-        if target is not None and target.split and op.args[1].dim():
+        if op.split(op.args[0]) is not None and op.args[1].dim():
             raise Lost("a shared value is written into a split one")
-        return target
+        return op.part(op.args[0])
     if not source.split:
         return source
     return source.at(source.dim + op.results[0].dim() - op.args[1].dim())
@@ -340,7 +317,7 @@ def _viewed(op: Operation, part: Part) -> Part:
     return found or way
 
 
-@_rule("t", "transpose", "permute", "movedim", "numpy_T")
+@_rule("t", "transpose", "permute", "numpy_T")
 @_moving
 def _permuted(op: Operation, part: Part) -> Part:
     ndim = op.args[0].dim()
@@ -350,8 +327,6 @@ def _permuted(op: Operation, part: Part) -> Part:
     elif op.name == "transpose":
         a, b = op.args[1] % ndim, op.args[2] % ndim
         order[a], order[b] = b, a
-    elif op.name == "movedim":
-        raise Lost("movedim")
     else:
         order.reverse()
     second = None if part.second is None else order.index(part.second)
@@ -380,10 +355,8 @@ def _expanded(op: Operation) -> Part:
     if part.share > 1 and part.second is None and op.whole is not None:
         # Keys of grouped queries, once for each query of this rank.
         shape, whole = op.results[0].shape, op.whole[0]
-        scales = [(1, 1), *op.padded]
-        pairs = zip(shape, whole, strict=False)
-        fits = [any(n * part.share * true == m * stored for true, stored in scales) for n, m in pairs]
-        more = [d for d in range(dim + 1, len(shape)) if shape[d] != whole[d] and fits[d]]
+        later = range(dim + 1, len(shape))
+        more = [d for d in later if shape[d] != whole[d] and is_stored(shape[d] * part.share, whole[d], op.padded)]
         if len(more) == 1:
             return replace(found, second=more[0])
     return found
@@ -411,12 +384,9 @@ def _slice(op: Operation, part: Part) -> Part:
     dim = op.given(1, "dim", 0) % x.dim()
     if dim != part.dim or op.results[0].shape == x.shape:
         return part
-    if op.name == "narrow":
-        start = op.args[2]
-    else:
-        start = op.given(2, "start") or 0
-        if op.given(4, "step", 1) != 1:
-            raise Lost("a slice with steps of a dim that is split")
+    if op.given(4, "step", 1) != 1:
+        raise Lost("a slice with steps of a dim that is split")
+    start = op.given(2, "start") or 0
     start = start + x.shape[dim] if start < 0 else start
     return sliced(part, start, op.results[0].shape[dim])
 
@@ -439,19 +409,17 @@ def _pieces(op: Operation, part: Part) -> Parts:
 @_rule("cat", "stack")
 def _joined(op: Operation) -> Part | None:
     tensors = [x for x in op.args[0] if x.numel() or x.dim() == op.results[0].dim()]
-    parts = [op.part(x) for x in tensors]
-    ndim = op.results[0].dim()
-    dim = op.given(1, "dim", 0) % ndim
-    if any(part is None for part in parts):
-        if all(part is None or part.kind == "same" for part in parts):
+    known = [part for x in tensors if (part := op.part(x)) is not None]
+    dim = op.given(1, "dim", 0) % op.results[0].dim()
+    kinds = {part.kind for part in known}
+    if len(known) < len(tensors):
+        if kinds <= {"same"}:
             return SAME
         raise Lost(f"{op.name} of split values and values that all ranks share")
-    kinds = {part.kind for part in parts if part is not None}
     if kinds != {"split"}:
         if len(kinds) == 1:
-            return parts[0]
+            return known[0]
         raise Lost(f"{op.name} of values that are split and values that are not")
-    known = [part for part in parts if part is not None]
     if len({part.dim for part in known}) > 1:
         raise Lost(f"{op.name} of values that are split over different dims")
     at = known[0].dim
@@ -468,46 +436,47 @@ def _joined(op: Operation) -> Part | None:
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
+# The dims of two factors, and of their product.
+PRODUCTS = {"mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot": "k,k->", "_grouped_mm": "sk,ekn->sn"}
+_ADDED_TO = {"addmm": "mm", "baddbmm": "bmm"}  # a summand and a product
+
 
 def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
     """A product such as "mk,kn->mn"."""
     inputs, out = labels.split("->")
-    terms = inputs.split(",")
-    parts = [op.part(x) for x in operands]
-    known = [part for part in parts if part is not None]
-    if not known:
+    factors = [*zip(inputs.split(","), operands, strict=True)]
+    kinds = [part.kind for x in operands if (part := op.part(x)) is not None]
+    if not kinds:
         return None
-    if any(part.kind == "sum" for part in known):
-        if [part.kind for part in known] in (["sum"], ["sum", "same"], ["same", "sum"]):
+    if "sum" in kinds:
+        if kinds in (["sum"], ["sum", "same"], ["same", "sum"]):
             return SUM
         raise Lost(f"{op.name} of a sum that is still pending and of another value that differs between ranks")
-    both = zip(terms, parts, strict=True)
-    found = {(term[part.dim], replace(part, dim=0, second=None)) for term, part in both if part and part.split}
+    splits = [(term, x, part) for term, x in factors if (part := op.split(x)) is not None]
+    found = {(term[part.dim], replace(part, dim=0, second=None)) for term, _, part in splits}
     found = {(label, part.pieces) for label in dict(found) for part in _one_copy({p for o, p in found if o == label})}
     if not found:
         return SAME
     if len(found) > 1:
         raise Lost(f"{op.name} of values that are split over different dims, or in different pieces")
     ((label, (runs, share)),) = found
-    for term, part in zip(terms, parts, strict=True):
-        if label in term and not (part is not None and part.split):
-            raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
+    if any(label in term and op.split(x) is None for term, x in factors):
+        raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
     if label not in out and share > 1:
         raise Lost(f"{op.name} adds up a dim of which several ranks have the same part")
-    at = [(x, term.index(label), part) for x, term, part in zip(operands, terms, parts, strict=True) if label in term]
-    if label not in out and all(part is not None and op.adds_padding(x, dim, part) for x, dim, part in at):
+    if label not in out and all(op.adds_padding(x, term.index(label), part) for term, x, part in splits):
         raise Lost(f"{op.name} adds up a dim that may be padded, as Policy.pad says")
-    second = _second(op, terms, parts, label, out)
+    second = _second(op, factors, label, out)
     return Part("split", out.index(label), runs, share, second) if label in out else SUM
 
 
-def _second(op: Operation, terms: Sequence[str], parts: Parts, label: str, out: str) -> int | None:
+def _second(op: Operation, factors: Sequence[tuple[str, Tensor]], label: str, out: str) -> int | None:
     """The second dim of a product that is split, if one of a factor is.
 
     Raises:
         Lost: it is added up, or of one factor only that both have.
     """
-    both = list(zip(terms, parts, strict=True))
+    both = [(term, op.part(x)) for term, x in factors]
     labels = {term[part.second] for term, part in both if part and part.second is not None}
     if not labels:
         return None
@@ -519,29 +488,9 @@ def _second(op: Operation, terms: Sequence[str], parts: Parts, label: str, out: 
     return out.index(other)
 
 
-@_rule("mm")
-def _mm(op: Operation) -> Part | None:
-    return _contracted(op, "mk,kn->mn", *op.args[:2])
-
-
-@_rule("bmm")
-def _bmm(op: Operation) -> Part | None:
-    return _contracted(op, "bmk,bkn->bmn", *op.args[:2])
-
-
-@_rule("mv")
-def _mv(op: Operation) -> Part | None:
-    return _contracted(op, "mk,k->m", *op.args[:2])
-
-
-@_rule("dot")
-def _dot(op: Operation) -> Part | None:
-    return _contracted(op, "k,k->", *op.args[:2])
-
-
-@_rule("_grouped_mm")
-def _grouped(op: Operation) -> Part | None:
-    return _contracted(op, "sk,ekn->sn", *op.args[:2])
+@_rule(*PRODUCTS)
+def _product(op: Operation) -> Part | None:
+    return _contracted(op, PRODUCTS[op.name], *op.args[:2])
 
 
 def _added(op: Operation, bias: Tensor, product: Part | None) -> Part | None:
@@ -551,36 +500,27 @@ def _added(op: Operation, bias: Tensor, product: Part | None) -> Part | None:
         return None
     if op.kwargs.get("beta") == 0:
         return product
-    if (product is not None and product.kind == "sum") or (part is not None and part.kind == "sum"):
-        if product == part == SUM:
+    if SUM in (part, product):
+        if product == part:
             return SUM
         raise Lost(f"{op.name} adds to a sum that is still pending: that would count once a rank")
     if product is None or not product.split:
-        if part is not None and part.split:
+        if op.split(bias) is not None:
             raise Lost(f"{op.name} adds a split value to one that is not")
         return product or part
     at = product.dim - (ndim - bias.dim())
-    matches = part is not None and part.split and part == product.at(at)
+    matches = part == product.at(at)
     if at >= 0 and bias.shape[at] != 1 and not matches:
         raise Lost(f"{op.name} adds a value of shape {tuple(bias.shape)} to one that is split otherwise")
-    if part is not None and part.split and not matches:
+    if op.split(bias) is not None and not matches:
         raise Lost(f"{op.name} adds a value that is split otherwise")
     return product
 
 
-@_rule("addmm")
-def _addmm(op: Operation) -> Part | None:
-    return _added(op, op.args[0], _contracted(op, "mk,kn->mn", *op.args[1:3]))
-
-
-@_rule("baddbmm")
-def _baddbmm(op: Operation) -> Part | None:
-    return _added(op, op.args[0], _contracted(op, "bmk,bkn->bmn", *op.args[1:3]))
-
-
-def _pieces_of(part: Part) -> tuple[int, int]:
-    """How many pieces of a dim a rank has, and how many ranks have the same."""
-    return sum(outer for outer, _ in part.runs), part.share
+@_rule(*_ADDED_TO)
+def _added_product(op: Operation) -> Part | None:
+    labels = PRODUCTS[_ADDED_TO[op.name.rstrip("_")]]
+    return _added(op, op.args[0], _contracted(op, labels, *op.args[1:3]))
 
 
 @_rule("convolution", "_convolution")
@@ -588,39 +528,38 @@ def _convolution(op: Operation) -> Part | None:
     """x [b, c, ...], w [out, c/groups, ...], or [c, out/groups, ...] of a transposed one."""
     x, weight, bias = op.args[:3]
     groups = op.given(8, "groups", 1)
-    of_x, of_w = op.part(x), op.part(weight)
     out, into = (1, 0) if op.given(6, "transposed", False) else (0, 1)
-    if out and groups > 1 and (of_x is not None or of_w is not None):
+    differing = [part for part in (op.part(x), op.part(weight)) if part is not None]
+    if out and groups > 1 and differing:
         raise Lost("a transposed convolution in groups of values that differ")
-    kinds = {part.kind for part in (of_x, of_w) if part is not None}
-    if "sum" in kinds:
+    if SUM in differing:
         raise Lost("a convolution of a sum that is still pending")
-    if of_x is not None and of_x.split and of_x.dim == 0:
-        product: Part | None = of_x
-        if of_w is not None and of_w.split:
+    of_x, of_w = op.split(x), op.split(weight)
+    if of_x is None and of_w is None:
+        product = SAME
+    elif of_x is not None and of_x.dim == 0:
+        product = of_x
+        if of_w is not None:
             raise Lost("a convolution of values that are split over different dims")
-    elif of_x is not None and of_x.split and of_x.dim == 1 and of_w is not None and of_w.split:
+    elif of_x is not None and of_x.dim == 1 and of_w is not None:
         if of_w.dim == 0 and weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces:
             product = of_x  # channel by channel
-        elif not out and of_w.dim == 0 and {_pieces_of(of_w), _pieces_of(of_x)} == {(1, 1)}:
+        elif not out and of_w.dim == 0 and of_w.is_even and of_x.is_even:
             product = of_w.at(1)  # group by group: the channels of the groups here, or shapes would not fit
         elif of_w.dim == into and groups == 1 and of_w.pieces == of_x.pieces:
             product = SUM
         else:
             raise Lost("a convolution in groups of a part of the channels")
-    elif of_w is not None and of_w.split and of_w.dim == out and groups == 1 and not (of_x is not None and of_x.split):
+    elif of_x is None and of_w is not None and of_w.dim == out and groups == 1:
         product = of_w.at(1)
-    elif (of_x is not None and of_x.split) or (of_w is not None and of_w.split):
-        raise Lost("a convolution of values that are split otherwise than its channels")
     else:
-        product = SAME
+        raise Lost("a convolution of values that are split otherwise than its channels")
     if bias is None:
         return product
     if product is SUM:
         raise Lost("a convolution adds its bias to a sum that is still pending")
-    own = op.part(bias)
-    fits = own is not None and own.split and own.pieces == product.pieces if product is not None else False
-    if product is not None and product.split and product.dim == 1 and not fits:
+    own = op.split(bias)
+    if product.split and product.dim == 1 and (own is None or own.pieces != product.pieces):
         raise Lost("a convolution adds a bias that is not split as its outputs are")
     return product
 
@@ -640,27 +579,20 @@ class _Along:
     means: str = "along"
 
 
-def _dim(at: int, default: int = -1) -> Callable[[Operation], Sequence[int]]:
-    """The dim of an argument `dim`, or at its place."""
+def _dims(at: int, name: str = "dim", default: int | None = None) -> Callable[[Operation], Sequence[int]]:
+    """The dims of an argument of a name, or at its place; without any the default, or all."""
 
     def dims(op: Operation) -> Sequence[int]:
-        given = op.given(at, "dim", default)
-        given = default if given is None or isinstance(given, bool) else given
+        given = op.given(at, name)
+        if given is None or isinstance(given, bool) or given == []:
+            given = range(op.args[0].dim()) if default is None else default
         return [given] if isinstance(given, int) else given
 
     return dims
 
 
-def _dims(at: int, name: str = "dim") -> Callable[[Operation], Sequence[int]]:
-    """The same; without any, all dims."""
-
-    def dims(op: Operation) -> Sequence[int]:
-        given = op.given(at, name)
-        if isinstance(given, int) and not isinstance(given, bool):
-            return [given]
-        return given if isinstance(given, Sequence) and given else range(op.args[0].dim())
-
-    return dims
+def _dim(at: int, default: int = -1) -> Callable[[Operation], Sequence[int]]:
+    return _dims(at, "dim", default)
 
 
 def _last(count: int) -> Callable[[Operation], Sequence[int]]:
@@ -767,52 +699,54 @@ def _attention(op: Operation) -> Parts:
 
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def _layer_norm(op: Operation) -> Part | None:
-    part = op.part(op.args[0])
-    if part is None or not part.split:
-        if part == SUM or any((own := op.part(x)) is not None and own.split for x in op.inputs[1:]):
-            raise Lost(f"{op.name} by values that are split otherwise")
-        return SAME
-    if part.dim >= op.args[0].dim() - len(op.args[1]):
+    part = op.split(op.args[0])
+    if part is not None and part.dim >= op.args[0].dim() - len(op.args[1]):
         raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
-    if any((own := op.part(x)) is not None and own.split for x in op.inputs[1:]):
+    _by_whole_values(op)
+    return part or SAME
+
+
+def _by_whole_values(op: Operation) -> None:
+    """A norm whose scale and shift are not split.
+
+    Raises:
+        Lost: one is, or what is normed is a pending sum.
+    """
+    if op.part(op.args[0]) == SUM or any(op.split(x) is not None for x in op.inputs[1:]):
         raise Lost(f"{op.name} by values that are split otherwise")
-    return part
 
 
 @_rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_native_batch_norm_legit_no_training")
 def _batch_norm(op: Operation) -> Parts:
     """x [b, c, ...]; all else [c]."""
-    part = op.part(op.args[0])
-    if part is None or not part.split or part.dim != 1:
+    part = op.split(op.args[0])
+    if part is None or part.dim != 1:
         raise Lost("batch_norm of values that are not split by channels")
-    for x in op.inputs[1:]:
-        own = op.part(x)
-        if own is None or not own.split or own.pieces != part.pieces:
-            raise Lost(
-                "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
-            )
+    if not _are_split_alike(op.inputs[1:], part, op):
+        raise Lost(
+            "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
+        )
     return [part, *[part.at(0)] * (len(op.results) - 1)]
+
+
+def _are_split_alike(values: Sequence[Tensor], part: Part, op: Operation) -> bool:
+    """Whether values of one dim are split as a part is."""
+    return all((own := op.split(x)) is not None and own.pieces == part.pieces for x in values)
 
 
 @_rule("native_group_norm")
 def _group_norm(op: Operation) -> Parts:
     """x [b, c, ...], weight and bias [c]; mean and deviation [b, groups] besides."""
-    part = op.part(op.args[0])
-    others = [op.part(x) for x in op.inputs[1:]]
-    if part is None or not part.split:
-        if part == SUM or any(own is not None and own.split for own in others):
-            raise Lost("group_norm by values that are split otherwise")
-        return [SAME] * len(op.results)
+    part = op.split(op.args[0])
+    if part is None or part.dim == 0:
+        _by_whole_values(op)
+        return [part or SAME] * len(op.results)
     if part.dim > 1:
         raise Lost(f"group_norm over dim {part.dim}, of which each rank has a part")
-    if part.dim == 1 and _pieces_of(part) != (1, 1):
+    if not part.is_even:
         raise Lost("group_norm of channels of which a rank has several pieces")
-    if any((own.pieces if own is not None and own.split else None) != part.pieces for own in others if part.dim == 1):
+    if not _are_split_alike(op.inputs[1:], part, op):
         raise Lost("group_norm of split channels by a weight or bias that is not: split them by a rule, too")
-    if part.dim == 0 and any(own is not None and own.split for own in others):
-        raise Lost("group_norm by values that are split otherwise")
-    if part.dim == 0:
-        return [part] * len(op.results)
     groups = op.results[1].shape[1]
     if op.whole is None or op.whole[1][1] != groups * op.size:
         raise Lost(f"group_norm of {groups} groups in the channels of one rank, which are not whole groups")
@@ -854,30 +788,40 @@ def _glu(op: Operation) -> Part | None:
 
 @_rule("embedding")
 def _embedding(op: Operation) -> Part | None:
-    table, ids = op.part(op.args[0]), op.part(op.args[1])
-    if table is None or not table.split:
-        return ids.at(ids.dim) if ids is not None and ids.split else (table or ids)
+    table, ids = op.split(op.args[0]), op.split(op.args[1])
+    if table is None:
+        return ids or op.part(op.args[0]) or op.part(op.args[1])
     if table.dim == 0:
         raise Lost("a lookup in a table of which each rank has some rows")
-    if ids is not None and ids.split:
+    if ids is not None:
         raise Lost("a lookup of split ids in a split table")
     return table.at(op.results[0].dim() - 1)
 
 
+def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
+    return [dim for dim, index in enumerate(indices) if index is not None]
+
+
+def _are_neighbours(dims: Sequence[int]) -> bool:
+    return list(dims) == [*range(dims[0], dims[-1] + 1)]
+
+
+def _beside_indices(dim: int, indices: Sequence[Any]) -> int:
+    """Where a dim without an index is in what is picked."""
+    used = _indexed_dims(indices)
+    width = max(indices[at].dim() for at in used)
+    before = sum(at < dim for at in used)
+    return dim - before + (width if before or not _are_neighbours(used) else 0)
+
+
 @_rule("index")
-def _index(op: Operation) -> Part | None:
-    x, indices = op.args[:2]
-    part = _one(op)
-    if not part.split:
-        return part
-    used = [dim for dim, index in enumerate(indices) if index is not None]
-    if part.dim in used or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+@_moving
+def _index(op: Operation, part: Part) -> Part:
+    indices = op.args[1]
+    masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if part.dim in _indexed_dims(indices) or masks:
         raise Lost("elements are picked of a dim that is split, or by a mask")
-    width = max(indices[dim].dim() for dim in used)
-    together = used == list(range(used[0], used[-1] + 1))
-    if not together:
-        return part.at(width + sum(dim < part.dim for dim in range(x.dim()) if dim not in used))
-    return part.at(part.dim + (width - len(used) if part.dim > used[0] else 0))
+    return part.at(_beside_indices(part.dim, indices))
 
 
 @_rule("gather", "take_along_dim")
@@ -914,11 +858,9 @@ def _index_put(op: Operation) -> Part | None:
     part, own = op.part(x), op.part(values)
     if part == SUM and op.sums_up(values) and all(op.part(i) in (None, SAME) for i in indices if i is not None):
         return SUM
-    used = [dim for dim, index in enumerate(indices) if index is not None]
-    if part is not None and part.split and part.dim not in used and used == list(range(used[0], used[-1] + 1)):
-        width = max(indices[dim].dim() for dim in used)
-        at = part.dim + (width - len(used) if part.dim > used[0] else 0)
-        if own == part.at(at) or (own is None and values.numel() == 1):
+    used = _indexed_dims(indices)
+    if part is not None and part.split and part.dim not in used and _are_neighbours(used):
+        if own == part.at(_beside_indices(part.dim, indices)) or (own is None and values.numel() == 1):
             return part
     raise Lost("values are written into a tensor that is split otherwise")
 
@@ -929,4 +871,4 @@ def _nll(op: Operation) -> Part | None:
 
 
 # The rules that follow `Part.second`.
-_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _mm, _bmm, _along, _summed}
+_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _product, _along, _summed}

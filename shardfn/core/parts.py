@@ -15,6 +15,7 @@ from typing import Literal
 
 Runs = tuple[tuple[int, int], ...]
 Shape = Sequence[int]
+Cure = Literal["whole", "sizes", "pads", "rules", "sums"]
 
 
 def _joined(runs: Runs) -> Runs:
@@ -47,7 +48,7 @@ class Part:
     share: int = 1  # how many neighbouring ranks have the same part
     second: int | None = None  # a later dim, which these ranks have a part each of, in order
     why: str = ""
-    cure: Literal["whole", "sizes", "pads", "rules", "sums"] = field(default="whole", repr=False)
+    cure: Cure = field(default="whole", repr=False)
     where: str | None = field(default=None, repr=False)
 
     @property
@@ -67,6 +68,11 @@ class Part:
     def alone(self) -> bool:
         """Whether it is a part of one dim, which no other rank has."""
         return self.split and self.share == 1
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each rank has one piece of a dim, in order, so that these side by side are the whole."""
+        return self.alone and len(self.runs) == 1 and self.runs[0][0] == 1
 
     @property
     def in_shares(self) -> bool:

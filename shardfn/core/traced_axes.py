@@ -27,13 +27,10 @@ class TracedAxes(ComputeAxes):
         self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], variance: Variance
     ) -> None:
         super().__init__(mesh, sizes, coords)
-        self._variance = variance
+        self._variance, self._part = variance, variance.part
         self.scatters: Scatters | None = None  # decides which sums are scattered
         self.bytes_moved = 0  # received by each rank in a forward and a backward
         self._not_ready: dict[tuple[str, str], list[Tensor]] = {}  # by module and axis: inputs that came unvaried
-
-    def _part(self, x: Tensor, axis: str) -> Part | None:
-        return self._variance.tag(x).parts.get(axis)
 
     def entered(self, x: Tensor, axis: str, path: str, ready: bool) -> Tensor:
         """As in a real call; an input that is split already is refused."""

@@ -9,7 +9,8 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.guards import Place, Reads, Watch
 from shardfn.core.engine.leaving import check_kept, check_outputs, same_values
 from shardfn.core.engine.numbering import Numbers
-from shardfn.core.engine.paired import Decision, Paired, Size, World, local_of
+from shardfn.core.engine.paired import Decision, Paired, Size, World
 from shardfn.core.engine.reached import Reached
 from shardfn.core.engine.tags import Findings, Problem, Tag
 from shardfn.core.engine.variance import Variance
@@ -112,8 +113,9 @@ def plan(
         return made
     if not isinstance(model, nn.Module):
         raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
-    trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__")
-    trial.adjustments(*_arguments(model, example))
+    calls = [("", *_arguments(model, example))]
+    trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__", calls)
+    trial.adjustments()
     return replace(made, activation_bytes=trial.bytes_moved)
 
 
@@ -137,45 +139,53 @@ class Trial:
     """Runs a forward on meta tensors until nothing is found to add."""
 
     def __init__(
-        self, model: nn.Module, plan_: Plan, mesh: DeviceMesh | MeshSpec, buffers: Mapping[str, Tensor], method: str
+        self,
+        model: nn.Module,
+        plan_: Plan,
+        mesh: DeviceMesh | MeshSpec,
+        buffers: Mapping[str, Tensor],
+        method: str,
+        calls: Sequence[InnerCall],
+        *,
+        differentiates: bool = True,
     ) -> None:
+        """`calls`: what is run is the last one; those before it fill caches that it reads."""
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
         self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
-        self._reached: Reached | None = None
+        self._reached = Reached(model, calls)
         self.reads = Reads()
         self._watch: Watch | None = None
         self._buffers = dict(buffers)
-        self._calls: list[InnerCall] = []
-        self._differentiates, self._asked_for = True, derivatives_asked_for()
-        self._known: Adjustments | None = None
+        self._calls, self._differentiates, self._asked_for = calls, differentiates, derivatives_asked_for()
         self._blanks: Sequence[Place] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._decided: Sequence[Decision] = ()  # in the last run
         self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
 
-    def adjustments(
-        self, args: Any, kwargs: Any, known: Adjustments | None = None, blanks: Sequence[Place] = ()
-    ) -> Adjustments:
+    def adjustments(self, known: Adjustments | None = None, blanks: Sequence[Place] = ()) -> Adjustments:
         """What has to be added to the derived collectives.
 
         Args:
-            args: the arguments.
-            kwargs: those with names.
-            known: what was found for others, which may do.
+            known: what was found for other arguments, which may do.
             blanks: attributes that a call before has filled with tensors.
 
         Raises:
             ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
         """
-        self._known, self._blanks = known, blanks
-        return self._adjustments([("", args, kwargs)])
+        self._blanks = blanks
+        self._require_attributes()
+        try:
+            return self._settle(known)
+        except Unserved as failure:
+            change = self._change(failure.failure)
+            text = said(change, self.plan) if change is not None else advice(failure.failure)
+            raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
-    def watched(self, args: Any, kwargs: Any, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
+    def watched(self, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
         """What runs ask of the values in some places; None when they fail."""
-        self._calls = [("", args, kwargs)]
-        self._watch = watch = Watch(places, pytree.tree_leaves((args, kwargs)))
+        self._watch = watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
         try:
             with outside_transforms(), outside_modes(), out_of_inference_mode():
                 for world in ("one", "rank"):
@@ -185,21 +195,6 @@ class Trial:
         finally:
             self._watch = None
         return watch
-
-    def adjustments_after(self, calls: Sequence[InnerCall]) -> Adjustments:
-        """The same for the last of several calls, without gradients; those before it fill caches that it reads."""
-        self._differentiates = False
-        return self._adjustments(calls)
-
-    def _adjustments(self, calls: Sequence[InnerCall]) -> Adjustments:
-        self._calls = list(calls)
-        self._require_attributes()
-        try:
-            return self._settle()
-        except Unserved as failure:
-            change = self._change(failure.failure)
-            text = said(change, self.plan) if change is not None else advice(failure.failure)
-            raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
     def _require_attributes(self) -> None:
         """Every attribute that `Policy.local_sizes` names is there.
@@ -223,8 +218,8 @@ class Trial:
                 with suppress(ShardError):
                     policy = replace(self.plan.policy, ignore=()) | kept | change
                     other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
-                    trial = Trial(self.model, other, self.mesh, self._buffers, self.method)
-                    trial._calls, trial._differentiates = self._calls, self._differentiates
+                    given = self.model, other, self.mesh, self._buffers, self.method, self._calls
+                    trial = Trial(*given, differentiates=self._differentiates)
                     try:
                         trial._settle()
                     except Unserved as next_one:
@@ -237,10 +232,10 @@ class Trial:
                 return None
         return None
 
-    def _settle(self) -> Adjustments:
+    def _settle(self, known: Adjustments | None = None) -> Adjustments:
         with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
-            if self._known is not None and (as_known := self._found_less(replace(self._known, **_NO_ENDS))):
-                return replace(as_known, splits=self._splits())
+            if known is not None and (as_known := self._found_less(replace(known, **_NO_ENDS))):
+                return as_known
             try:
                 adjust = self._found(Adjustments())
             except ShardError:
@@ -250,19 +245,17 @@ class Trial:
                 adjust = self._found(Adjustments())
             if self._more is not None:
                 # What varied still does, and the ends of that run are not those of this one.
-                seen = self._drops, self.bytes_moved
-                less = self._found_less(replace(adjust, **_NO_ENDS, **self._more))
-                if less is None:
-                    self._drops, self.bytes_moved = seen
-                adjust = less or adjust
-            return replace(adjust, splits=self._splits())
+                return self._found_less(replace(adjust, **_NO_ENDS, **self._more)) or adjust
+            return adjust
 
     def _found_less(self, tried: Adjustments) -> Adjustments | None:
         """What a run that tries less communication finds, unless that leaves more whole."""
+        bytes_moved = self.bytes_moved
         with suppress(ShardError):
             found = self._found(tried)
             if (found.entries, found.whole, found.several) == (tried.entries, tried.whole, tried.several):
                 return found
+        self.bytes_moved = bytes_moved
         return None
 
     def _found(self, known: Adjustments) -> Adjustments:
@@ -286,32 +279,34 @@ class Trial:
             self._several_tried |= grown.several != adjust.several
             adjust = grown
         if not found.mixed and not found.vary:
+            ended = self._ended(adjust, found)
             if self._decided:
-                self._require_values_of_a_rank(adjust, _with_ends(adjust, found), self._decided)
+                self._require_values_of_a_rank(adjust, ended)
             if found.in_shares or found.may_scatter:
                 self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
-            return _with_ends(adjust, found)
+            return ended
         for source, axis in sorted(found.vary if not found.mixed else ()):
             what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
             found.mixed.append(Problem(what, "gradient"))
-        failure = Failure(tuple(dict.fromkeys(found.mixed)))
+        failure = self._unserved(found.mixed)
         pending = all(problem.kind in ("sums", "backward") for problem in found.mixed)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
-                raise ShardError(f"{self._listed(found)}\n{advice(failure)}\n{shared_alone(path, axis)}")
-        raise Unserved(self._listed(found), failure)
+                raise ShardError(f"{failure}\n{advice(failure.failure)}\n{shared_alone(path, axis)}")
+        raise failure
 
-    def _listed(self, found: Findings) -> str:
-        kinds = of_like_layers(list(dict.fromkeys(problem.what for problem in found.mixed)))
+    def _unserved(self, problems: Sequence[Problem]) -> Unserved:
+        kinds = of_like_layers(list(dict.fromkeys(problem.what for problem in problems)))
         listed = "\n".join(f"  {kind}" for kind in kinds)
-        return f"apply: {header(self.plan, found.mixed)}\n{listed}"
+        return Unserved(f"apply: {header(self.plan, problems)}\n{listed}", Failure(tuple(dict.fromkeys(problems))))
 
-    def _splits(self) -> frozenset[tuple[str, int, tuple[str, ...] | None]]:
-        """Over which dims the inputs of dropout modules are split."""
-        if not any(drop.tag.axes for drop in self._drops):
-            return frozenset()
-        return frozenset((drop.path, drop.call, _split_dims(drop)) for drop in self._drops)
+    def _ended(self, adjust: Adjustments, found: Findings) -> Adjustments:
+        """The same with what the last run found that is about itself."""
+        ends = {name: frozenset(getattr(found, name)) for name in _ENDS}
+        drops = self._drops if any(tag.parts for *_, tag in self._drops) else []
+        splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
+        return replace(adjust, **ends, splits=splits)
 
     def _forward(self, bound: Bound, run: Variance, begin: Callable[[], None] = lambda: None) -> Any:
         """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
@@ -325,7 +320,6 @@ class Trial:
                 if place.table is module.__dict__:
                     copy.__dict__[place.name] = blank = to_meta(place.table[place.name], run.values)
                     _name_all(run.numbers, blank, f"attribute {place.name} of {id(module)}")
-        self._reached = self._reached or Reached(self.model, self._calls)
         with ExitStack() as around:
             for mode in (
                 self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values())),
@@ -347,10 +341,6 @@ class Trial:
                 begin()
                 output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
         return output
-
-    def _collected(self) -> list[Any]:
-        """What the last run has put elsewhere than into modules."""
-        return self._reached.collected if self._reached is not None else []
 
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
@@ -374,17 +364,15 @@ class Trial:
         for values in others:
             check_kept(variance, values)
         self._axes.agree()
-        variance.findings.mixed.extend(() if variance.findings.mixed else variance.findings.doubts)
         self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
         return variance.findings
 
-    def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments, decided: Sequence[Decision]) -> None:
+    def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:
         """Check that a rank, which goes other ways than one process, makes the same values of what it has.
 
         Raises:
             ShardError: it does not, or that cannot be told.
         """
-        drops = self._drops
         mine = Numbers(on_cpu=self._on_cpu)
         followed = mine, self._left(adjust, self._variance("both", mine))
         other = Numbers(mine, self._on_cpu)
@@ -395,14 +383,8 @@ class Trial:
             raise
         except Exception as error:
             raise self._stopped(alone, error) from error
-        finally:
-            self._drops = drops
         if not same_values(followed, done):
-            raise self._unserved(_decisions(decided))
-
-    def _unserved(self, problems: Sequence[Problem]) -> Unserved:
-        findings = Findings(mixed=list(problems))
-        return Unserved(self._listed(findings), Failure(tuple(problems)))
+            raise self._unserved(_decisions(self._decided))
 
     def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
@@ -424,10 +406,10 @@ class Trial:
         above = modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
         around = {path: _noting(variance, axes, path, path in noted, path in above) for path in self.names}
-        self._drops = _Drops(variance)
+        self._drops = list[_Drop]()
         for path in dropout_modules(self.model):
-            around[path] = chained(around[path], self._drops.around(path))
-        weight = _MetaWeights(self.plan, variance, self._differentiates)
+            around[path] = chained(around[path], _noting_drops(variance, path, self._drops))
+        weight = cache(partial(self._weight, variance))
         flow = Flow(self.plan, variance, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: chained(moves, around.get(path)) for path, moves in steps.items()}
@@ -443,7 +425,7 @@ class Trial:
             if flow.failed(variance.failed_at):
                 return None
             raise self._failed(adjust, variance, error) from error
-        return output, bound.assigned(), bound.contents(), self._collected()
+        return output, bound.assigned(), bound.contents(), self._reached.collected
 
     def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
         """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
@@ -451,7 +433,7 @@ class Trial:
         for path in others_forwards(self.plan):
             module = unwrapped(submodule(self.model, path))
             own = shaped.get(path) or own_forward(module)
-            forwards[path] = _in_each_world(run, forwards.get(path, own), own)
+            forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
         around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
         around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
@@ -471,7 +453,7 @@ class Trial:
         decided = variance.worlds.decided
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
-        if variance.worlds.at == "both" and (why := self._fails_in(adjust, "one")):
+        if why := self._fails_in(adjust, "one"):
             return ShardError(
                 f"apply: a run of the forward without data, on whole weights, failed in {why}\n"
                 "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
@@ -510,65 +492,43 @@ class Trial:
             "without gradients."
         )
 
-
-@dataclass(frozen=True)
-class _Drop:
-    """A call of a dropout module, by path and number, and its input."""
-
-    path: str
-    call: int
-    shape: torch.Size
-    tag: Tag
-
-
-class _Drops(list[_Drop]):
-    """The calls of dropout modules in a run."""
-
-    def __init__(self, variance: Variance) -> None:
-        super().__init__()
-        self._variance = variance
-
-    def around(self, path: str) -> Callable[[Forward], Forward]:
-        """What notes the calls of a module."""
-
-        def around(inner: Forward) -> Forward:
-            def forward(x: Tensor) -> Tensor:
-                calls = sum(drop.path == path for drop in self)
-                self.append(_Drop(path, calls, local_of(x).shape, self._variance.tag(x)))
-                return inner(x)
-
-            return forward
-
-        return around
+    def _weight(self, run: Variance, name: str) -> Tensor:
+        """A weight without data, in the shape that modules compute with, tagged by the axes that split it."""
+        layout, sizes = self.plan.layouts[name], self.plan.axes
+        keep = (*self.plan.roles.compute, *layout.kept)
+        shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
+        dtype = self.plan.compute_dtypes[name]
+        with outside_dispatch(), outside_functions(), outside_transforms():
+            parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+            made = compute_view(layout, parts).detach()
+            whole = torch.empty(layout.shape, dtype=dtype, device="meta")
+            made = made if made.shape == whole.shape else Paired(made, whole)
+        trains = layout.trainable and self._differentiates
+        made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
+        parts = weight_parts(self.plan, layout)
+        sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
+        empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
+        run.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
+        _name_all(run.numbers, made, f"weight {name}")
+        return made
 
 
-class _MetaWeights:
-    """Weights without data, in the shapes that modules compute with, tagged by the axes that split them."""
+# A call of a dropout module, by path and number: how many dims its input has, and what that is.
+_Drop = tuple[str, int, int, Tag]
 
-    def __init__(self, plan_: Plan, variance: Variance, differentiates: bool) -> None:
-        self._plan, self._variance, self._differentiates = plan_, variance, differentiates
-        self._made: dict[str, Tensor] = {}
 
-    def __call__(self, name: str) -> Tensor:
-        if name not in self._made:
-            layout, sizes = self._plan.layouts[name], self._plan.axes
-            keep = (*self._plan.roles.compute, *layout.kept)
-            shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
-            dtype = self._plan.compute_dtypes[name]
-            with outside_dispatch(), outside_functions(), outside_transforms():
-                parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-                made = compute_view(layout, parts).detach()
-                whole = torch.empty(layout.shape, dtype=dtype, device="meta")
-                made = made if made.shape == whole.shape else Paired(made, whole)
-            trains = layout.trainable and self._differentiates
-            made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
-            parts = weight_parts(self._plan, layout)
-            sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
-            empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
-            self._variance.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
-            _name_all(self._variance.numbers, made, f"weight {name}")
-            self._made[name] = made
-        return self._made[name]
+def _noting_drops(variance: Variance, path: str, found: list[_Drop]) -> Callable[[Forward], Forward]:
+    """What notes the calls of a dropout module."""
+
+    def around(inner: Forward) -> Forward:
+        def forward(x: Tensor) -> Tensor:
+            calls = sum(drop[0] == path for drop in found)
+            found.append((path, calls, x.dim(), variance.tag(x)))
+            return inner(x)
+
+        return forward
+
+    return around
 
 
 def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -588,32 +548,11 @@ def _grown(adjust: Adjustments, found: Findings) -> Adjustments | None:
     return None
 
 
-def _with_ends(adjust: Adjustments, found: Findings) -> Adjustments:
-    return replace(adjust, **{name: frozenset(getattr(found, name)) for name in _ENDS})
-
-
 def _name_all(numbers: Numbers | None, tree: Any, kind: str) -> None:
     """Say of every tensor of a tree that it is one of a kind, by its place."""
     for at, leaf in enumerate(pytree.tree_leaves(tree)):
         if isinstance(leaf, Tensor) and numbers is not None:
             numbers.name(leaf, kind, at)
-
-
-def _in_each_world(run: Variance, parallel: Forward, own: Forward) -> Forward:
-    """The parallel forward of a module on a rank, its own one in one process."""
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def of_rank() -> Any:
-            return parallel(module, *args, **kwargs)
-
-        def of_one() -> Any:
-            return own(module, *args, **kwargs)
-
-        if run.worlds.at != "both":
-            return of_one() if run.worlds.at == "one" else of_rank()
-        return run.in_each_world(of_rank, of_one)
-
-    return forward
 
 
 def _not_in_one(run: Variance, path: str, moves: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
@@ -665,13 +604,13 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
     return around
 
 
-def _split_dims(drop: _Drop) -> tuple[str, ...] | None:
+def _split_dims(ndim: int, tag: Tag) -> tuple[str, ...] | None:
     """The axis that splits each dim of what is dropped, "" for none; None when a rank has no one piece of it."""
-    dims = [""] * len(drop.shape)
-    for axis, part in drop.tag.parts.items():
+    dims = [""] * ndim
+    for axis, part in tag.parts.items():
         if part.kind == "same":
             continue
-        if part.share > 1 or [outer for outer, _ in part.runs] != [1] or dims[part.dim]:
+        if not part.is_even or dims[part.dim]:
             return None
         dims[part.dim] = axis
     return tuple(dims)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn._torch import blank_gradients, has_hooks, outside_dispatch, pytree, ran_backward, users_backward
 from shardfn.core.collectives import watched
-from shardfn.core.engine.tags import Problem, Tag
+from shardfn.core.engine.tags import Tag
 from shardfn.core.engine.values import tensors_of
 from shardfn.core.engine.variance import Variance
 from shardfn.core.parts import SUM
@@ -27,8 +27,8 @@ def check_backwards(variance: Variance, output: Any) -> None:
     for x, path in variance.with_backwards.values():
         axes = ", ".join(axis for axis, part in variance.tag(x).parts.items() if part.in_shares)
         if why := why_not_linear(x):
-            what = f"in {path or '(the model)'!r}: each rank of '{axes}' has a part of a gradient, and {why}"
-            variance.findings.mixed.append(Problem(what, "backward", at=path))
+            with variance.inside(path):
+                variance.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
 
 
 def acts_on_gradient(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """What functions of torch do in a run without data that is not seen in their operations. Layer 3."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +56,7 @@ class Functions(TorchFunctionMode):
         return sizes_of(out, self._run.sources(args))
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def done() -> Any:
-            return self._done(func, args, kwargs)
-
-        return self._run.function_in_each_world(done, (args, kwargs))
+        return self._run.function_in_each_world(partial(self._done, func, args, kwargs), (args, kwargs))
 
     def _done(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func is Tensor.tolist and (known := self._run.as_list(args[0])) is not None:

@@ -12,7 +12,6 @@ and no more.
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
+from shardfn.core.engine.arithmetic import computing, converting
 from shardfn.core.engine.binding import Bound, is_cache
 from shardfn.core.engine.reached import Held, alike, reach, read, users_classes
 from shardfn.core.engine.values import Values
@@ -137,9 +137,8 @@ class Guards:
     values: list[Any]
     held: Held
     rules: Sequence[Rule] = ()
-    loose: dict[tuple[int, Any], tuple[Place, Any]] = field(
-        default_factory=dict
-    )  # what the rules are about, and was there
+    # What the rules are about, and was there.
+    loose: dict[tuple[int, Any], tuple[Place, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, leaves: Sequence[Any], found: Sequence[Place]) -> "Guards":
@@ -401,24 +400,13 @@ def _followed(function: Callable[..., Any]) -> Any:
     return call
 
 
-def _swapped(function: Callable[..., Any]) -> Any:
-    return lambda a, b: function(b, a)
-
-
 def _asked(name: str) -> Any:
     return lambda self, *args: getattr(self.ask(), name)(*args)
 
 
 _MATH = ("exp", "log", "sqrt", "pow", "cos", "sin", "tanh", "log1p", "expm1")
-_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-_METHODS = {f"__{name}__": _combined(getattr(operator, name)) for name in _OF_TWO}
-_METHODS |= {f"__r{name}__": _combined(_swapped(getattr(operator, name))) for name in _OF_TWO}
-_METHODS |= {f"__{name}__": _combined(getattr(operator, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
-_METHODS |= {f"__{name}__": _combined(getattr(operator, name)) for name in ("neg", "pos", "abs")}
-_ASKED = "int float bool index complex hash str repr format round trunc floor ceil divmod rdivmod"
-_METHODS |= {f"__{name}__": _asked(f"__{name}__") for name in _ASKED.split()}
-_METHODS |= {"__bool__": lambda self: bool(self.ask()), "__index__": lambda self: operator.index(self.ask())}
-_METHODS |= {"__float__": lambda self: float(self.ask()), "__complex__": lambda self: complex(self.ask())}
+_METHODS = computing(_combined) | converting(lambda number: number.ask())
+_METHODS |= {f"__{name}__": _asked(f"__{name}__") for name in "hash round trunc floor ceil divmod rdivmod".split()}
 _Int: Any = type("_Int", (_Number, torch.SymInt), _METHODS | {"__class__": property(lambda self: int)})
 _Float: Any = type("_Float", (_Number, torch.SymFloat), _METHODS | {"__class__": property(lambda self: float)})
 

@@ -78,8 +78,9 @@ def _described(numbers: Numbers, tree: Any) -> Iterator[Any]:
 def _is_even_part(tag: Tag, axis: str) -> bool:
     """Whether ranks have one piece each of a dim, in order, so that these can be joined."""
     part = tag.parts[axis]
-    alone = all(other is part or not other.split or other.dim != part.dim for other in tag.parts.values())
-    return alone and part.alone and len(part.runs) == 1 and part.runs[0][0] == 1
+    return part.is_even and all(
+        other is part or not other.split or other.dim != part.dim for other in tag.parts.values()
+    )
 
 
 def _check_output(

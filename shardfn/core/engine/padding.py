@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardfn._torch import argument_names, base_name, is_mutable, pytree
+from shardfn._torch import base_name, is_mutable, named_arguments, pytree
 from shardfn.core.engine.values import tensors_of
-from shardfn.core.operations import MOVES
+from shardfn.core.operations import MOVES, PRODUCTS
 
 Zero = Callable[[Tensor], bool]  # whether a tensor is zero in padding
 
-_PRODUCTS = {"mm", "bmm", "mv", "dot", "_grouped_mm"}
 _SUMS = {"addmm", "baddbmm", "addmv"}  # of a tensor and a product
 _KEEPING = MOVES | set(
     "sum mean amax amin max min prod var std var_mean linalg_vector_norm norm cumsum cumprod index index_select gather "
@@ -38,7 +37,7 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
     if not any(map(zero, inputs)):
         return False, False
     name = base_name(func).rstrip("_")
-    named = dict(zip(argument_names(func), args, strict=False)) | kwargs
+    named = named_arguments(func, args, kwargs)
     if name in ("native_layer_norm", "native_group_norm", "_fused_rms_norm") and named.get("eps") == 0:
         return False, True
     if name in _KEEPING:
@@ -48,7 +47,7 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
     if (torch.Tag.pointwise in func.tags or is_mutable(func)) and not by_chance:
         stays, breaks = _of_one_element(func, args, kwargs, zero)
         return stays, breaks or _has_no_derivative(func, args, kwargs, zero, wanted, asked_for)
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return True, False
     if name in _SUMS:
         return zero(inputs[0]) and any(map(zero, inputs[1:])), False

@@ -17,7 +17,6 @@ trial.py. torch itself decides by one: the function that is running is done in e
 """
 
 import linecache
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,8 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
+from shardfn.core.engine.arithmetic import computing, converting
+from shardfn.core.engine.values import tensors_of
 
 World = Literal["both", "rank", "one"]
 ALONE: tuple[World, World] = ("rank", "one")
@@ -125,8 +126,7 @@ class _Sized(Node):
         return _WORLDS.get().decide(self.rank, self.one, self.sources, in_general)
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
-        sources = self.sources.union(*(other.sources for other in others if isinstance(other, _Sized)))
-        return _Sized(rank, one, sources)
+        return _Sized(rank, one, _sources((self, *others)))
 
 
 class Size(torch.SymInt):
@@ -143,29 +143,16 @@ class Size(torch.SymInt):
             f"a size of this rank, {self.node.rank}, which is {self.node.one} on one rank, is no key: write int(n)"
         )
 
-    def __bool__(self) -> bool:
-        return bool(self.node.decided())
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
 
-    def __int__(self) -> int:
-        return int(self.node.decided())
-
-    __index__ = __int__
-
-    def __float__(self) -> float:
-        return float(self.node.decided())
-
-    def __repr__(self) -> str:
-        return repr(self.node.decided())
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format(self.node.decided(), spec)
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __trunc__(self) -> Any:
         return self
 
-    __floor__ = __ceil__ = __pos__ = __trunc__
+    __floor__ = __ceil__ = __trunc__
 
     def __round__(self, *_: Any) -> Any:
         return self
@@ -189,30 +176,15 @@ def of_world(x: Any, world: World) -> Any:
 
 def _combined(function: Callable[..., Any]) -> Any:
     def method(self: Any, *others: Any) -> Any:
-        nodes = [x.node for x in others if type(x) in (Size, torch.SymInt)]
         if not all(type(x) in (int, float, bool, Size, torch.SymInt) for x in others):
             return NotImplemented
         rank, one = (function(*(of_world(x, world) for x in (self, *others))) for world in ALONE)
-        return both(rank, one, self.node.sources.union(*(getattr(node, "sources", ()) for node in nodes)))
+        return both(rank, one, sources_of((self, *others)))
 
     return method
 
 
-def _swapped(function: Callable[..., Any]) -> Any:
-    return lambda a, b: function(b, a)
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Size, f"__{_name}__", _combined(getattr(operator, _name)))
-    setattr(Size, f"__r{_name}__", _combined(_swapped(getattr(operator, _name))))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
-    setattr(Size, f"__{_name}__", _combined(getattr(operator, _name)))
-
-
-for _name, _method in {
-    "__divmod__": lambda self, other: (self // other, self % other),
-    "__rdivmod__": lambda self, other: (other // self, other % self),
-}.items():
+for _name, _method in (computing(_combined) | converting(lambda size: size.node.decided())).items():
     setattr(Size, _name, _method)
 
 
@@ -288,23 +260,16 @@ def is_paired(tree: Any) -> bool:
 
 def sources_of(leaves: Iterable[Any]) -> frozenset[str]:
     """The modules at which `Policy.acts` splits what sizes among arguments are of."""
-    nodes = [x.node for x in leaves if type(x) in (Size, torch.SymInt)]
+    return _sources(x.node for x in leaves if type(x) in (Size, torch.SymInt))
+
+
+def _sources(nodes: Iterable[Any]) -> frozenset[str]:
     return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, _Sized)))
 
 
 def tensors_by_local(tree: Any) -> dict[int, Tensor]:
     """The tensors among arguments, by the identity of what a rank has of them."""
-    found: dict[int, Tensor] = {}
-    _add_tensors(tree, found)
-    return found
-
-
-def _add_tensors(tree: Any, found: dict[int, Tensor]) -> None:
-    for x in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(x, Tensor):
-            found[id(local_of(x))] = x
-        elif isinstance(x, list | tuple | dict):
-            _add_tensors(x, found)
+    return {id(local_of(x)): x for x in tensors_of(tree)}
 
 
 Same = Callable[[Tensor, Tensor], bool]

@@ -38,9 +38,8 @@ class Reached:
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
         self._found: Held = {}
-        self.collected: list[
-            Any
-        ] = []  # what the last run has put into it that outlives a forward: tensors and whole numbers
+        # What the last run has put into it that outlives a forward: tensors and whole numbers.
+        self.collected: list[Any] = []
         modules = [unwrapped(module) for module in model.modules()]
         for cls in users_classes(model):
             _follow([x for x in vars(cls).values() if isinstance(x, FunctionType)], _DEPTH, self._found)

@@ -33,11 +33,6 @@ class Tag:
         return next(iter(self.sources)) if len(self.sources) == 1 else None
 
     @property
-    def axes(self) -> frozenset[str]:
-        """The axes it varies over."""
-        return frozenset(self.parts)
-
-    @property
     def by_acts(self) -> set[str]:
         """The modules at which `Policy.acts` splits it."""
         return {source.removeprefix(BY_ACTS) for source in self.split_by if source.startswith(BY_ACTS)}
@@ -79,7 +74,6 @@ class Findings:
 
     vary: set[tuple[str, str]] = field(default_factory=set)  # (source, axis)
     mixed: list[Problem] = field(default_factory=list)  # problems that no single source explains
-    doubts: list[Problem] = field(default_factory=list)  # those that count when there are no others
     gather: set[str] = field(default_factory=set)  # column-parallel modules whose output leaves `apply`
     sums: set[tuple[str, int, str]] = field(default_factory=set)  # (module, leaf of its output, axis) still to add up
     ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before

@@ -5,6 +5,7 @@ made of sizes and of integer inputs, which is cheap to do for real beside the me
 not.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Values:
 
     def note(self, blank: Tensor, real: Tensor, made: bool = False) -> None:
         """A meta tensor stands for a real one; `made`: of numbers, so that it counts whatever its dtype."""
-        if (made or _counts(real)) and real.numel() <= _LARGEST:
+        if (made or not (real.is_floating_point() or real.is_complex())) and real.numel() <= _LARGEST:
             self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
 
     def knows(self, x: Tensor) -> bool:
@@ -72,7 +73,7 @@ class Values:
             args = self._by_numbers(args)
         if name == "_grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
-        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
             args, kwargs = without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
@@ -83,16 +84,12 @@ class Values:
             or any(x not in self._known for x in tensors)
             or (not tensors and not _makes_small_integers(name, args, kwargs))
         ):
-            out = func(*args, **kwargs)
-            self._forget(func, out)
-            return out
+            return self._without_values(func, args, kwargs)
         real_args, real_kwargs = pytree.tree_map(self._real, (args, kwargs))
         try:
             real = func(*real_args, **real_kwargs)
         except (NotImplementedError, RuntimeError):  # not for this dtype on the CPU, or nowhere
-            out = func(*args, **kwargs)
-            self._forget(func, out)
-            return out
+            return self._without_values(func, args, kwargs)
         if name == "_local_scalar_dense":
             return real
         out = self._blank(func, args, kwargs, real)
@@ -160,15 +157,14 @@ class Values:
             return self._known[value]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    def _forget(self, func: Any, out: Any) -> None:
-        """What was written with values that are not known is not known any more."""
-        if is_mutable(func):
-            for x in leaves_of(out):
-                if isinstance(x, Tensor):
-                    self._known.pop(x, None)
-                    base = base_of(x)
-                    if base is not None:
-                        self._known.pop(base, None)
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation; what it writes is not known any more."""
+        out = func(*args, **kwargs)
+        for x in tensors_of(out) if is_mutable(func) else ():
+            self._known.pop(x, None)
+            if (base := base_of(x)) is not None:
+                self._known.pop(base, None)
+        return out
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
@@ -179,10 +175,6 @@ def _equal(x: Tensor, other: Tensor) -> bool:
         return bool(((x == other) | ((x != x) & (other != other))).all())
 
 
-def _counts(x: Tensor) -> bool:
-    return not x.is_floating_point() and not x.is_complex()
-
-
 def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a factory makes something whose values are worth keeping."""
     if name not in ("arange", "ones", "zeros", "full", "scalar_tensor", "tril_indices", "triu_indices"):
@@ -191,7 +183,4 @@ def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
     if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
         return False
     sizes = [n for n in leaves_of(args) if isinstance(n, int) and not isinstance(n, bool)]
-    total = 1
-    for n in sizes:
-        total *= max(n, 1)
-    return total <= _LARGEST
+    return prod(max(n, 1) for n in sizes) <= _LARGEST

@@ -14,9 +14,9 @@ done on what one process has, too (`paired.py`), and each result must be the par
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn._torch import (
     OF_MEMORY,
     TorchDispatchMode,
-    argument_names,
     base_name,
     base_of,
     has_hooks,
     is_mutable,
+    named_arguments,
     outside_dispatch,
     pytree,
     storage_number,
@@ -56,8 +56,8 @@ from shardfn.core.engine.paired import (
 )
 from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
 from shardfn.core.engine.values import EMPTY, Values, leaves_of, tensors_of
-from shardfn.core.operations import MOVES, Operation, made_here, parts_after
-from shardfn.core.parts import SAME, Part, Shape, after_collective, even
+from shardfn.core.operations import MOVES, Operation, is_stored, made_here, parts_after
+from shardfn.core.parts import SAME, Cure, Part, Shape, after_collective, even
 
 _COPYING = {"expand", "repeat", "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "_to_copy", "clone", "alias"}
 _REPEATING = {"expand", "repeat"}
@@ -110,7 +110,7 @@ class Variance(TorchDispatchMode):
         self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
         self._path: list[str] = [""]
-        self._failed_at: str | None = None
+        self.failed_at = ""  # the path of the module in which the run failed; empty for the model itself
         self._instead: Tensor | None = None  # what the next copy gives
         self._done: list[_Done] | None = None  # by a function in one process
         self._expected: Iterator[_Done] | None = None  # the same, for a rank, as long as it does the same operations
@@ -138,6 +138,10 @@ class Variance(TorchDispatchMode):
             why = "another view of its memory was written with values that are split otherwise"
             return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
         return known
+
+    def part(self, x: Tensor, axis: str) -> Part | None:
+        """What a tensor is over an axis."""
+        return self.tag(x).parts.get(axis)
 
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
@@ -173,30 +177,25 @@ class Variance(TorchDispatchMode):
         try:
             yield
         except Exception:
-            self._failed_at = self._failed_at or path
+            self.failed_at = self.failed_at or path
             raise
         finally:
             self._path.pop()
 
-    @property
-    def failed_at(self) -> str:
-        """The path of the module in which the run failed; empty for the model itself."""
-        return self._failed_at or ""
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Within it operations are those of a rank alone."""
-        with self.worlds.only("one" if self.worlds.at == "one" else "rank"):
-            yield
+        return self.worlds.only("one" if self.worlds.at == "one" else "rank")
 
     # -- both worlds --------------------------------------------------------------------------------------------------
 
-    def in_each_world(self, of_rank: Callable[[], Any], of_one: Callable[[], Any]) -> Any:
-        """What a rank and one process make, each by itself, as one."""
+    def in_each_world(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a rank and one process make of arguments, each by itself, as one; of one world alone what that makes."""
+        if self.worlds.at != "both":
+            return (of_one if self.worlds.at == "one" else of_rank)(*args, **kwargs)
         with self.worlds.only("rank"):
-            mine = of_rank()
+            mine = of_rank(*args, **kwargs)
         with self.worlds.only("one"), torch.no_grad():
-            whole = of_one()
+            whole = of_one(*args, **kwargs)
         return self.packed(mine, whole)
 
     def function_in_each_world(self, done: Callable[[], Any], given: Any) -> Any:
@@ -284,10 +283,15 @@ class Variance(TorchDispatchMode):
             if fits and fits[0] is not part:
                 self.mark(x, replace(tag, parts={axis: fits[0]}))
 
-    def _lose(self, tensors: Sequence[Tensor], why: str, cure: Literal["sizes", "pads"] = "sizes") -> None:
+    def _lose(self, tensors: Sequence[Tensor], why: str, cure: Cure = "sizes") -> None:
         lost = Part("lost", why=why, cure=cure, where=self._path[-1])
         for x in tensors:
             self.mark(x, replace(self.tag(x), parts=dict.fromkeys(self.tag(x).parts or list(self.sizes)[:1], lost)))
+
+    def _lose_all(self, results: Sequence[dict[str, Part]], why: str, cure: Cure = "sizes") -> None:
+        """Lose the parts of the results of an operation."""
+        for own in results:
+            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure=cure)))
 
     def _decided(self, decision: Decision) -> None:
         if decision.sources:
@@ -332,9 +336,6 @@ class Variance(TorchDispatchMode):
 
     def refuse(self, why: str, kind: Kind = "rules", x: Tensor | None = None) -> None:
         """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
-        self.findings.mixed.append(self._problem(why, kind, x))
-
-    def _problem(self, why: str, kind: Kind, x: Tensor | None = None) -> Problem:
         path = here = self._path[-1]
         known = self.tag(x) if x is not None else Tag()
         lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
@@ -342,7 +343,7 @@ class Variance(TorchDispatchMode):
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
         what = f"in {path or '(the model)'!r}: {why}{where}"
-        return Problem(what, kind, known.split_by, here)
+        self.findings.mixed.append(Problem(what, kind, known.split_by, here))
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -371,7 +372,7 @@ class Variance(TorchDispatchMode):
             self.stuck = Stuck(base_name(func), tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors))
             raise
         if pairs:
-            given = tensors_by_local(args) | tensors_by_local(kwargs)
+            given = tensors_by_local((args, kwargs))
             out = paired(local, whole, given, self._same) if world == "both" else paired(local, local, given)
         if not watching():
             return out  # within a collective, which says itself what it made
@@ -448,15 +449,12 @@ class Variance(TorchDispatchMode):
         shapes = tuple(tuple(x.shape) for x in tensors_of(whole)) if whole is not None else done and done.shapes
         parts = self._parts(func, inputs, *mine, tensors_of(local), shapes)
         if self._apart and (is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
-            why = f"{name} is given numbers made of this rank's sizes"
-            for own in parts:
-                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
+            self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
         if whole is not None:
             other, sources = taken((args, kwargs), "one"), sources_of(leaves_of((args, kwargs)))
             self._compare(func, mine, other, tensors_of(local), tensors_of(whole), parts, sources)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
-                for own in parts:
-                    own.update(dict.fromkeys(own, Part("lost", why=why, cure="pads")))
+                self._lose_all([own for own in parts if own], why, "pads")
         self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
@@ -559,9 +557,7 @@ class Variance(TorchDispatchMode):
         """Lose what is not the part of the whole result that it is said to be; `sources`: of sizes that it is given."""
         name = base_name(func)
         if len(wholes) != len(results):
-            why = f"{name} has {len(results)} results here and {len(wholes)} on one rank"
-            for own in found:
-                own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure="sizes")))
+            self._lose_all(found, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
             return
         numbers = mine is other or self._numbers_agree(func, mine, other)
         problem = ""
@@ -577,40 +573,31 @@ class Variance(TorchDispatchMode):
                 )
             elif not numbers or not (own or self.values.agree(result, whole)):
                 problem = f"{name} is given numbers made of this rank's sizes"
-        for own in found if problem else ():  # one wrong result tells of the others
-            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=problem, cure="sizes")))
-        if problem and sources:
-            self.needs_whole(sources, self._path[-1])
+        if problem:
+            self._lose_all(found, problem)  # one wrong result tells of the others
+            if sources:
+                self.needs_whole(sources, self._path[-1])
 
     def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
         """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
         name = base_name(func)
         sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
-        (args, kwargs), (others, other_kwargs) = mine, other
-        named = dict(zip(argument_names(func), args, strict=False)) | kwargs
-        whole = dict(zip(argument_names(func), others, strict=False)) | other_kwargs
+        named, whole = named_arguments(func, *mine), named_arguments(func, *other)
         for key, value in named.items():
             if key in sizes:
                 continue
             pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
             if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
                 return False
-        return name not in _CUTS or self._starts_alike(mine, other)
-
-    def _starts_alike(self, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-        """Whether a cut begins where it does in the whole value."""
-        x, whole = mine[0][0], other[0][0]
-        dim = (mine[0][1] if len(mine[0]) > 1 else mine[1].get("dim", 0)) % max(x.dim(), 1)
-        start, expected = _start(mine, x.shape[dim]), _start(other, whole.shape[dim])
-        scaled = start * whole.shape[dim], expected * x.shape[dim]
-        return scaled[0] == scaled[1] or start == expected == 0
+        if name not in _CUTS:
+            return True
+        (start, size), (expected, of_whole) = _start(named), _start(whole)
+        return start * of_whole == expected * size
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""
-        return len(shape) == len(expected) and all(
-            mine == other or any(mine * true == other * padded for true, padded in self._padded)
-            for mine, other in zip(shape, expected, strict=True)
-        )
+        pairs = zip(shape, expected, strict=False)
+        return len(shape) == len(expected) and all(is_stored(mine, other, self._padded) for mine, other in pairs)
 
     def _repeats_otherwise(self, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> str:
         """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
@@ -638,15 +625,19 @@ class Variance(TorchDispatchMode):
     def require_varied(self, x: Tensor, axis: str, path: str) -> None:
         """Have an input of a module varied where it is made, since those of other calls are."""
         known = self.tag(x)
-        if not (known.wants or x.requires_grad):
-            return
-        if known.sources:
-            self.findings.vary.update((source, axis) for source in known.sources)
-            return
-        what = (
-            f"in {path!r}: it is called with a value that ranks of '{axis}' use in shares and with one that they share"
-        )
-        self.findings.mixed.append(Problem(what, "gradient", at=path))
+        if known.wants or x.requires_grad:
+            with self.inside(path):
+                self._vary(
+                    known,
+                    axis,
+                    f"it is called with a value that ranks of '{axis}' use in shares and with one that they share",
+                )
+
+    def _vary(self, shared: Tag, axis: str, why: str) -> None:
+        """Have a value varied where it is made; that it is not, is refused where this is not known."""
+        self.findings.vary.update((source, axis) for source in shared.sources)
+        if not shared.sources:
+            self.refuse(why, "gradient")
 
     def _note_written(self, written: Tensor, parts: dict[str, Part]) -> None:
         """Other views of the same memory know nothing of what is in it now."""
@@ -676,26 +667,24 @@ class Variance(TorchDispatchMode):
     def _joined(self, inputs: list[Tensor], parts: list[dict[str, Part]], operation: str) -> Tag:
         """What results have of their inputs besides parts."""
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
-        axes = frozenset().union(*(tag.axes for _, tag in tags), *parts)
+        axes = frozenset[str]().union(*(tag.parts for _, tag in tags), *parts)
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
-            for axis in sorted(axes - tag.axes):
-                if tag.sources:
-                    self.findings.vary.update((source, axis) for source in tag.sources)
-                else:
-                    self.refuse(
-                        f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it",
-                        "gradient",
-                    )
-        sources = (
-            frozenset().union(*(tag.sources for tag in grads)) if all(tag.sources for tag in grads) else frozenset()
-        )
+            for axis in sorted(axes - tag.parts.keys()):
+                self._vary(
+                    tag,
+                    axis,
+                    f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it",
+                )
+        sources = frozenset[str]()
+        if all(tag.sources for tag in grads):
+            sources = sources.union(*(tag.sources for tag in grads))
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
         return Tag({}, wants, sources, split_by)
 
 
-def _start(given: tuple[Any, Any], size: int) -> int:
-    args, kwargs = given
-    begin = (args[2] if len(args) > 2 else kwargs.get("start")) or 0
-    return min(max(begin + (size if begin < 0 else 0), 0), size)
+def _start(cut: Mapping[str, Any]) -> tuple[int, int]:
+    """Where a cut with these arguments begins, and the size of the dim along which it is made."""
+    size, begin = cut["self"].shape[cut.get("dim", 0)], cut.get("start") or 0
+    return min(max(begin + (size if begin < 0 else 0), 0), size), size
