@@ -62,7 +62,8 @@ class Differentiation:
         """
         for axis in axes:
             shared = {node: name for node, over, name in self._shared if over == axis}
-            nodes, seen = [loss.grad_fn], set[Any]()
+            nodes: list[Any] = [loss.grad_fn]
+            seen = set[Any]()
             while nodes and shared:
                 node = nodes.pop()
                 if node is None or node in seen:
@@ -74,8 +75,9 @@ class Differentiation:
                         " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
                         f"{axis!r}) of it, whose gradient is that of all losses"
                     )
-                name, where = function_of(node), getattr(node, "where", ())
-                if name not in _OF_TREES and not (name in _VARYING and where[1:2] == (axis,)):
+                name = function_of(node)
+                varies = name == "Eager" and node.where[0] in _VARYING and node.where[2] == axis
+                if name not in _OF_TREES and not varies:
                     nodes += [other for other, _ in node.next_functions]
 
     @contextmanager
@@ -92,8 +94,9 @@ class Differentiation:
 
 # Data axes of trees that transforms around are given: each of their ranks has a loss of its own.
 _AXES_OF_LOSSES: ContextVar[frozenset[str]] = ContextVar("axes of losses", default=frozenset())
-# Nodes of graphs: what ranks share is varying behind them, or is about trees, whose cotangents are means.
-_VARYING = {"_Pvary", "_IntoLosses"}
+# Collectives behind which what ranks share is varying; nodes of graphs behind which it is about trees, whose cotangents
+# are means.
+_VARYING = {"pvary", "into_losses"}
 _OF_TREES = {"_Gather", "GatherBucket", "ReduceBucket", "Lift"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
