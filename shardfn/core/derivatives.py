@@ -21,9 +21,8 @@ from shardfn._torch import (
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import FORWARD_MODE, FORWARD_MODE_DIFFERENTIATED, ByFormulas
-from shardfn.core.lowering import entered, left
+from shardfn.core.lowering import entered, is_tree, left
 from shardfn.core.transforms import grad, of_dtensors, plain_gradient, unused
-from shardfn.core.tree import Params
 from shardfn.core.underway import in_forward_mode, is_under_way
 
 
@@ -161,7 +160,7 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
         ShardError: none does, as with `model(x)` where `apply` is meant.
     """
     checked = ours_only(verb, func)
-    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=_is_tree) if _is_tree(x))
+    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=is_tree) if is_tree(x))
     if in_transform() or is_under_way() or not leaves:
         return checked
 
@@ -195,7 +194,7 @@ def _require_tuples(verb: str, *values: Any) -> None:
 
 def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     """Check that a direction has the structure, the shapes and the layouts of what it is a direction of."""
-    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=_is_tree) if _is_tree(x)] for t in (primals, tangents))
+    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=is_tree) if is_tree(x)] for t in (primals, tangents))
     for tree, other in zip(trees, others, strict=False):
         problems = [f"the tangent has no leaf {name!r}" for name in tree if name not in other]
         problems += [f"the tangent has a leaf {name!r}, which the primal has not" for name in other if name not in tree]
@@ -213,12 +212,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     flat, structure = pytree.tree_flatten(primals)
     others, other_structure = pytree.tree_flatten(tangents)
     if structure != other_structure:
-        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=_is_tree) for t in (tangents, primals))
+        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=is_tree) for t in (tangents, primals))
         raise ShardError(f"{verb}: tangents have another structure than primals: {seen} and {wanted}")
     for x, tangent in zip(flat, others, strict=True):
         if isinstance(x, Tensor) and isinstance(tangent, Tensor) and x.shape != tangent.shape:
             raise ShardError(f"{verb}: a tangent has shape {tuple(tangent.shape)}, its primal {tuple(x.shape)}")
-
-
-def _is_tree(x: object) -> bool:
-    return isinstance(x, Params)

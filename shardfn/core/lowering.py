@@ -21,10 +21,11 @@ from shardfn.core.tree import Params
 
 def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
     """`fn` on every tree of shards in a pytree."""
-    return pytree.tree_map(lambda x: fn(x) if _is_tree(x) else x, tree, is_leaf=_is_tree)
+    return pytree.tree_map(lambda x: fn(x) if is_tree(x) else x, tree, is_leaf=is_tree)
 
 
-def _is_tree(x: object) -> bool:
+def is_tree(x: object) -> bool:
+    """Whether it is a tree of shards."""
     return isinstance(x, Params)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from shardfn._torch import (
 from shardfn.core.errors import ShardError
 
 asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
+
+
+def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of real or complex numbers, which has derivatives."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
 _Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
 
 
