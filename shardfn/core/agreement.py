@@ -5,7 +5,7 @@ exchanged once, and every rank raises when one of them has to.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -158,46 +158,33 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    if places.pure:
-        _check_simulated_batch(places, compute, batch, problem)
-        return
-    rows = torch.tensor([[_fingerprint(batch), problem is not None, 0]], dtype=torch.int64, device=places.device)
-    for number, axis in enumerate((*compute, *(axis for axis in places.sizes if axis not in compute)), 1):
-        rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 3)  # [ranks so far, (hash, problem, axis)]
-        if number <= len(compute) and len(set(rows[:, 0].tolist())) > 1:
-            rows[:, 2].clamp_(min=number)
-    if problem is not None:
+    if problem is not None and places.pure:
         raise ShardError(problem)
-    bad, differ = int(rows[:, 1].sum()), int(rows[:, 2].max())
-    if bad:
-        raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
-    if differ:
-        raise _different_batches(compute[differ - 1], places.coords)
-
-
-def _check_simulated_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
-    """The same in one process, which has the batches of all ranks; recorded ones have no values."""
-    if problem is not None:
-        raise ShardError(problem)
-    if not simulated():
+    if not places.pure:
+        row = torch.tensor([_fingerprint(batch), problem is not None], dtype=torch.int64, device=places.device)
+        for axis in reversed(places.sizes):
+            row = gather_flat(row, places.groups[axis])
+        prints, failed = row.view(-1, 2).t().tolist()  # of each rank, in mesh order
+        if problem is not None:
+            raise ShardError(problem)
+        if bad := sum(failed):
+            raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    elif simulated():  # one process has the batches of all ranks
+        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in places.ranks())
+        prints = [*map(_fingerprint, parts)]
+    else:  # recorded ones have no values
         return
-    prints = {
-        tuple(places.coords_of(rank).items()): _fingerprint(pytree.tree_map(partial(part_of_rank, rank=rank), batch))
-        for rank in places.ranks()
-    }
+    found = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
     for axis in compute:
-        for where, print_ in prints.items():
-            first = tuple((name, 0 if name == axis else at) for name, at in where)
-            if prints[first] != print_:
-                raise _different_batches(axis, dict(where))
-
-
-def _different_batches(axis: str, coords: Mapping[str, int]) -> ShardError:
-    where = ", ".join(f"{name}={coord}" for name, coord in coords.items())
-    return ShardError(
-        f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the same "
-        f"samples; load batches by sf.data.rank(mesh), which counts data axes only."
-    )
+        number = list(places.sizes).index(axis)
+        odd = [where for where in found if found[where] != found[*where[:number], 0, *where[number + 1 :]]]
+        if odd:
+            coords = odd[0] if places.pure else places.coords.values()
+            where = ", ".join(f"{name}={coord}" for name, coord in zip(places.sizes, coords, strict=True))
+            raise ShardError(
+                f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the "
+                f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
+            )
 
 
 def _fingerprint(batch: Any) -> int:

@@ -42,11 +42,12 @@ from shardfn._torch import (
     waited,
 )
 from shardfn.core import direct
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import axes_of_losses, is_under_way, note_shared
+from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -79,7 +80,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         return full
     into, own = full.view(torch.uint8), shard.view(torch.uint8)
     if direct.serves(own, group):
-        direct.gather(into.view(group.size(), -1), own.view(-1), group)
+        direct.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
     else:
         all_gather_single(into, own, group=group)
     return full
@@ -112,7 +113,7 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return received
     into, parts = received.view(torch.uint8), x.view(torch.uint8)
     if direct.serves(parts, group, size):
-        direct.exchange(into.view(size, -1), parts.view(size, -1), group)
+        direct.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
     else:
         all_to_all_single(into, parts, group=group)
     return received
@@ -261,15 +262,12 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
-    if direct.serves(target, group):
-        wide = target.to(_WIDER.get(x.dtype, x.dtype)).contiguous()
-        direct.sum_(wide, group)
-        if wide is not target:
-            target.copy_(wide)
-        return x
-    half_on_gloo = x.dtype in _HALVES and not _adds_natively(x, group)
-    wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
-    if has_no_memory():
+    directly = direct.serves(target, group)
+    adds_halves = directly or _adds_natively(x, group)
+    wide = target.to(_WIDER.get(x.dtype, x.dtype) if adds_halves else accumulation_dtype(x.dtype)).contiguous()
+    if directly:
+        direct.sum_(wide, group.group_name)
+    elif has_no_memory():
         wide = waited(summing(wide, group))
     else:
         dist.all_reduce(wide, group=group)
@@ -452,18 +450,18 @@ class _InGraph(torch.autograd.Function):
 _InGraph.forward.__dict__["__signature__"] = inspect.signature(_InGraph.forward)
 
 
-class _InTransform(_InGraph):
+class InTransform(_InGraph):
     """The same with forward mode and batching, see [Note: three Functions]."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _InTransform.apply(tangents[0], *ctx.where)
+        return InTransform.apply(tangents[0], *ctx.where)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         x, kind, mesh, axis, dims = args
         moved = tuple(dim + 1 if isinstance(dim, int) else dim for dim in dims)  # counts stay
-        return _InTransform.apply(x.movedim(in_dims[0], 0), kind, mesh, axis, moved), 0
+        return InTransform.apply(x.movedim(in_dims[0], 0), kind, mesh, axis, moved), 0
 
 
 class Eager(torch.autograd.Function):
@@ -491,7 +489,7 @@ def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
                 "the function: communicate outside, of what comes out"
             )
         x = of_each_rank(x) if simulated() else x
-        function, watcher = _InTransform if in_transform() else Eager, _WATCHER.get()
+        function, watcher = InTransform if in_transform() else Eager, _WATCHER.get()
         varies = _PAIRS[kind].varies
         if watcher is None:
             out = function.apply(x, kind, mesh, axis, dims)
@@ -560,7 +558,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not (x.is_floating_point() or x.is_complex()) else _Weighed.apply(x, factor)
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, factor)
 
 
 class _OfRank(_Weighed):
@@ -607,12 +605,8 @@ def watching() -> bool:
 @contextmanager
 def watched(watcher: Watcher | None, asked: Callable[[str], None] | None = None) -> Iterator[None]:
     """Within it `watcher` hears of collectives, to follow what varies, and `asked` of `axis_index`."""
-    tokens = _WATCHER.set(watcher), _ASKED.set(asked)
-    try:
+    with holding(_WATCHER, watcher), holding(_ASKED, asked):
         yield
-    finally:
-        _WATCHER.reset(tokens[0])
-        _ASKED.reset(tokens[1])
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -902,8 +896,7 @@ def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
         ShardError: the mesh has no such axis, x no such dim, W does not divide it, or the dtype is none that adds.
     """
     _check_addable("psum_scatter", x)
-    dim = _dim("psum_scatter", x, "dim", dim)
-    size = _split("psum_scatter", x, mesh, axis, dim)
+    size, dim = _split("psum_scatter", x, mesh, axis, dim)
     return x if size == 1 else _bind("psum_scatter", x, mesh, axis, dim)
 
 
@@ -930,8 +923,7 @@ def shard_slice(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     Raises:
         ShardError: the mesh has no such axis, x no such dim, or W does not divide it.
     """
-    dim = _dim("shard_slice", x, "dim", dim)
-    size = _split("shard_slice", x, mesh, axis, dim)
+    size, dim = _split("shard_slice", x, mesh, axis, dim)
     return x if size == 1 else _bind("shard_slice", x, mesh, axis, dim)
 
 
@@ -960,9 +952,8 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     Raises:
         ShardError: the mesh has no such axis, x no such dim, or W does not divide `split_dim`.
     """
-    split_dim = _dim("all_to_all", x, "split_dim", split_dim)
+    size, split_dim = _split("all_to_all", x, mesh, axis, split_dim, "split_dim")
     concat_dim = _dim("all_to_all", x, "concat_dim", concat_dim)
-    size = _split("all_to_all", x, mesh, axis, split_dim)
     if size > 1 and torch.compiler.is_compiling() and not COMPILES_EXCHANGES:
         return _exchanged_by_gather(x, mesh, axis, size, split_dim, concat_dim)
     return x if size == 1 else _bind("all_to_all", x, mesh, axis, split_dim, concat_dim)
@@ -1044,12 +1035,13 @@ def _dim(name: str, x: Tensor, parameter: str, dim: int) -> int:
     return dim % x.ndim
 
 
-def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int) -> int:
-    """The size of the axis, which must divide the dim."""
+def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int, parameter: str = "dim") -> tuple[int, int]:
+    """The size of the axis, which must divide the dim, and the dim counted from the front."""
+    dim = _dim(name, x, parameter, dim)
     size, length = _size(name, mesh, axis, x), x.shape[dim]
     if length % size:
         raise ShardError(
             f"{name}: shape {tuple(x.shape)} splits dim {dim} over {axis}={size}, {length} % {size} = {length % size}. "
             f"Pad dim {dim} to {-(-length // size) * size}, or choose a dim that {size} divides."
         )
-    return size
+    return size, dim

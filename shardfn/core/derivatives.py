@@ -54,13 +54,8 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     Communication: that of `func`, each collective twice: for the values and for the tangents.
     """
     _require_tuples("jvp", primals, tangents)
-    if not in_transform():
-        _require_alike("jvp", primals, tangents)
-    prepare_forward_mode()
+    inner = _entered_alike("jvp", primals, tangents)
     checked = _using("jvp", func, primals, has_aux)
-    inner = entered("jvp", (primals, tangents))
-    if in_transform():  # where a tree may come from outside, and another one not
-        _require_alike("jvp", *inner)
     with (
         _by_formulas(),
         of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
@@ -137,13 +132,8 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     """
     _require_tuples("hvp", primals)
     params, *batch = primals
-    if not in_transform():
-        _require_alike("hvp", params, tangent)
+    inner, direction = _entered_alike("hvp", params, tangent)
     gradient = grad(_using("hvp", func, params, False))
-    prepare_forward_mode()
-    inner, direction = entered("hvp", (params, tangent))
-    if in_transform():
-        _require_alike("hvp", inner, direction)
     with _by_formulas():
         _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
@@ -190,6 +180,17 @@ def _require_tuples(verb: str, *values: Any) -> None:
             raise TypeError(
                 f"{verb}: primals and tangents are tuples, one entry an argument, not {type(value).__name__}"
             )
+
+
+def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
+    """What forward mode gets of primals and their tangents, which are alike."""
+    prepare_forward_mode()
+    if not in_transform():
+        _require_alike(verb, primals, tangents)
+    inner = entered(verb, (primals, tangents))
+    if in_transform():  # where a tree may come from outside, and another one not
+        _require_alike(verb, *inner)
+    return inner
 
 
 def _require_alike(verb: str, primals: Any, tangents: Any) -> None:

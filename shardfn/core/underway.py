@@ -4,7 +4,7 @@ A graph is walked where it is asked about only: a node costs half a microsecond.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from operator import attrgetter
@@ -16,12 +16,11 @@ from torch import Tensor
 from shardfn._torch import (
     backward_id,
     differentiated_in_transform,
-    function_of,
     in_transform,
     innermost_value,
     kinds_of_transforms,
-    leaf_behind,
 )
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 
 asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
@@ -82,29 +81,28 @@ class Differentiation:
                         " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
                         f"{axis!r}) of it, whose gradient is that of all losses"
                     )
-                name = function_of(node)
-                varies = name == "Eager" and node.where[0] in _VARYING and node.where[2] == axis
+                name = type(node).__name__
+                varies = name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis
                 if name not in _OF_TREES and not varies:
                     nodes += [other for other, _ in node.next_functions]
 
     @contextmanager
     def runs(self) -> Iterator[None]:
         """Within it the loss runs."""
-        token = _UNDER_WAY.set((*self.around, self))
         try:
-            yield
+            with holding(_UNDER_WAY, (*self.around, self)):
+                yield
         finally:
-            _UNDER_WAY.reset(token)
             for outer in self.around:
                 outer._inner += self._fresh
 
 
 # Data axes of trees that transforms around are given: each of their ranks has a loss of its own.
 _AXES_OF_LOSSES: ContextVar[frozenset[str]] = ContextVar("axes of losses", default=frozenset())
-# Collectives behind which what ranks share is varying; nodes of graphs behind which it is about trees, whose cotangents
-# are means.
-_VARYING = {"pvary", "into_losses"}
-_OF_TREES = {"_Gather", "GatherBucket", "ReduceBucket", "Lift"}
+# Nodes of graphs: collectives, behind some of which what ranks share is varying; or behind which it is about trees,
+# whose cotangents are means.
+_COLLECTIVES, _VARYING = {"EagerBackward", "InTransformBackward"}, {"pvary", "into_losses"}
+_OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward", "LiftBackward"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
@@ -113,14 +111,9 @@ def axes_of_losses() -> frozenset[str]:
     return _AXES_OF_LOSSES.get()
 
 
-@contextmanager
-def losses_over(axes: Collection[str]) -> Iterator[None]:
+def losses_over(axes: Collection[str]) -> AbstractContextManager[None]:
     """Within it runs a function, in a transform, of trees that have these data axes."""
-    token = _AXES_OF_LOSSES.set(_AXES_OF_LOSSES.get() | set(axes))
-    try:
-        yield
-    finally:
-        _AXES_OF_LOSSES.reset(token)
+    return holding(_AXES_OF_LOSSES, _AXES_OF_LOSSES.get() | set(axes))
 
 
 def is_under_way() -> bool:
@@ -188,12 +181,12 @@ def _sources(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """What tensors are made of: ids of leaves that ask for a gradient, and the nodes in between."""
     given = [x for x in tensors if x.requires_grad]
     yield from (id(x) for x in given if x.grad_fn is None)
-    nodes, seen = [x.grad_fn for x in given], set[Any]()
+    nodes: list[Any] = [x.grad_fn for x in given]
+    seen = set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = leaf_behind(node)
-        yield node if leaf is None else id(leaf)
+        yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
         nodes += [before for before, _ in node.next_functions]

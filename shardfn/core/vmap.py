@@ -14,7 +14,6 @@ rank would be added to each other.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -79,44 +78,32 @@ def vmap(
     Communication: what `func` needs, for the whole batch at once; an all-gather a bucket for trees that are not mapped,
     before; one of a number when trees come out.
     """
-
     checked = ours_only("vmap", func)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _mapped(partial(checked, **kwargs), args, in_dims, out_dims, randomness, chunk_size)
+        leaves, structure = pytree.tree_flatten(args, is_leaf=is_tree)
+        dims = _flat_dims(in_dims, len(args), structure)
+        both = zip(leaves, dims, strict=True)
+        pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
+        axes = _mapped_axes(pairs)
+        ready = [_entering(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
+        given = stream()
+        lanes, count, of_part = _lanes(pairs, ready, axes) if given and randomness != "same" else (0, 1, False)
+        start = dict(given.calls) if given is not None else {}
+
+        def run(own: Any, *flat: Any) -> Any:
+            if given is not None:
+                given.calls = dict(start)  # every chunk makes the same calls
+            with mapped_over(axes), lane(own, count, of_part):
+                return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
+
+        own_dim = 0 if isinstance(lanes, Tensor) else None
+        with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
+            out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
+        _require_in_front(out, out_dims)
+        return left(over_params(lambda tree: _leaving(tree, axes), out))
 
     return mapped
-
-
-def _mapped(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    in_dims: Any,
-    out_dims: Any,
-    randomness: str,
-    chunk_size: int | None,
-) -> Any:
-    """`func` over a dim of `args`."""
-    leaves, structure = pytree.tree_flatten(args, is_leaf=is_tree)
-    dims = _flat_dims(in_dims, len(args), structure)
-    both = zip(leaves, dims, strict=True)
-    pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
-    axes = _mapped_axes(pairs)
-    ready = [_entering(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
-    lanes, count, of_part = _lanes(pairs, ready, axes) if stream() and randomness != "same" else (0, 1, False)
-    start = dict(given.calls) if (given := stream()) is not None else {}
-
-    def run(own: Any, *flat: Any) -> Any:
-        if given is not None:
-            given.calls = dict(start)  # every chunk makes the same calls
-        with mapped_over(axes), lane(own, count, of_part):
-            return func(*pytree.tree_unflatten(list(flat), structure))
-
-    own_dim = 0 if isinstance(lanes, Tensor) else None
-    with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
-        out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
-    _require_in_front(out, out_dims)
-    return left(over_params(lambda tree: _leaving(tree, axes), out))
 
 
 def _lanes(

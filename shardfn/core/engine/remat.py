@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import Level, buffers_of, from_outside, innermost, materialized, pull_back, pytree
@@ -161,7 +162,7 @@ def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Te
             return remat(fn, *values)
         made = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
     count = sum(floats)
-    duals = map(level.with_tangent, made[:count], made[count : 2 * count])
+    duals = map(forward_ad.make_dual, made[:count], made[count : 2 * count])
     others = iter(made[2 * count :])
     return tuple(next(duals) if is_float else next(others) for is_float in floats)
 
