@@ -418,7 +418,10 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> l
     found: list[Tensor | None] = [None] * len(wanted)
     collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
     if loss.requires_grad:
-        found = _differentiated(loss, wanted, outer, collected)
+        with ExitStack() as stack:  # what `collected` take comes on top
+            for gradients in collected:
+                stack.enter_context(gradients.collect())
+            found = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
     if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
         raise unused("value_and_grad", len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
@@ -432,16 +435,6 @@ def unused(verb: str, leaves: int) -> ShardError:
         f"{verb}: the loss depends on none of the {leaves} leaves that are differentiated, and all derivatives "
         "would be zeros. Compute with the tree that the loss is given: sf.apply(model, params, x), not model(x)"
     )
-
-
-def _differentiated(
-    loss: Tensor, wanted: Sequence[Tensor], create_graph: bool, collected: Sequence[Gradients]
-) -> list[Tensor | None]:
-    """What autograd finds; what `collected` take comes on top."""
-    with ExitStack() as stack:
-        for gradients in collected:
-            stack.enter_context(gradients.collect())
-        return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
 
 
 def _plain(leaf: Tensor, given: Tensor | None, pending: bool) -> Tensor | None:
@@ -475,8 +468,9 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:
-            whole = local if gradient is None else _with_direct(name, local, gradient, spec_of(leaf), reduction)
-            leaves[name] = wrap_local(whole, spec_of(leaf))
+            if gradient is not None:  # what reached the leaf without the engine
+                local.add_(unwrap_local(_placed(name, gradient, spec_of(leaf), reduction)))
+            leaves[name] = wrap_local(local, spec_of(leaf))
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
@@ -488,11 +482,6 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
         else:
             leaves[name] = gradient
     return Params(leaves, plan, tree.mesh, tree.buffers)
-
-
-def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, reduce: Reduced) -> Tensor:
-    """What the engine reduced, plus what reached the leaf without it."""
-    return local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
 
 
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
