@@ -47,7 +47,7 @@ from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared
+from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -188,13 +188,21 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     What `scatter_sum_flat` does, for callers with something to do meanwhile. What is added up here, and not by the
     backend, comes in `accumulation_dtype`.
     """
-    if has_no_memory():
-        return (yield from _recorded_scatter_sum_steps(parts, group))
+    recorded = has_no_memory()
     if _adds_natively(parts, group):
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
+        if recorded:
+            total = scattering_sum(wide.view(-1), group)
+            yield []
+            return [waited(total)]
         total = results.tensor(wide.shape[1], wide.dtype)  # [n]
         yield [reduce_scatter_single(total, wide.view(-1), group=group, async_op=True)]
         return [total]
+    if recorded:
+        received = exchanging(parts.view(-1), group)
+        yield []
+        first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
+        return [sum(others, start=first)]
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
     yield [all_to_all_single(received.view(torch.uint8), parts.view(-1).view(torch.uint8), group=group, async_op=True)]
     return [_sum_of_rows(received.view_as(parts), results)]
@@ -207,21 +215,6 @@ def _sum_of_rows(rows: Tensor, results: Buffers) -> Tensor:
     for row in rows[1:]:
         total.add_(row if row.dtype not in _WIDER else row.to(total.dtype))
     return total
-
-
-def _recorded_scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
-    """The same as operations of a graph."""
-    wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
-    if _adds_natively(parts, group):
-        total = scattering_sum(wide.view(-1), group)
-        yield []
-        return [waited(total)]
-    received = exchanging(parts.view(-1), group)
-    yield []
-    first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
-    for row in others:
-        first = first + row
-    return [first]
 
 
 def sum_steps(x: Tensor, group: dist.ProcessGroup) -> Steps:
@@ -263,8 +256,8 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return x
     target = x.detach()
     directly = direct.serves(target, group)
-    adds_halves = directly or _adds_natively(x, group)
-    wide = target.to(_WIDER.get(x.dtype, x.dtype) if adds_halves else accumulation_dtype(x.dtype)).contiguous()
+    half_on_gloo = x.dtype in _HALVES and not directly and not _adds_natively(x, group)
+    wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if directly:
         direct.sum_(wide, group.group_name)
     elif has_no_memory():
@@ -732,11 +725,7 @@ def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     if torch.compiler.is_compiling() or axis not in axes_of_losses() or watching():
         return
     if "Grad" in kinds_of_transforms() and differentiated_in_transform(x):
-        raise ShardError(
-            f"{name}: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {axis!r} has a loss of "
-            "its own, and nobody can tell whether a pvary follows. Differentiate by sf.grad outside of transforms, "
-            "twice for a Hessian-vector product: sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
-        )
+        raise several_losses(name, axis, "nobody can tell whether a pvary follows")
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:

@@ -25,7 +25,7 @@ from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
-from shardfn.core.underway import axes_of_losses, may_be_differentiated
+from shardfn.core.underway import axes_of_losses, may_be_differentiated, several_losses
 
 
 def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -161,12 +161,7 @@ class _Region:
         """
         batch = sorted(several & _axes(*self.outs) & axes_of_losses())
         if batch and "Grad" in kinds_of_transforms():
-            raise ShardError(
-                f"shard_map: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {batch[0]!r} "
-                "has a loss of its own, and the region adds up gradients of weights over all. Differentiate by sf.grad "
-                "outside of transforms, twice for a Hessian-vector product: "
-                "sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
-            )
+            raise several_losses("shard_map", batch[0], "the region adds up gradients of weights over all")
 
     def _batches(self, spec: Spec) -> int:
         """Over how many data ranks an input is split."""

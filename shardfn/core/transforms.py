@@ -36,7 +36,14 @@ from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
-from shardfn.core.underway import Differentiation, asks, is_under_way, may_be_differentiated, reaches_others
+from shardfn.core.underway import (
+    Differentiation,
+    asks,
+    is_under_way,
+    leaves_that_ask,
+    may_be_differentiated,
+    reaches_others,
+)
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -134,8 +141,10 @@ def differentiator(
             return pytree.tree_unflatten([given.get(i, other) for i, other in enumerate(others)], structure)
 
         def loss_of(values: Sequence[Any]) -> tuple[Any, Any]:
-            given = dict(zip(chosen, with_values(values, flat), strict=True))
-            result = function(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            inputs = list(args)
+            for position, value in zip(chosen, with_values(values, flat), strict=True):
+                inputs[position] = value
+            result = function(*inputs, **kwargs)
             return result if has_aux else (result, None)
 
         given = [flat[i] for i in places]
@@ -160,7 +169,7 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
     if connected:
         _require_reduction(reduce, trees[0])
     owner = _first_tree(given)
-    here = Differentiation(trees, given, _wanted)
+    here = Differentiation(trees, given)
     with torch.enable_grad():
         with here.runs(), of_dtensors("value_and_grad"):
             loss, aux = loss_of(trees)
@@ -404,15 +413,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _wanted(trees: Sequence[Any]) -> list[Tensor]:
-    """The leaves to differentiate with respect to."""
-    flat = [tree.values() if isinstance(tree, Params) else _tensors(tree) for tree in trees]
-    return [leaf for leaves in flat for leaf in leaves if leaf.requires_grad]
-
-
 def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
     """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
-    wanted = _wanted(trees)
+    wanted = leaves_that_ask(trees)
     if not wanted:
         raise TypeError(_NOTHING)
     found: list[Tensor | None] = [None] * len(wanted)

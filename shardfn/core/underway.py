@@ -31,14 +31,17 @@ def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-_Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
+def leaves_that_ask(trees: Sequence[Any]) -> list[Tensor]:
+    """What a differentiation is with respect to: of trees of shards, and of tensors."""
+    flat = [leaf for tree in trees for leaf in ([tree] if isinstance(tree, Tensor) else tree.values())]
+    return [leaf for leaf in flat if leaf.requires_grad]
 
 
 class Differentiation:
     """One call of a loss, which is given `trees`; those of their leaves that are not in `others` were made for it."""
 
-    def __init__(self, trees: Sequence[Any], others: Sequence[Any], leaves: _Leaves) -> None:
-        self.trees, self._others, self._leaves = trees, others, leaves
+    def __init__(self, trees: Sequence[Any], others: Sequence[Any]) -> None:
+        self.trees, self._others = trees, others
         self.around = _UNDER_WAY.get()  # those of whose losses it is a part, outermost first
         self.meets_others = False  # a tree was used that is made of what somebody outside asks for
         self.has_forward_mode = False  # a `jvp` or `hvp` is a part of the loss
@@ -49,12 +52,12 @@ class Differentiation:
     @cached_property
     def wanted(self) -> set[Any]:
         """What gradients are asked for of: ids of leaves, and the nodes that made leaves which are made of others."""
-        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in self._leaves(self.trees)}
+        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in leaves_that_ask(self.trees)}
 
     @cached_property
     def _fresh(self) -> list[Tensor]:
-        given = set(map(id, self._leaves(self._others)))
-        return [leaf for leaf in self._leaves(self.trees) if id(leaf) not in given]
+        given = set(map(id, leaves_that_ask(self._others)))
+        return [leaf for leaf in leaves_that_ask(self.trees) if id(leaf) not in given]
 
     def own(self) -> set[int]:
         """Ids of the leaves that nobody else asks for."""
@@ -114,6 +117,15 @@ def axes_of_losses() -> frozenset[str]:
 def losses_over(axes: Collection[str]) -> AbstractContextManager[None]:
     """Within it runs a function, in a transform, of trees that have these data axes."""
     return holding(_AXES_OF_LOSSES, _AXES_OF_LOSSES.get() | set(axes))
+
+
+def several_losses(name: str, axis: str, why: str) -> ShardError:
+    """The error of what does not go with a loss of its own on each rank of an axis, inside a transform."""
+    return ShardError(
+        f"{name}: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {axis!r} has a loss of its "
+        f"own, and {why}. Differentiate by sf.grad outside of transforms, twice for a Hessian-vector product: "
+        "sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
+    )
 
 
 def is_under_way() -> bool:
