@@ -436,25 +436,43 @@ class _InGraph(torch.autograd.Function):
         if transpose == kind:
             *others, one, other = dims
             dims = *others, other, one
-        return _bind(transpose, grads[0], mesh, axis, *dims), None, None, None, None
+        return _bind(transpose, grads[0], mesh, axis, *dims), None, None, None, None  # torch drops what is too many
 
 
-# `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
-_InGraph.forward.__dict__["__signature__"] = inspect.signature(_InGraph.forward)
+class _Where:
+    """What follows the tensor in the arguments of a Function, as one of them: transforms look at each, in 10 us."""
+
+    def __init__(self, *where: Any) -> None:
+        self.all = where
 
 
-class InTransform(_InGraph):
+class InTransform(torch.autograd.Function):
     """The same with forward mode and batching, see [Note: three Functions]."""
+
+    backward = _InGraph.backward
+
+    @staticmethod
+    def forward(x: Tensor, where: _Where) -> Tensor:
+        return _InGraph.forward(x, *where.all)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.where = inputs[1].all
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return InTransform.apply(tangents[0], *ctx.where)
+        return InTransform.apply(tangents[0], _Where(*ctx.where))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        x, kind, mesh, axis, dims = args
+        x, where = args
+        kind, mesh, axis, dims = where.all
         moved = tuple(dim + 1 if isinstance(dim, int) else dim for dim in dims)  # counts stay
-        return InTransform.apply(x.movedim(in_dims[0], 0), kind, mesh, axis, moved), 0
+        return InTransform.apply(x.movedim(in_dims[0], 0), _Where(kind, mesh, axis, moved)), 0
+
+
+# `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
+InTransform.forward.__dict__["__signature__"] = inspect.signature(InTransform.forward)
 
 
 class Eager(torch.autograd.Function):
@@ -482,15 +500,16 @@ def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
                 "the function: communicate outside, of what comes out"
             )
         x = of_each_rank(x) if simulated() else x
-        function, watcher = InTransform if in_transform() else Eager, _WATCHER.get()
-        varies = _PAIRS[kind].varies
+        watcher, varies = _WATCHER.get(), _PAIRS[kind].varies
+        where: tuple[Any, ...] = kind, mesh, axis, dims
+        apply, where = (InTransform.apply, (_Where(*where),)) if in_transform() else (Eager.apply, where)
         if watcher is None:
-            out = function.apply(x, kind, mesh, axis, dims)
+            out = apply(x, *where)
             if not varies and is_under_way():
                 note_shared(out, axis, kind)
             return out
         with watched(None):  # what it is made of is not the function's
-            out = function.apply(x, kind, mesh, axis, dims)
+            out = apply(x, *where)
         return watcher(Moved(kind, varies, axis, dims), x, out)
     if not traces_first_order():
         raise ShardError(
