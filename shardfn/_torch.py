@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, eq, is_
@@ -86,8 +86,7 @@ def traces_first_order() -> bool:
     In a graph (torch 2.13) the tangent of an `autograd.Function` without `jvp` is zero, `vmap` runs its collective on
     an undefined value, and its second derivative is that of a constant: all without an error.
     """
-    kinds = [level.key() for level in get_interpreter_stack() or ()]
-    return len(kinds) <= 1 and all(kind == TransformType.Grad for kind in kinds)
+    return kinds_of_transforms() in ((), ("Grad",))
 
 
 # What `torch.compiler.assume_constant_result` does, without the 0.7 s that importing Dynamo takes.
@@ -125,7 +124,7 @@ def unwrap_local(tensor: Tensor) -> Tensor:
 
 
 # Mesh, placements, global shape and dtype of a DTensor.
-spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+spec_of: Callable[[Any], DTensorSpec] = attrgetter("_spec")
 
 
 def move_to_mesh(tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -148,9 +147,8 @@ def in_transform() -> bool:
     return peek_interpreter_stack() is not None
 
 
-def one_for_each(prefix: Any, structure: pytree.TreeSpec) -> list[Any] | None:
-    """What a tree of the upper part of a structure says of each leaf; None when it is no such tree."""
-    return pytree._broadcast_to_and_flatten(prefix, structure)
+# What a tree of the upper part of a structure says of each leaf; None when it is no such tree.
+one_for_each: Callable[[Any, pytree.TreeSpec], list[Any] | None] = pytree._broadcast_to_and_flatten
 
 
 def from_outside(x: Tensor) -> bool:
@@ -229,15 +227,14 @@ def checkpoint_nothing_in_transforms() -> None:
     module._checkpoint_without_reentrant_generator = plain_in_transforms
 
 
-def is_of_transformers(cls: type) -> bool:
-    """Whether a class is one of the models of transformers."""
-    return hasattr(cls, "_no_split_modules")
+def is_of_transformers(model: Any) -> bool:
+    """Whether a class, or a module, is one of the models of transformers."""
+    return hasattr(model, "_no_split_modules")
 
 
 def unsplit_classes(model: Any) -> Collection[str] | None:
     """The classes of a transformers model whose modules stay in one piece; None for another model."""
-    found = getattr(model, "_no_split_modules", None)
-    return found if found is not None or not hasattr(model, "_no_split_modules") else ()
+    return (model._no_split_modules or ()) if is_of_transformers(model) else None
 
 
 def init_of(model: Any) -> Callable[[Any], Any] | None:
@@ -284,9 +281,7 @@ def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: 
     return tuple(changed(*each) for each in places), {key: changed(named[key], value) for key, value in kwargs.items()}
 
 
-def is_mutable(operation: Any) -> bool:
-    """Whether an operation writes one of its arguments."""
-    return operation._schema.is_mutable
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operation writes one of its arguments
 
 
 def is_traced() -> bool:
@@ -392,7 +387,7 @@ def outside_modes() -> Iterator[None]:
     if not has_no_memory() and not simulated():
         yield
         return
-    with _disable_current_modes():
+    with outside_dispatch():
         yield
 
 
@@ -417,11 +412,7 @@ def storage_key(x: Tensor) -> int:
     return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
 
 
-def outside_dispatch() -> AbstractContextManager[Any]:
-    """Within it, no dispatch mode sees operations."""
-    return _disable_current_modes()
-
-
+outside_dispatch: Callable[[], AbstractContextManager[Any]] = _disable_current_modes  # no mode sees operations within
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many see operations here
 
 
@@ -431,9 +422,7 @@ def in_selective_checkpoint() -> bool:
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
-def outside_functions() -> AbstractContextManager[Any]:
-    """Within it, no function mode sees functions."""
-    return torch._C.DisableTorchFunction()
+outside_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # no mode sees functions
 
 
 # What calls something with the gradient of a tensor.
@@ -498,9 +487,8 @@ def storage_number(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def wraps(x: Tensor) -> bool:
-    """Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill."""
-    return is_traceable_wrapper_subclass(x)
+# Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill.
+wraps: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 
 
 # Collectives as operations of a graph: what is started here is there after `waited`.
@@ -527,9 +515,7 @@ def exchanging(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.ops._c10d_functional.all_to_all_single(x, parts, parts, group.group_name)
 
 
-def waited(x: Tensor) -> Tensor:
-    """The result of a collective."""
-    return torch.ops._c10d_functional.wait_tensor(x)
+waited: Callable[[Tensor], Tensor] = torch.ops._c10d_functional.wait_tensor  # the result of a collective
 
 
 # All ranks of a mesh in one process, by `LocalTensorMode` of torch, which is private.
@@ -608,17 +594,11 @@ def _states_of_ranks() -> Iterator[None]:
         put(cpu)
         spread(others)
 
-    with ExitStack() as stack:
-        for module, name, new in (
-            (torch, "get_rng_state", get_all),
-            (torch.random, "get_rng_state", get_all),
-            (torch, "set_rng_state", put_all),
-            (torch.random, "set_rng_state", put_all),
-            (_local_tensor, "_get_rng_state", lambda: (get(), collect())),
-            (_local_tensor, "_set_rng_state", put_one),
-        ):
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, new)
+    with (
+        patch.multiple(torch, get_rng_state=get_all, set_rng_state=put_all),
+        patch.multiple(torch.random, get_rng_state=get_all, set_rng_state=put_all),
+        patch.multiple(_local_tensor, _get_rng_state=lambda: (get(), collect()), _set_rng_state=put_one),
+    ):
         yield
 
 
@@ -685,8 +665,7 @@ def pull_back(pull: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Some backward formulas have a form of their own for when nobody differentiates them, which has no forward mode.
     """
-    forward_mode = any(level.key() == TransformType.Jvp for level in get_interpreter_stack() or ())
-    return pull(cotangents, create_graph=forward_mode or torch.is_grad_enabled())
+    return pull(cotangents, create_graph="Jvp" in kinds_of_transforms() or torch.is_grad_enabled())
 
 
 class Level:
@@ -705,10 +684,6 @@ class Level:
         """Value and tangent of a tensor, as they are below; None where it has no tangent."""
         primal, tangent = forward_ad.unpack_dual(x)
         return self._inside(primal), None if tangent is None else materialized(self._inside(tangent))
-
-    def with_tangent(self, x: Tensor, tangent: Tensor) -> Tensor:
-        """The other way."""
-        return forward_ad.make_dual(x, tangent)
 
     def tracked(
         self, function: type[torch.autograd.Function], below: Callable[..., Any], fn: Any, inputs: Sequence[Tensor]
@@ -745,7 +720,7 @@ def kinds_of_transforms() -> tuple[str, ...]:
 
 def vmap_depth() -> int:
     """How many `vmap`s are active."""
-    return sum(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+    return kinds_of_transforms().count("Vmap")
 
 
 @contextmanager
@@ -886,6 +861,10 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+# `version_of` of a tensor that autograd saves, which is none of inference mode.
+version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
+
+
 def call_parameters(tensors: Iterable[Tensor]) -> None:
     """Let `isinstance(x, nn.Parameter)` hold of tensors that stand for parameters."""
     for tensor in tensors:
@@ -895,14 +874,9 @@ def call_parameters(tensors: Iterable[Tensor]) -> None:
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """`version_of` of each."""
     try:
-        return list(map(_version_of, tensors))
+        return list(map(version_of_saved, tensors))
     except RuntimeError:  # one is of inference mode
         return list(map(version_of, tensors))
-
-
-# `version_of` of a tensor that autograd saves, which is none of inference mode.
-version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
-_version_of = version_of_saved
 
 
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
@@ -948,21 +922,7 @@ def accumulates(node: Any) -> bool:
 
 
 node_that_runs: Callable[[], Any] = torch._C._current_autograd_node  # of the backward in this thread; None outside
-
-
-def metadata_of(node: Any) -> dict[Any, Any]:
-    """A dict that lives as long as a node of a graph."""
-    return node.metadata
-
-
-def function_of(node: Any) -> str:
-    """The name of the `autograd.Function` that made a node; "" for torch's own operations."""
-    return getattr(getattr(node, "_forward_cls", None), "__name__", "")
-
-
-def leaf_behind(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node adds up, if it is such a node."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+metadata_of: Callable[[Any], dict[Any, Any]] = attrgetter("metadata")  # a dict that lives as long as a node of a graph
 
 
 def out_of_inference_mode() -> AbstractContextManager[Any]:
@@ -1009,24 +969,19 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
-def group_named(name: str) -> dist.ProcessGroup:
-    """The process group whose `group_name` that is."""
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
-
-
+# The process group with a `group_name`.
+group_named: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d.__dict__["_resolve_process_group"]
 _groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
 
 
-def default_store() -> Any:
-    """The key-value store through which the ranks of the default process group met."""
-    return dist.distributed_c10d._get_default_store()
+# The key-value store through which the ranks of the default process group met.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 
 # Many leaves at a time: `map` in C takes 30 ns a leaf.
 
 _local_of = attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = attrgetter("_local_tensor.dtype")
-_spec_of = attrgetter("_spec")
 _shape_of = attrgetter("shape")
 _layout_of = attrgetter("mesh", "placements", "tensor_meta.shape")
 
@@ -1039,7 +994,7 @@ def unwrap_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
 def fresh_leaves(leaves: Sequence[DTensor], ask: Collection[bool]) -> list[DTensor]:
     """New DTensors over the same local parts, outside autograd; whether each asks for a gradient."""
     new, locals_ = DTensor.__new__, map(Tensor.detach, map(_local_of, leaves))
-    rows = zip(locals_, map(_spec_of, leaves), ask, strict=True)
+    rows = zip(locals_, map(spec_of, leaves), ask, strict=True)
     return [new(DTensor, local, spec, requires_grad=asks) for local, spec, asks in rows]
 
 
@@ -1047,7 +1002,7 @@ def with_locals(likes: Sequence[Tensor], locals_: Sequence[Tensor]) -> list[Tens
     """`with_local` of each pair; the dtypes are those of `likes`."""
     if set(map(type, likes)) != {DTensor}:
         return list(map(with_local, likes, locals_))
-    new, specs = DTensor.__new__, map(_spec_of, likes)
+    new, specs = DTensor.__new__, map(spec_of, likes)
     return [new(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs, strict=True)]
 
 
@@ -1058,7 +1013,7 @@ def dtypes_of(tensors: Collection[Tensor]) -> list[torch.dtype]:
 
 def specs_of(tensors: Sequence[Any]) -> list[DTensorSpec]:
     """The metadata of DTensors: mesh, placements, global shape and dtype."""
-    return list(map(_spec_of, tensors))
+    return list(map(spec_of, tensors))
 
 
 def same_layouts(these: Sequence[Tensor], those: Sequence[Any]) -> bool:
@@ -1187,9 +1142,6 @@ class Node:
     def no(self, *_: Any) -> "Node":
         return self.made(False, False)
 
-    def yes(self, *_: Any) -> "Node":
-        return self.made(True, True)
-
     def certain(self, *_: Any) -> "Node":
         return self.made(1, 1)
 
@@ -1260,9 +1212,7 @@ for _name, _function in _ON_NUMBERS.items():
 plainly: Any = torch._C._disabled_torch_function_impl
 
 
-def symbol(node: Node) -> Any:
-    """An integer of which an operator sees the node."""
-    return torch.SymInt(node)
+symbol: Callable[[Node], Any] = torch.SymInt  # an integer of which an operator sees the node
 
 
 def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor) -> Any:

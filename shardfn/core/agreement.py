@@ -5,10 +5,10 @@ exchanged once, and every rank raises when one of them has to.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,41 +33,23 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
     Raises:
         ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
     """
-    if isinstance(made, Exception) and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None):
-        raise made
+    problem = made if isinstance(made, Exception) else None
+    if problem is not None and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None):
+        raise problem
     if mesh.get_coordinate() is None:
-        raise made if isinstance(made, Exception) else not_in_mesh(mesh)
+        raise problem or not_in_mesh(mesh)
     if simulated():  # one process, which cannot disagree with itself
-        if isinstance(made, Exception):
-            raise made
+        if problem is not None:
+            raise problem
         return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
-    rows = exchange_numbers(mesh, [_digest(lines), isinstance(made, Exception), torch.initial_seed() - 2**63])
+    rows = exchange_numbers(mesh, [_digest(lines), problem is not None, torch.initial_seed() - 2**63])
     if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
-        _raise_difference(mesh, made, facts, verb)
+        described = [] if isinstance(made, Exception) else [*_mesh_lines(mesh), *_lines(made), *facts]
+        difference = _first_difference(_told(mesh, problem, verb, described))
+        seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
+        raise ShardError(f"{verb}: ranks have different models or policies: {difference}{seeds}")
     return rows[0][2] + 2**63
-
-
-def _raise_difference(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str], verb: str) -> NoReturn:
-    """Say on every rank which rank failed, or what the first difference is."""
-    if isinstance(made, Exception):
-        mine = (dist.get_rank(), f"{type(made).__name__}: {made}", [])
-    else:
-        mine = (dist.get_rank(), None, [*_mesh_lines(mesh), *_lines(made), *facts])
-    answers = _exchange(mesh, mine)
-    if isinstance(made, Exception):
-        raise made
-    failed = [(rank, why) for rank, why, _ in answers if why]
-    if failed:
-        raise _of_another_rank(verb, failed)
-    difference = _first_difference([(rank, lines) for rank, _, lines in answers])
-    remedy = ". Call torch.manual_seed before making the model, or pass src=0." if f"has {VALUES}" in difference else ""
-    raise ShardError(f"{verb}: ranks have different models or policies: {difference}{remedy}")
-
-
-def _of_another_rank(verb: str, failed: Sequence[tuple[int, str]]) -> ShardError:
-    ranks = [rank for rank, _ in failed]
-    return ShardError(f"{verb}: rank {failed[0][0]} of {ranks} failed, so no rank goes on: {failed[0][1]}")
 
 
 def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> None:
@@ -78,48 +60,62 @@ def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> N
     if simulated() or mesh.size() == 1:
         if problem is not None:
             raise problem
-        return
-    if not any(failed for (failed,) in exchange_numbers(mesh, [problem is not None])):
-        return
-    mine = (dist.get_rank(), None if problem is None else f"{type(problem).__name__}: {problem}")
-    answers = _exchange(mesh, mine)
+    elif any(failed for (failed,) in exchange_numbers(mesh, [problem is not None])):
+        _told(mesh, problem, verb)
+
+
+def _told(
+    mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequence[str] = ()
+) -> list[tuple[int, Sequence[str]]]:
+    """What every rank says of itself, with its number.
+
+    Raises:
+        ShardError: another rank has a problem; this rank's own problem when it has one.
+    """
+    why = None if problem is None else f"{type(problem).__name__}: {problem}"
+    answers = _exchange(mesh, (dist.get_rank(), why, lines), _gather_objects)
     if problem is not None:
         raise problem
-    raise _of_another_rank(verb, [(rank, why) for rank, why in answers if why])
+    failed = {rank: why for rank, why, _ in answers if why}
+    if failed:
+        first, *_ = failed
+        raise ShardError(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {failed[first]}")
+    return [(rank, lines) for rank, _, lines in answers]
 
 
 def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
-    """The int64 numbers of all ranks of the mesh, in mesh order; see `_exchange`. One collective."""
-    row = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
-    if mesh.size() == dist.get_world_size():
-        everyone = gather_flat(row, dist.group.WORLD or mesh.get_group(0)).view(-1, len(numbers)).tolist()
-        return [everyone[rank] for rank in mesh.mesh.flatten().tolist()]
-    for axis in reversed(list(axes_of(mesh))):
-        row = gather_flat(row, mesh.get_group(axis))
-    return row.view(-1, len(numbers)).tolist()
+    """The int64 numbers of all ranks of the mesh, in mesh order. One collective."""
+
+    def gather(rows: list[Any], group: dist.ProcessGroup) -> list[Any]:
+        own = torch.tensor(rows, dtype=torch.int64, device=mesh.device_type)
+        return gather_flat(own.view(-1), group).view(-1, len(numbers)).tolist()
+
+    return _exchange(mesh, numbers, gather)
 
 
-def _digest(lines: Sequence[str]) -> int:
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+def _gather_objects(values: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, values, group=group)
+    return [item for part in gathered for item in part]
 
 
-def _exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """The values of all ranks of the mesh, in mesh order.
+def _exchange(mesh: DeviceMesh, value: Any, gather: Callable[[list[Any], dist.ProcessGroup], list[Any]]) -> list[Any]:
+    """The values of all ranks of the mesh, in mesh order; `gather` concatenates the lists of the ranks of a group.
 
     A mesh of all ranks exchanges over all of them at once, so that ranks with different meshes meet; another one along
     one axis after another.
     """
     if mesh.size() == dist.get_world_size():
-        everyone: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(everyone, value)
+        everyone = gather([value], dist.group.WORLD or mesh.get_group(0))
         return [everyone[rank] for rank in mesh.mesh.flatten().tolist()]
-    values: list[Any] = [value]
-    for axis in reversed(list(axes_of(mesh))):
-        group = mesh.get_group(axis)
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, values, group=group)
-        values = [item for part in gathered for item in part]
+    values = [value]
+    for axis in reversed(axes_of(mesh)):
+        values = gather(values, mesh.get_group(axis))
     return values
+
+
+def _digest(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
 
 
 def _lines(made: Plan) -> list[str]:
@@ -145,7 +141,7 @@ def _mesh_lines(mesh: DeviceMesh) -> list[str]:
     return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
 
 
-def _first_difference(described: Sequence[tuple[int, list[str]]]) -> str:
+def _first_difference(described: Sequence[tuple[int, Sequence[str]]]) -> str:
     base_rank, base = described[0]
     for rank, lines in described[1:]:
         for mine, theirs in zip([*base, "nothing"], [*lines, "nothing"], strict=False):
@@ -162,46 +158,33 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    if places.pure:
-        _check_simulated_batch(places, compute, batch, problem)
-        return
-    rows = torch.tensor([[_fingerprint(batch), problem is not None, 0]], dtype=torch.int64, device=places.device)
-    for number, axis in enumerate((*compute, *(axis for axis in places.sizes if axis not in compute)), 1):
-        rows = gather_flat(rows.reshape(-1), places.groups[axis]).view(-1, 3)  # [ranks so far, (hash, problem, axis)]
-        if number <= len(compute) and len(set(rows[:, 0].tolist())) > 1:
-            rows[:, 2].clamp_(min=number)
-    if problem is not None:
+    if problem is not None and places.pure:
         raise ShardError(problem)
-    bad, differ = int(rows[:, 1].sum()), int(rows[:, 2].max())
-    if bad:
-        raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
-    if differ:
-        raise _different_batches(compute[differ - 1], places.coords)
-
-
-def _check_simulated_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
-    """The same in one process, which has the batches of all ranks; recorded ones have no values."""
-    if problem is not None:
-        raise ShardError(problem)
-    if not simulated():
+    if not places.pure:
+        row = torch.tensor([_fingerprint(batch), problem is not None], dtype=torch.int64, device=places.device)
+        for axis in reversed(places.sizes):
+            row = gather_flat(row, places.groups[axis])
+        prints, failed = row.view(-1, 2).t().tolist()  # of each rank, in mesh order
+        if problem is not None:
+            raise ShardError(problem)
+        if bad := sum(failed):
+            raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    elif simulated():  # one process has the batches of all ranks
+        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in places.ranks())
+        prints = [*map(_fingerprint, parts)]
+    else:  # recorded ones have no values
         return
-    prints = {
-        tuple(places.coords_of(rank).items()): _fingerprint(pytree.tree_map(partial(part_of_rank, rank=rank), batch))
-        for rank in places.ranks()
-    }
+    found = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
     for axis in compute:
-        for where, print_ in prints.items():
-            first = tuple((name, 0 if name == axis else at) for name, at in where)
-            if prints[first] != print_:
-                raise _different_batches(axis, dict(where))
-
-
-def _different_batches(axis: str, coords: Mapping[str, int]) -> ShardError:
-    where = ", ".join(f"{name}={coord}" for name, coord in coords.items())
-    return ShardError(
-        f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the same "
-        f"samples; load batches by sf.data.rank(mesh), which counts data axes only."
-    )
+        number = list(places.sizes).index(axis)
+        odd = [where for where in found if found[where] != found[*where[:number], 0, *where[number + 1 :]]]
+        if odd:
+            coords = odd[0] if places.pure else places.coords.values()
+            where = ", ".join(f"{name}={coord}" for name, coord in zip(places.sizes, coords, strict=True))
+            raise ShardError(
+                f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the "
+                f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
+            )
 
 
 def _fingerprint(batch: Any) -> int:
@@ -222,31 +205,24 @@ def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]
 
     Afterwards a rank whose numbers were others has its own again.
     """
-    devices = ["cpu"] if places.device.type == "cpu" else ["cpu", places.device.type]
     if places.pure or not axes:
         yield
         return
-    own = [_generator_state(kind) for kind in devices]
-    for kind, state in zip(devices, own, strict=True):
+    device = places.device.type
+    modules: list[Any] = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
+    own = [module.get_rng_state() for module in modules]
+    for module, state in zip(modules, own, strict=True):
         first = state.to(places.device)
         for axis in axes:
             first = gather_flat(first, places.groups[axis])[: state.numel()]
-        _set_generator_state(kind, first.to(state.device))
-    differ = [not torch.equal(_generator_state(kind), state) for kind, state in zip(devices, own, strict=True)]
+        module.set_rng_state(first.to(state.device))
+    differ = [not torch.equal(module.get_rng_state(), state) for module, state in zip(modules, own, strict=True)]
     try:
         yield
     finally:
-        for kind, state, differs in zip(devices, own, differ, strict=True):
+        for module, state, differs in zip(modules, own, differ, strict=True):
             if differs:
-                _set_generator_state(kind, state)
-
-
-def _generator_state(kind: str) -> Tensor:
-    return torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
-
-
-def _set_generator_state(kind: str, state: Tensor) -> None:
-    (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
+                module.set_rng_state(state)
 
 
 def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ No function communicates on a meta tensor (a dry run sees the right shapes) or o
 """
 
 import inspect
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,11 +42,12 @@ from shardfn._torch import (
     waited,
 )
 from shardfn.core import direct
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import axes_of_losses, is_under_way, note_shared
+from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -80,7 +80,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         return full
     into, own = full.view(torch.uint8), shard.view(torch.uint8)
     if direct.serves(own, group):
-        direct.gather(into.view(group.size(), -1), own.view(-1), group)
+        direct.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
     else:
         all_gather_single(into, own, group=group)
     return full
@@ -113,7 +113,7 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return received
     into, parts = received.view(torch.uint8), x.view(torch.uint8)
     if direct.serves(parts, group, size):
-        direct.exchange(into.view(size, -1), parts.view(size, -1), group)
+        direct.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
     else:
         all_to_all_single(into, parts, group=group)
     return received
@@ -188,13 +188,21 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     What `scatter_sum_flat` does, for callers with something to do meanwhile. What is added up here, and not by the
     backend, comes in `accumulation_dtype`.
     """
-    if has_no_memory():
-        return (yield from _recorded_scatter_sum_steps(parts, group))
+    recorded = has_no_memory()
     if _adds_natively(parts, group):
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
+        if recorded:
+            total = scattering_sum(wide.view(-1), group)
+            yield []
+            return [waited(total)]
         total = results.tensor(wide.shape[1], wide.dtype)  # [n]
         yield [reduce_scatter_single(total, wide.view(-1), group=group, async_op=True)]
         return [total]
+    if recorded:
+        received = exchanging(parts.view(-1), group)
+        yield []
+        first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
+        return [sum(others, start=first)]
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
     yield [all_to_all_single(received.view(torch.uint8), parts.view(-1).view(torch.uint8), group=group, async_op=True)]
     return [_sum_of_rows(received.view_as(parts), results)]
@@ -207,21 +215,6 @@ def _sum_of_rows(rows: Tensor, results: Buffers) -> Tensor:
     for row in rows[1:]:
         total.add_(row if row.dtype not in _WIDER else row.to(total.dtype))
     return total
-
-
-def _recorded_scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
-    """The same as operations of a graph."""
-    wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
-    if _adds_natively(parts, group):
-        total = scattering_sum(wide.view(-1), group)
-        yield []
-        return [waited(total)]
-    received = exchanging(parts.view(-1), group)
-    yield []
-    first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
-    for row in others:
-        first = first + row
-    return [first]
 
 
 def sum_steps(x: Tensor, group: dist.ProcessGroup) -> Steps:
@@ -262,15 +255,12 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
-    if direct.serves(target, group):
-        wide = target.to(_WIDER.get(x.dtype, x.dtype)).contiguous()
-        direct.sum_(wide, group)
-        if wide is not target:
-            target.copy_(wide)
-        return x
-    half_on_gloo = x.dtype in _HALVES and not _adds_natively(x, group)
+    directly = direct.serves(target, group)
+    half_on_gloo = x.dtype in _HALVES and not directly and not _adds_natively(x, group)
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
-    if has_no_memory():
+    if directly:
+        direct.sum_(wide, group.group_name)
+    elif has_no_memory():
         wide = waited(summing(wide, group))
     else:
         dist.all_reduce(wide, group=group)
@@ -317,219 +307,217 @@ def _check_addable(name: str, x: Tensor) -> None:
 # makes invariant varying, whose transpose is `psum`. An all-reduce that transposed to an all-reduce, as torch's does,
 # would give a loss that every rank computes alike a gradient W times too large.
 #
-# [Note: two sets of Functions]
-# torch.compile refuses a Function that defines `jvp`. The classes below have none and are what a traced graph uses;
-# `_full` adds `jvp` and `vmap` for eager code. Drop the split when Dynamo takes a custom `jvp` (torch 2.13 does not).
+# [Note: three Functions]
+# torch.compile refuses a Function that defines `jvp`. `_InGraph` has none and is what a traced graph uses; the others
+# have `jvp`, and `vmap`, for eager code. Drop the split when Dynamo takes a custom `jvp` (torch 2.13 does not).
 # A graph holds first derivatives only: `vmap`, `jvp` and a `grad` inside a `grad` are refused, since Dynamo would
 # compute them wrongly in silence. Not detected: `autograd.grad(create_graph=True)` traced with `trace_autograd_ops`.
 
 Mesh = DeviceMesh | MeshSpec  # a MeshSpec serves meta tensors only
 
 
-class _Pair(torch.autograd.Function):
-    """Arguments of every subclass: the tensor, mesh, axis, and its dims, which count from the front."""
+class _Pair(NamedTuple):
+    """A collective and its transpose, each the other's backward.
 
-    varies = False  # whether the result differs between ranks
+    | forward                | in                             | out                                             |
+    |------------------------|--------------------------------|-------------------------------------------------|
+    | `psum`                 | `[...]` varying                | `[...]` invariant, an all-reduce                |
+    | `pvary`                | `[...]` invariant              | `[...]` varying, the same memory                |
+    | `pmean`                | `[...]` varying                | `[...]` invariant, an all-reduce                |
+    | `into_losses`          | `[...]` invariant              | `[...]` varying, the same memory                |
+    | `all_gather`           | `[.., n, ..]` varying          | `[.., W*n, ..]` varying, an all-gather          |
+    | `psum_scatter`         | `[.., W*n, ..]` varying        | `[.., n, ..]` varying, a reduce-scatter         |
+    | `all_gather_invariant` | `[.., n, ..]` varying          | `[.., W*n, ..]` invariant, an all-gather        |
+    | `shard_slice`          | `[.., W*n, ..]` invariant      | `[.., n, ..]` varying, a local slice            |
+    | `all_to_all`           | `[.., W*n, .., m, ..]` varying | `[.., n, .., W*m, ..]` varying, an all-to-all   |
+    | `all_to_all_rows`      | `[.., sum(send), ..]` varying  | `[.., sum(receive), ..]` varying, an all-to-all |
+
+    Of the first eight, each line and the next are transposes. The last two are their own, with the last two of their
+    dims (`split_dim` and `concat_dim`), or counts, changed over.
+    """
+
+    move: Callable[..., Tensor]  # (x, mesh, axis, *dims), dims from the front, or counts -> the result
+    transpose: str
+    varies: bool = True  # whether the result differs between ranks
+
+
+def _psum(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    return x if x.is_meta else sum_flat_(x, mesh.get_group(axis))
+
+
+def _pmean(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
+    return _psum(x, mesh, axis) / axes_of(mesh)[axis]
+
+
+def _same_memory(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
+    return x.view_as(x)
+
+
+def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
+    size = axes_of(mesh)[axis]
+    if x.is_meta:
+        return x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
+    flat = gather_flat(materialized(x).reshape(-1), mesh.get_group(axis))
+    return flat.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _psum_scatter(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
+    parts = x.unflatten(dim, (axes_of(mesh)[axis], -1)).movedim(dim, 0)  # [W, .., n, ..]
+    if x.is_meta:
+        return x.new_empty(parts.shape[1:])
+    part = scatter_sum_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
+    return part.view(parts.shape[1:])  # [.., n, ..]
+
+
+def _shard_slice(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
+    n = x.shape[dim] // axes_of(mesh)[axis]
+    index = 0 if x.is_meta else mesh.get_local_rank(axis)
+
+    def part(_: int, own: list[Any]) -> list[Tensor]:
+        # A copy, so that what is computed from a slice does not keep the whole alive.
+        return [own[0].narrow(dim, own[1] * n, n).clone(memory_format=torch.contiguous_format)]
+
+    return on_each_rank(part, [x, index])[0] if simulated() and not x.is_meta else part(0, [x, index])[0]
+
+
+def _all_to_all(x: Tensor, mesh: DeviceMesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
+    parts = x.unflatten(split_dim, (axes_of(mesh)[axis], -1)).movedim(split_dim, 0)  # [W, .., n, .., m, ..]
+    if not x.is_meta:
+        flat = exchange_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
+        parts = flat.view(parts.shape)  # part i is now from rank i
+    return parts.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+
+
+def _all_to_all_rows(
+    x: Tensor, mesh: DeviceMesh, axis: str, dim: int, send: tuple[int, ...], receive: tuple[int, ...]
+) -> Tensor:
+    rows = x.movedim(dim, 0)  # [sum(send), ..]
+    received = torch.empty((sum(receive), *rows.shape[1:]), dtype=x.dtype, device=x.device)
+    if not x.is_meta:
+        width = prod(rows.shape[1:])
+        flat = materialized(rows).reshape(len(rows), width).contiguous()
+        if flat.stride() != (width, 1):  # of one row or none, which torch takes for contiguous
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        into = received.view(len(received), width).view(torch.uint8)
+        all_to_all_single(into, flat.view(torch.uint8), list(receive), list(send), group=mesh.get_group(axis))
+    return received.movedim(0, dim)
+
+
+_PAIRS = {
+    "psum": _Pair(_psum, "pvary", varies=False),
+    "pvary": _Pair(_same_memory, "psum"),
+    "pmean": _Pair(_pmean, "into_losses", varies=False),
+    "into_losses": _Pair(_same_memory, "pmean"),
+    "all_gather": _Pair(_gather_dim, "psum_scatter"),
+    "psum_scatter": _Pair(_psum_scatter, "all_gather"),
+    "all_gather_invariant": _Pair(_gather_dim, "shard_slice", varies=False),
+    "shard_slice": _Pair(_shard_slice, "all_gather_invariant"),
+    "all_to_all": _Pair(_all_to_all, "all_to_all"),
+    "all_to_all_rows": _Pair(_all_to_all_rows, "all_to_all_rows"),
+}
+
+
+class _InGraph(torch.autograd.Function):
+    """One of `_PAIRS`, by its name: what a traced graph uses."""
+
+    @staticmethod
+    def forward(x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
+        return _PAIRS[kind].move(x, mesh, axis, *dims)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.where = inputs[1:]  # mesh, axis, *dims; no tensor is saved
-
-
-class _Psum(_Pair):
-    """
-    |          | in                  | out                            |
-    |----------|---------------------|--------------------------------|
-    | forward  | `[...]` varying     | `[...]` invariant, an all-reduce |
-    | backward | `[...]` invariant   | `[...]` varying, the identity  |
-    """
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        return x if x.is_meta else sum_flat_(x, mesh.get_group(axis))
+        ctx.where = inputs[1:]  # no tensor is saved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_Pvary, grads[0], *ctx.where), None, None
+        kind, mesh, axis, dims = ctx.where
+        transpose = _PAIRS[kind].transpose
+        if transpose == kind:
+            *others, one, other = dims
+            dims = *others, other, one
+        return _bind(transpose, grads[0], mesh, axis, *dims), None, None, None, None  # torch drops what is too many
 
 
-class _Pvary(_Pair):
-    """
-    |          | in                  | out                            |
-    |----------|---------------------|--------------------------------|
-    | forward  | `[...]` invariant   | `[...]` varying, the same memory |
-    | backward | `[...]` varying     | `[...]` invariant, an all-reduce |
-    """
+class _Where:
+    """What follows the tensor in the arguments of a Function, as one of them: transforms look at each, in 10 us."""
 
-    varies = True
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_Psum, grads[0], *ctx.where), None, None
+    def __init__(self, *where: Any) -> None:
+        self.all = where
 
 
-class _AllGather(_Pair):
-    """
-    |          | in                     | out                                   |
-    |----------|------------------------|---------------------------------------|
-    | forward  | `[.., n, ..]` varying  | `[.., W*n, ..]` varying, an all-gather  |
-    | backward | `[.., W*n, ..]` varying | `[.., n, ..]` varying, a reduce-scatter |
-    """
+class InTransform(torch.autograd.Function):
+    """The same with forward mode and batching, see [Note: three Functions]."""
 
-    varies = True
+    backward = _InGraph.backward
 
     @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
-        return _gather_dim(x, mesh, axis, dim)
+    def forward(x: Tensor, where: _Where) -> Tensor:
+        return _InGraph.forward(x, *where.all)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_PsumScatter, grads[0], *ctx.where), None, None, None
-
-
-class _PsumScatter(_Pair):
-    """
-    |          | in                     | out                                   |
-    |----------|------------------------|---------------------------------------|
-    | forward  | `[.., W*n, ..]` varying | `[.., n, ..]` varying, a reduce-scatter |
-    | backward | `[.., n, ..]` varying  | `[.., W*n, ..]` varying, an all-gather  |
-    """
-
-    varies = True
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.where = inputs[1].all
 
     @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
-        parts = x.unflatten(dim, (axes_of(mesh)[axis], -1)).movedim(dim, 0)  # [W, .., n, ..]
-        if x.is_meta:
-            return x.new_empty(parts.shape[1:])
-        part = scatter_sum_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
-        return part.view(parts.shape[1:])  # [.., n, ..]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return InTransform.apply(tangents[0], _Where(*ctx.where))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_AllGather, grads[0], *ctx.where), None, None, None
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        x, where = args
+        kind, mesh, axis, dims = where.all
+        moved = tuple(dim + 1 if isinstance(dim, int) else dim for dim in dims)  # counts stay
+        return InTransform.apply(x.movedim(in_dims[0], 0), _Where(kind, mesh, axis, moved)), 0
 
 
-class _AllGatherInvariant(_Pair):
-    """
-    |          | in                     | out                                    |
-    |----------|------------------------|----------------------------------------|
-    | forward  | `[.., n, ..]` varying  | `[.., W*n, ..]` invariant, an all-gather |
-    | backward | `[.., W*n, ..]` invariant | `[.., n, ..]` varying, a local slice  |
-    """
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
-        return _gather_dim(x, mesh, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_ShardSlice, grads[0], *ctx.where), None, None, None
+# `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
+InTransform.forward.__dict__["__signature__"] = inspect.signature(InTransform.forward)
 
 
-class _ShardSlice(_Pair):
-    """
-    |          | in                     | out                                    |
-    |----------|------------------------|----------------------------------------|
-    | forward  | `[.., W*n, ..]` invariant | `[.., n, ..]` varying, a local slice  |
-    | backward | `[.., n, ..]` varying  | `[.., W*n, ..]` invariant, an all-gather |
-    """
+class Eager(torch.autograd.Function):
+    """The same for outside transforms: `apply` of one without `setup_context` takes 5 us instead of 10."""
 
-    varies = True
+    backward = _InGraph.backward
 
     @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
-        n = x.shape[dim] // axes_of(mesh)[axis]
-        index = 0 if x.is_meta else mesh.get_local_rank(axis)
-
-        def part(_: int, own: list[Any]) -> list[Tensor]:
-            # A copy, so that what is computed from a slice does not keep the whole alive.
-            return [own[0].narrow(dim, own[1] * n, n).clone(memory_format=torch.contiguous_format)]
-
-        return on_each_rank(part, [x, index])[0] if simulated() and not x.is_meta else part(0, [x, index])[0]
+    def forward(ctx: Any, x: Tensor, kind: str, mesh: DeviceMesh, axis: str, dims: tuple[Any, ...]) -> Tensor:
+        ctx.where = kind, mesh, axis, dims
+        return _PAIRS[kind].move(x, mesh, axis, *dims)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_AllGatherInvariant, grads[0], *ctx.where), None, None, None
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        kind, mesh, axis, dims = ctx.where
+        return _bind(kind, tangents[0], mesh, axis, *dims)
 
 
-class _AllToAll(_Pair):
-    """
-    |          | in                                    | out                                               |
-    |----------|---------------------------------------|---------------------------------------------------|
-    | forward  | `[.., W*n @split, .., m @concat, ..]` | `[.., n @split, .., W*m @concat, ..]`, an all-to-all |
-    | backward | `[.., n @split, .., W*m @concat, ..]` | `[.., W*n @split, .., m @concat, ..]`, an all-to-all |
-    """
-
-    varies = True
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-        parts = x.unflatten(split_dim, (axes_of(mesh)[axis], -1)).movedim(split_dim, 0)  # [W, .., n, .., m, ..]
-        if not x.is_meta:
-            flat = exchange_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
-            parts = flat.view(parts.shape)  # part i is now from rank i
-        return parts.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        mesh, axis, split_dim, concat_dim = ctx.where
-        return _bind(_AllToAll, grads[0], mesh, axis, concat_dim, split_dim), None, None, None, None
-
-
-class _AllToAllRows(_Pair):
-    """
-    |          | in                               | out                                             |
-    |----------|----------------------------------|-------------------------------------------------|
-    | forward  | `[.., sum(send), ..]` varying    | `[.., sum(receive), ..]` varying, an all-to-all |
-    | backward | `[.., sum(receive), ..]` varying | `[.., sum(send), ..]` varying, an all-to-all    |
-    """
-
-    varies = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, mesh: DeviceMesh, axis: str, dim: int, send: tuple[int, ...], receive: tuple[int, ...]
-    ) -> Tensor:
-        rows = x.movedim(dim, 0)  # [sum(send), ..]
-        received = torch.empty((sum(receive), *rows.shape[1:]), dtype=x.dtype, device=x.device)
-        if not x.is_meta:
-            width = prod(rows.shape[1:])
-            flat = materialized(rows).reshape(len(rows), width).contiguous()
-            if flat.stride() != (width, 1):  # of one row or none, which torch takes for contiguous
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            into = received.view(len(received), width).view(torch.uint8)
-            all_to_all_single(into, flat.view(torch.uint8), list(receive), list(send), group=mesh.get_group(axis))
-        return received.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        mesh, axis, dim, send, receive = ctx.where
-        return _bind(_AllToAllRows, grads[0], mesh, axis, dim, receive, send), None, None, None, None, None
-
-
-class _IntoLosses(_Pair):
-    """
-    |          | in                  | out                                    |
-    |----------|---------------------|----------------------------------------|
-    | forward  | `[...]` invariant   | `[...]` varying, the same memory       |
-    | backward | `[...]` varying     | `[...]` invariant, the mean over ranks |
-    """
-
-    varies = True
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_Pmean, grads[0], *ctx.where), None, None
+def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
+    """Apply the Function of the set that fits where we are, see [Note: three Functions]."""
+    if not torch.compiler.is_compiling():
+        if axis in mapped_axes():
+            raise ShardError(
+                f"{kind}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
+                "the function: communicate outside, of what comes out"
+            )
+        x = of_each_rank(x) if simulated() else x
+        watcher, varies = _WATCHER.get(), _PAIRS[kind].varies
+        where: tuple[Any, ...] = kind, mesh, axis, dims
+        apply, where = (InTransform.apply, (_Where(*where),)) if in_transform() else (Eager.apply, where)
+        if watcher is None:
+            out = apply(x, *where)
+            if not varies and is_under_way():
+                note_shared(out, axis, kind)
+            return out
+        with watched(None):  # what it is made of is not the function's
+            out = apply(x, *where)
+        return watcher(Moved(kind, varies, axis, dims), x, out)
+    if not traces_first_order():
+        raise ShardError(
+            "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
+            "Transform outside the compiled function, or put @torch.compiler.disable on the part that transforms."
+        )
+    # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
+    return _InGraph.apply(x.view_as(x), kind, mesh, axis, dims)
 
 
 class _OfFactor(torch.autograd.Function):
@@ -582,7 +570,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not (x.is_floating_point() or x.is_complex()) else _Weighed.apply(x, factor)
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, factor)
 
 
 class _OfRank(_Weighed):
@@ -604,103 +592,6 @@ def of_rank(x: Any, factor: float) -> Any:
     (12.0, 6.0)
     """
     return _OfRank.apply(x, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
-
-
-class _Pmean(_Pair):
-    """
-    |          | in                  | out                               |
-    |----------|---------------------|-----------------------------------|
-    | forward  | `[...]` varying     | `[...]` invariant, an all-reduce  |
-    | backward | `[...]` invariant   | `[...]` varying, the same memory  |
-    """
-
-    @staticmethod
-    def forward(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
-        return _Psum.forward(x, mesh, axis) / axes_of(mesh)[axis]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _bind(_IntoLosses, grads[0], *ctx.where), None, None
-
-
-def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
-    """`[.., n, ..] -> [.., W*n, ..]`."""
-    size = axes_of(mesh)[axis]
-    if x.is_meta:
-        return x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
-    flat = gather_flat(materialized(x).reshape(-1), mesh.get_group(axis))
-    return flat.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _full(plain: type[_Pair]) -> type[_Pair]:
-    """The same Function with forward mode and batching, see [Note: two sets of Functions]."""
-    # `apply` asks for the signature each time; kept here, a call takes 10 us instead of 16.
-    plain.forward.__dict__["__signature__"] = inspect.signature(plain.forward)
-
-    class Full(plain):
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            return Full.apply(tangents[0], *ctx.where)
-
-        @staticmethod
-        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            x, mesh, axis, *dims = args
-            moved = (dim + 1 if isinstance(dim, int) else dim for dim in dims)  # counts stay
-            return Full.apply(x.movedim(in_dims[0], 0), mesh, axis, *moved), 0
-
-    Full.__name__ = Full.__qualname__ = plain.__name__
-    return Full
-
-
-def _eager(plain: type[_Pair]) -> type[torch.autograd.Function]:
-    """The same Function for outside transforms: `apply` of one without `setup_context` takes 5 us instead of 10."""
-
-    class Eager(torch.autograd.Function):
-        backward = plain.backward
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-            ctx.where = where
-            return plain.forward(x, *where)
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            return _bind(plain, tangents[0], *ctx.where)
-
-    Eager.__name__ = Eager.__qualname__ = plain.__name__
-    return Eager
-
-
-_FULL = {pair: _full(pair) for pair in _Pair.__subclasses__()}
-_EAGER = {pair: _eager(pair) for pair in _FULL}
-_KINDS = {pair: re.sub("(?<!^)(?=[A-Z])", "_", pair.__name__.lstrip("_")).lower() for pair in _FULL}  # "psum_scatter"
-
-
-def _bind(pair: type[_Pair], x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
-    """Apply the Function of the set that fits where we are, see [Note: two sets of Functions]."""
-    if not torch.compiler.is_compiling():
-        if axis in mapped_axes():
-            raise ShardError(
-                f"{_KINDS[pair]}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
-                "the function: communicate outside, of what comes out"
-            )
-        x = of_each_rank(x) if simulated() else x
-        function, watcher = (_FULL if in_transform() else _EAGER)[pair], _WATCHER.get()
-        if watcher is None:
-            out = function.apply(x, mesh, axis, *dims)
-            if not pair.varies and is_under_way():
-                note_shared(out, axis, _KINDS[pair])
-            return out
-        with watched(None):  # what it is made of is not the function's
-            out = function.apply(x, mesh, axis, *dims)
-        return watcher(Moved(_KINDS[pair], pair.varies, axis, dims), x, out)
-    if not traces_first_order():
-        raise ShardError(
-            "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
-            "Transform outside the compiled function, or put @torch.compiler.disable on the part that transforms."
-        )
-    # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
-    return pair.apply(x.view_as(x), mesh, axis, *dims)
 
 
 class Moved(NamedTuple):
@@ -726,12 +617,8 @@ def watching() -> bool:
 @contextmanager
 def watched(watcher: Watcher | None, asked: Callable[[str], None] | None = None) -> Iterator[None]:
     """Within it `watcher` hears of collectives, to follow what varies, and `asked` of `axis_index`."""
-    tokens = _WATCHER.set(watcher), _ASKED.set(asked)
-    try:
+    with holding(_WATCHER, watcher), holding(_ASKED, asked):
         yield
-    finally:
-        _WATCHER.reset(tokens[0])
-        _ASKED.reset(tokens[1])
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -844,12 +731,12 @@ def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     if _size("psum", mesh, axis, x) == 1:
         return x
     _require_no_loss("psum", x, axis)
-    return _bind(_Psum, x, mesh, axis)
+    return _bind("psum", x, mesh, axis)
 
 
 def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """`psum` of what is made of a rank's part of trees, which comes into losses by `into_losses`."""
-    return x if _size("psum", mesh, axis, x) == 1 else _bind(_Psum, x, mesh, axis)
+    return x if _size("psum", mesh, axis, x) == 1 else _bind("psum", x, mesh, axis)
 
 
 def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
@@ -857,11 +744,7 @@ def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     if torch.compiler.is_compiling() or axis not in axes_of_losses() or watching():
         return
     if "Grad" in kinds_of_transforms() and differentiated_in_transform(x):
-        raise ShardError(
-            f"{name}: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {axis!r} has a loss of "
-            "its own, and nobody can tell whether a pvary follows. Differentiate by sf.grad outside of transforms, "
-            "twice for a Hessian-vector product: sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
-        )
+        raise several_losses(name, axis, "nobody can tell whether a pvary follows")
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -897,7 +780,7 @@ def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 def pmean_of_losses(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """`pmean` of what every rank has a loss, or a count, of."""
     size = _size("pmean", mesh, axis, x)
-    return x if size == 1 else _bind(_Psum, x, mesh, axis) / size
+    return x if size == 1 else _bind("psum", x, mesh, axis) / size
 
 
 def pvary(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -922,7 +805,7 @@ def pvary(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     Raises:
         ShardError: the mesh has no such axis.
     """
-    return x if _size("pvary", mesh, axis, x) == 1 else _bind(_Pvary, x, mesh, axis)
+    return x if _size("pvary", mesh, axis, x) == 1 else _bind("pvary", x, mesh, axis)
 
 
 def into_losses(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
@@ -937,7 +820,7 @@ def into_losses(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
         tensor([1., 1.])
     """
     for axis in axes:
-        x = x if _size("into_losses", mesh, axis, x) == 1 else _bind(_IntoLosses, x, mesh, axis)
+        x = x if _size("into_losses", mesh, axis, x) == 1 else _bind("into_losses", x, mesh, axis)
     return x
 
 
@@ -965,7 +848,7 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
         ShardError: the mesh has no such axis, or x no such dim.
     """
     size, dim = _size("all_gather", mesh, axis, x), _dim("all_gather", x, "dim", dim)
-    return x if size == 1 else _bind(_AllGather, x, mesh, axis, dim)
+    return x if size == 1 else _bind("all_gather", x, mesh, axis, dim)
 
 
 def all_gather_invariant(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
@@ -993,7 +876,7 @@ def all_gather_invariant(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
         ShardError: the mesh has no such axis, or x no such dim.
     """
     size, dim = _size("all_gather_invariant", mesh, axis, x), _dim("all_gather_invariant", x, "dim", dim)
-    return x if size == 1 else _bind(_AllGatherInvariant, x, mesh, axis, dim)
+    return x if size == 1 else _bind("all_gather_invariant", x, mesh, axis, dim)
 
 
 def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
@@ -1021,9 +904,8 @@ def psum_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
         ShardError: the mesh has no such axis, x no such dim, W does not divide it, or the dtype is none that adds.
     """
     _check_addable("psum_scatter", x)
-    dim = _dim("psum_scatter", x, "dim", dim)
-    size = _split("psum_scatter", x, mesh, axis, dim)
-    return x if size == 1 else _bind(_PsumScatter, x, mesh, axis, dim)
+    size, dim = _split("psum_scatter", x, mesh, axis, dim)
+    return x if size == 1 else _bind("psum_scatter", x, mesh, axis, dim)
 
 
 def shard_slice(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
@@ -1049,9 +931,8 @@ def shard_slice(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     Raises:
         ShardError: the mesh has no such axis, x no such dim, or W does not divide it.
     """
-    dim = _dim("shard_slice", x, "dim", dim)
-    size = _split("shard_slice", x, mesh, axis, dim)
-    return x if size == 1 else _bind(_ShardSlice, x, mesh, axis, dim)
+    size, dim = _split("shard_slice", x, mesh, axis, dim)
+    return x if size == 1 else _bind("shard_slice", x, mesh, axis, dim)
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
@@ -1079,12 +960,11 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     Raises:
         ShardError: the mesh has no such axis, x no such dim, or W does not divide `split_dim`.
     """
-    split_dim = _dim("all_to_all", x, "split_dim", split_dim)
+    size, split_dim = _split("all_to_all", x, mesh, axis, split_dim, "split_dim")
     concat_dim = _dim("all_to_all", x, "concat_dim", concat_dim)
-    size = _split("all_to_all", x, mesh, axis, split_dim)
     if size > 1 and torch.compiler.is_compiling() and not COMPILES_EXCHANGES:
         return _exchanged_by_gather(x, mesh, axis, size, split_dim, concat_dim)
-    return x if size == 1 else _bind(_AllToAll, x, mesh, axis, split_dim, concat_dim)
+    return x if size == 1 else _bind("all_to_all", x, mesh, axis, split_dim, concat_dim)
 
 
 def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -1130,12 +1010,12 @@ def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], recei
             "all_to_all_rows: how many rows a rank receives depends on values, which torch.compile, sf.jit and "
             "sf.simulate cannot follow. Leave it out of the graph, or use all_to_all with the same number for all ranks"
         )
-    return x if size == 1 else _bind(_AllToAllRows, x, mesh, axis, 0, *given)
+    return x if size == 1 else _bind("all_to_all_rows", x, mesh, axis, 0, *given)
 
 
 def _exchanged_by_gather(x: Tensor, mesh: Mesh, axis: str, size: int, split_dim: int, concat_dim: int) -> Tensor:
     """`all_to_all` that receives W times as much."""
-    parts = _bind(_AllGather, x.unsqueeze(0), mesh, axis, 0)  # [W, ..]
+    parts = _bind("all_gather", x.unsqueeze(0), mesh, axis, 0)  # [W, ..]
     length = x.shape[split_dim] // size
     index = 0 if isinstance(mesh, MeshSpec) else mesh.get_local_rank(axis)
     own = parts.narrow(split_dim + 1, index * length, length)
@@ -1163,12 +1043,13 @@ def _dim(name: str, x: Tensor, parameter: str, dim: int) -> int:
     return dim % x.ndim
 
 
-def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int) -> int:
-    """The size of the axis, which must divide the dim."""
+def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int, parameter: str = "dim") -> tuple[int, int]:
+    """The size of the axis, which must divide the dim, and the dim counted from the front."""
+    dim = _dim(name, x, parameter, dim)
     size, length = _size(name, mesh, axis, x), x.shape[dim]
     if length % size:
         raise ShardError(
             f"{name}: shape {tuple(x.shape)} splits dim {dim} over {axis}={size}, {length} % {size} = {length % size}. "
             f"Pad dim {dim} to {-(-length // size) * size}, or choose a dim that {size} divides."
         )
-    return size
+    return size, dim

@@ -16,6 +16,7 @@ decides what to do in between (see `Flight` in buckets.py).
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
@@ -123,7 +124,9 @@ class Crossing:
         staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
         try:
             if way.one_by_one:
-                yield self._exchange_shards(flat, whole.flat, way.wholes, way.alone, staging.flat.view(self.ranks, -1))
+                moves = zip(way.wholes, self.moves[: way.alone], strict=False)
+                alone = [whole.flat.narrow(0, start, prod(move.whole)) for start, move in moves]
+                yield self._exchange_shards(flat, alone, staging.flat.view(self.ranks, -1))
             elif self.numel and not flat.is_meta:
                 yield self._all_gather(flat, staging.flat)
             if way.copies.parts:
@@ -149,36 +152,30 @@ class Crossing:
         storage, way = flat.untyped_storage(), self._ways.get(flat.dtype) or self._way(flat.dtype)
         return tensors_in(storage, zip(way.wholes, self._shapes, strict=False), flat)
 
-    def _exchange_shards(
-        self, flat: Tensor, storage: Tensor, starts: Sequence[int], alone: int, staging: Tensor
-    ) -> Works:
-        """Every shard to every other rank: the large ones into their places, the others into `staging`."""
-        works: Works = []
-        together = self.starts[alone]
-        sends: list[tuple[Tensor, int]] = []
-        for tag, move in enumerate(self.moves[:alone]):
-            lengths, step = move.lengths(self.ranks), move.numel
-            for peer in self._peers():
-                if lengths[peer]:
-                    place = storage.narrow(0, starts[tag] + peer * step, lengths[peer])
-                    works.append(receive_from(self.group, place, peer, tag))
-            if lengths[self.rank]:
-                mine = flat.narrow(0, self.starts[tag], lengths[self.rank])
-                sends.append((mine, tag))
-        if staging.numel():
-            mine = flat.narrow(0, together, self.numel - together)
-            works += [receive_from(self.group, staging[peer], peer, alone) for peer in self._peers()]
-            sends.append((mine, alone))
-        works += [send_to(self.group, mine, peer, tag) for mine, tag in sends for peer in self._peers()]
-        own = [
-            storage.narrow(0, starts[tag] + self.rank * self.moves[tag].numel, mine.numel())
-            if tag < alone
-            else staging[self.rank]
-            for mine, tag in sends
-        ]
-        if sends:
-            copy_each(own, [mine for mine, _ in sends])
+    def _exchange_shards(self, flat: Tensor, wholes: Sequence[Tensor], staging: Tensor) -> Works:
+        """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
+        peers, sent = self._peers(), self._messages(flat, len(wholes))
+        places = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
+        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [send_to(self.group, mine, peer, tag) for tag, mine in sent.items() for peer in peers]
+        if sent:
+            copy_each([*self._parts(wholes, staging, self.rank).values()], [*sent.values()])
         return works
+
+    def _messages(self, flat: Tensor, alone: int) -> dict[int, Tensor]:
+        """Of a flat tensor [n] what travels in each message: the first `alone` leaves by themselves, then the rest."""
+        lengths = [move.lengths(self.ranks)[self.rank] for move in self.moves[:alone]]
+        found = {tag: flat.narrow(0, self.starts[tag], length) for tag, length in enumerate(lengths) if length}
+        rest = self.numel - self.starts[alone]
+        return found | {alone: flat.narrow(0, self.starts[alone], rest)} if rest else found
+
+    def _parts(self, wholes: Sequence[Tensor], staging: Tensor, rank: int) -> dict[int, Tensor]:
+        """The same of another rank, or of this one, where whole leaves are, and the parts [W, n] of all others."""
+        found: dict[int, Tensor] = {}
+        for tag, (whole, move) in enumerate(zip(wholes, self.moves, strict=False)):
+            if length := move.lengths(self.ranks)[rank]:
+                found[tag] = whole.view(-1).narrow(0, rank * move.numel, length)
+        return found | {len(wholes): staging[rank]} if staging.numel() else found
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with another one."""
@@ -301,38 +298,19 @@ class Crossing:
         self, wholes: Sequence[Tensor], staging: Tensor, dtype: torch.dtype, buffers: Buffers, results: Buffers
     ) -> Steps:
         """Every rank's part of every gradient to that rank, and the sum of what arrives here."""
-        wide = accumulation_dtype(dtype)
-        together, alone = self.starts[len(wholes)], len(wholes)
-        own = [
-            _part(whole, move, self.rank, move.lengths(self.ranks)[self.rank])
-            for whole, move in zip(wholes, self.moves, strict=False)
-        ]
+        wide, peers, alone = accumulation_dtype(dtype), self._peers(), len(wholes)
         out = results.tensor(self.numel, wide)  # [n]
         begins = 0 if wide == dtype else -1  # what the first peer sends arrives in `out` itself, if it has the dtype
         extra = buffers.tensor((self.ranks - 2 - begins) * self.numel, dtype).view(-1, self.numel)
         rows = [out, *extra] if begins == 0 else list(extra)
-        works: Works = []
-        for row, peer in zip(rows, self._peers(), strict=True):
-            for tag, mine in enumerate(own):
-                if mine.numel():
-                    place = row.narrow(0, self.starts[tag], mine.numel())
-                    works.append(receive_from(self.group, place, peer, tag))
-            if staging.numel():
-                place = row.narrow(0, together, self.numel - together)
-                works.append(receive_from(self.group, place, peer, alone))
-        for peer in self._peers():
-            for tag, (whole, move) in enumerate(zip(wholes, self.moves, strict=False)):
-                if length := move.lengths(self.ranks)[peer]:
-                    works.append(send_to(self.group, _part(whole, move, peer, length), peer, tag))
-            if staging.numel():
-                works.append(send_to(self.group, staging[peer], peer, alone))
+        places = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
+        parts = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
+        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [send_to(self.group, part, peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
-        places = [out.narrow(0, start, mine.numel()) for start, mine in zip(self.starts, own, strict=False)]
-        if staging.numel():
-            places.append(out.narrow(0, together, self.numel - together))
-            own.append(staging[self.rank])
+        own = self._parts(wholes, staging, self.rank)
         if own:
-            foreach("add_" if begins == 0 else "copy_")(places, own)
+            foreach("add_" if begins == 0 else "copy_")([*self._messages(out, alone).values()], [*own.values()])
         for row in extra:
             out.add_(row)
         return [out]
@@ -349,8 +327,3 @@ def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
     return [
         tensor_in(storage[offset * item : end * item], 0, size, flat, stride) for size, stride, offset, end in views
     ]
-
-
-def _part(whole: Tensor, move: Move, rank: int, length: int) -> Tensor:
-    """One rank's part, [length], of a whole leaf that is split on its first dim."""
-    return whole.view(-1).narrow(0, min(rank * move.numel, whole.numel()), length)

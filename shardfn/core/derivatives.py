@@ -21,9 +21,8 @@ from shardfn._torch import (
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import FORWARD_MODE, FORWARD_MODE_DIFFERENTIATED, ByFormulas
-from shardfn.core.lowering import entered, left
+from shardfn.core.lowering import entered, is_tree, left
 from shardfn.core.transforms import grad, of_dtensors, plain_gradient, unused
-from shardfn.core.tree import Params
 from shardfn.core.underway import in_forward_mode, is_under_way
 
 
@@ -55,13 +54,8 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     Communication: that of `func`, each collective twice: for the values and for the tangents.
     """
     _require_tuples("jvp", primals, tangents)
-    if not in_transform():
-        _require_alike("jvp", primals, tangents)
-    prepare_forward_mode()
+    inner = _entered_alike("jvp", primals, tangents)
     checked = _using("jvp", func, primals, has_aux)
-    inner = entered("jvp", (primals, tangents))
-    if in_transform():  # where a tree may come from outside, and another one not
-        _require_alike("jvp", *inner)
     with (
         _by_formulas(),
         of_dtensors("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
@@ -138,13 +132,8 @@ def hvp(func: Callable[..., Any], primals: Any, tangent: Any) -> Any:
     """
     _require_tuples("hvp", primals)
     params, *batch = primals
-    if not in_transform():
-        _require_alike("hvp", params, tangent)
+    inner, direction = _entered_alike("hvp", params, tangent)
     gradient = grad(_using("hvp", func, params, False))
-    prepare_forward_mode()
-    inner, direction = entered("hvp", (params, tangent))
-    if in_transform():
-        _require_alike("hvp", inner, direction)
     with _by_formulas():
         _, product, *_ = torch.func.jvp(lambda p: gradient(p, *batch), (inner,), (direction,))
     return left(product)
@@ -161,7 +150,7 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
         ShardError: none does, as with `model(x)` where `apply` is meant.
     """
     checked = ours_only(verb, func)
-    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=_is_tree) if _is_tree(x))
+    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=is_tree) if is_tree(x))
     if in_transform() or is_under_way() or not leaves:
         return checked
 
@@ -193,9 +182,20 @@ def _require_tuples(verb: str, *values: Any) -> None:
             )
 
 
+def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
+    """What forward mode gets of primals and their tangents, which are alike."""
+    prepare_forward_mode()
+    if not in_transform():
+        _require_alike(verb, primals, tangents)
+    inner = entered(verb, (primals, tangents))
+    if in_transform():  # where a tree may come from outside, and another one not
+        _require_alike(verb, *inner)
+    return inner
+
+
 def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     """Check that a direction has the structure, the shapes and the layouts of what it is a direction of."""
-    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=_is_tree) if _is_tree(x)] for t in (primals, tangents))
+    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=is_tree) if is_tree(x)] for t in (primals, tangents))
     for tree, other in zip(trees, others, strict=False):
         problems = [f"the tangent has no leaf {name!r}" for name in tree if name not in other]
         problems += [f"the tangent has a leaf {name!r}, which the primal has not" for name in other if name not in tree]
@@ -213,12 +213,8 @@ def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     flat, structure = pytree.tree_flatten(primals)
     others, other_structure = pytree.tree_flatten(tangents)
     if structure != other_structure:
-        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=_is_tree) for t in (tangents, primals))
+        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=is_tree) for t in (tangents, primals))
         raise ShardError(f"{verb}: tangents have another structure than primals: {seen} and {wanted}")
     for x, tangent in zip(flat, others, strict=True):
         if isinstance(x, Tensor) and isinstance(tangent, Tensor) and x.shape != tangent.shape:
             raise ShardError(f"{verb}: a tangent has shape {tuple(tangent.shape)}, its primal {tuple(x.shape)}")
-
-
-def _is_tree(x: object) -> bool:
-    return isinstance(x, Params)

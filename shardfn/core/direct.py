@@ -7,7 +7,8 @@ over two ranks took 2.6 ms after the last of them had come, and 1.4 ms as messag
 calls and take one turn. With nothing else to do 32 KiB take 1.2 and 0.4 ms over two ranks, 2.6 and 0.6 ms over four.
 What a rank sends grows from 2 (W - 1) / W times the tensor to W - 1 times, so that large tensors are left to gloo.
 
-Each is one operator, so that whoever counts or traces operations sees the collective and not its messages.
+Each is one operator, so that whoever counts or traces operations sees the collective and not its messages. It takes
+the name of a group, `sum_(x, group.group_name)`.
 """
 
 from collections.abc import Sequence
@@ -31,21 +32,6 @@ def serves(x: Tensor, group: dist.ProcessGroup, parts: int = 1) -> bool:
     return 0 < sent <= _LARGEST and "cpu:gloo" in dist.get_backend_config(group)
 
 
-def sum_(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrites a contiguous x with its sum over ranks, added up in rank order, 16-bit floats in float32."""
-    torch.ops.shardfn.all_reduce_(x, group.group_name)
-
-
-def gather(rows: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """`[n] -> [W, n]`: row i becomes x of rank i."""
-    torch.ops.shardfn.all_gather_(rows, x, group.group_name)
-
-
-def exchange(received: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """`[W, n] -> [W, n]`: row i goes to rank i, and row i of the result came from rank i."""
-    torch.ops.shardfn.all_to_all_(received, rows, group.group_name)
-
-
 def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
     """Part i goes to rank i, and what comes from rank i into place i; this rank's own place is left as it is."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
@@ -56,6 +42,7 @@ def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.Proces
 
 
 def _all_reduce_(x: Tensor, name: str) -> None:
+    """`sum_`: overwrites a contiguous x with its sum over ranks, added up in rank order, 16-bit floats in float32."""
     group = group_named(name)
     rows = [torch.empty_like(x) for _ in range(group.size())]
     rows[group.rank()] = x
@@ -68,12 +55,14 @@ def _all_reduce_(x: Tensor, name: str) -> None:
 
 
 def _all_gather_(rows: Tensor, x: Tensor, name: str) -> None:
+    """`gather`: `[n] -> [W, n]`, row i becomes x of rank i."""
     group = group_named(name)
     _swap(rows.unbind(0), [x] * group.size(), group, _GATHERS)
     rows[group.rank()].copy_(x)
 
 
 def _all_to_all_(received: Tensor, rows: Tensor, name: str) -> None:
+    """`exchange`: `[W, n] -> [W, n]`, row i goes to rank i, and row i of the result came from rank i."""
     group = group_named(name)
     _swap(received.unbind(0), rows.unbind(0), group, _EXCHANGES)
     received[group.rank()].copy_(rows[group.rank()])
@@ -86,3 +75,7 @@ _operators.define("all_to_all_(Tensor(a!) received, Tensor rows, str group) -> (
 _operators.impl("all_reduce_", _all_reduce_, "CPU")
 _operators.impl("all_gather_", _all_gather_, "CPU")
 _operators.impl("all_to_all_", _all_to_all_, "CPU")
+
+sum_ = torch.ops.shardfn.all_reduce_
+gather = torch.ops.shardfn.all_gather_
+exchange = torch.ops.shardfn.all_to_all_

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 from shardfn.core.tree import data_axes_of, has_parts, watched_parts
 from shardfn.core.underway import losses_over
@@ -58,19 +59,17 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
             return first_watched(*args, **kwargs)
 
     def first_watched(*args: Any, **kwargs: Any) -> Any:
-        if _WATCHES.get() or (key := (*code, has_parts((args, kwargs)))) in _WATCHED:
+        given = args, kwargs
+        if _WATCHES.get() or (key := (*code, has_parts(given))) in _WATCHED:
             return func(*args, **kwargs)
-        token = _WATCHES.set(True)
         try:
-            with watched_parts((args, kwargs)) as parts, _Refusing(verb), _OfParts(verb, parts):
+            with holding(_WATCHES, True), watched_parts(given) as parts, _Refusing(verb), _OfParts(verb, parts):
                 out = func(*args, **kwargs)
         except RuntimeError as error:  # some of them torch refuses itself, without their name
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             if isinstance(error, ShardError) or (name := _called_as(reversed(frames))) is None:
                 raise
             raise _refused(verb, name) from error
-        finally:
-            _WATCHES.reset(token)
         if code[0] is not None:
             _WATCHED.add(key)
         return out

@@ -42,12 +42,12 @@ class ByFormulas(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._formulas.get(func, func)(*args, **(kwargs or {}))
+        kwargs, formula = kwargs or {}, self._formulas.get(func)
+        out = NotImplemented if formula is None else formula(*args, **kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
 
 
-def _torchs(func: Callable[..., Any], *args: Any) -> Any:
-    """torch's own, whose arguments its stubs do not all know."""
-    return func(*args)
+# Formulas, for what torch's functions take. `NotImplemented`: they do not hold for these arguments, but torch's own do.
 
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -61,24 +61,24 @@ def _mse_loss(
     reduce: Any = None,
     reduction: str = "mean",
     weight: Any = None,
-) -> Tensor:
+) -> Any:
     if not size_average is reduce is weight is None:
-        return _torchs(F.mse_loss, input, target, size_average, reduce, reduction, weight)
+        return NotImplemented
     return _reduced((input - target).square(), reduction)
 
 
 def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
     if weight is not None:
-        return _torchs(F.huber_loss, input, target, reduction, delta, weight)
+        return NotImplemented
     off = (input - target).abs()
     return _reduced(torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta)), reduction)
 
 
 def _soft_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Tensor:
+) -> Any:
     if not size_average is reduce is None:
-        return F.soft_margin_loss(input, target, size_average, reduce, reduction)
+        return NotImplemented
     return _reduced(F.softplus(-target * input), reduction)
 
 
@@ -121,9 +121,9 @@ def _instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Any:
     if running_mean is not None or not use_input_stats:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        return NotImplemented
     return _by_channel(_normed(input, range(2, input.dim()), eps), weight, bias).to(input.dtype)
 
 
@@ -136,13 +136,13 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Any:
     if not training or running_mean is not None:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return NotImplemented
     return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
 
 
-def _batch_norm_in_forward_mode(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _batch_norm_in_forward_mode(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(("running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
     if given.get("training") and given.get("running_mean") is not None:
         raise ShardError(
@@ -152,9 +152,9 @@ def _batch_norm_in_forward_mode(input: Tensor, *args: Any, **kwargs: Any) -> Ten
     return _batch_norm(input, *args, **kwargs)
 
 
-def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
     if p != 2.0 or out is not None:
-        return F.normalize(input, p, dim, eps, out=out)
+        return NotImplemented
     square = input.square().sum(dim, keepdim=True)  # a norm has no second derivative where padding is zero
     return input / square.clamp_min(eps**2).sqrt()
 
@@ -168,11 +168,9 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     if dropout_p:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return NotImplemented
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)

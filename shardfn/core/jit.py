@@ -10,7 +10,7 @@ optimizers write in place. What is recorded is what it did to tensors; Python is
 import linecache
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from shardfn._torch import (
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
 from shardfn.core.logits import SplitLogits
+from shardfn.core.lowering import is_tree
 from shardfn.core.plan import Plan
 from shardfn.core.recording import Number, recorded
 from shardfn.core.tree import Params
@@ -210,7 +211,7 @@ def _constant(value: Any) -> _Constant:
 
 
 def _flatten(tree: Any) -> _Flat:
-    nodes, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, Params))
+    nodes, structure = pytree.tree_flatten(tree, is_leaf=is_tree)
     flat = _Flat([], [], [], structure, [x for x in nodes if isinstance(x, Params)])
     index: dict[int, int] = {}
 
@@ -282,7 +283,10 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
         before = [dict(tree.buffers) for tree in trees]
         with recorded(tensors) as found:
             result = _flatten(step(*args, **kwargs))
-        _require_finished(result.tensors)
+        if any(x.requires_grad for x in result.tensors):
+            raise ShardError(
+                "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
+            )
         index = {id(x): ("input", i) for i, x in enumerate(tensors)}
         outputs: list[Tensor] = []
 
@@ -315,20 +319,8 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
     with torch.no_grad():
         compiled = compiler(graph, inputs)
     modes = [(module, module.training) for model in found.models for module in model.modules()]
-    return _Graph(
-        given.kind(), modes, _states(), compiled, constants, found.numbers, _without_tensors(result), sources, buffers
-    )
-
-
-def _without_tensors(flat: _Flat) -> _Flat:
-    return _Flat([], flat.places, flat.parts, flat.structure, [])
-
-
-def _require_finished(tensors: Sequence[Tensor]) -> None:
-    if any(x.requires_grad for x in tensors):
-        raise ShardError(
-            "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
-        )
+    result = replace(result, tensors=[], trees=[])
+    return _Graph(given.kind(), modes, _states(), compiled, constants, found.numbers, result, sources, buffers)
 
 
 def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:

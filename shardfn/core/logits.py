@@ -66,7 +66,7 @@ class SplitLogits(DTensor):
         """All of it, on every rank: one all-gather."""
         if grad_placements is not None:
             return self._plain().full_tensor(grad_placements=grad_placements)
-        return collectives.all_gather_invariant(self.own, self.device_mesh, _axis(self), self.split_dim)
+        return collectives.all_gather_invariant(self.own, self.device_mesh, axis_of(self), self.split_dim)
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
         """An ordinary `DTensor` laid out otherwise."""
@@ -115,7 +115,8 @@ class SplitLogits(DTensor):
         raise _refusal(x, str(func))
 
 
-def _axis(x: DTensor) -> str:
+def axis_of(x: DTensor) -> str:
+    """The name of the only axis of its mesh."""
     return (x.device_mesh.mesh_dim_names or ("",))[0]
 
 

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from shardfn._torch import has_no_memory, in_transform
 from shardfn.core import collectives
 from shardfn.core.errors import ShardError
-from shardfn.core.logits import SplitLogits
+from shardfn.core.logits import SplitLogits, axis_of
 from shardfn.core.tensor_parallel import require_ids
 
-_HALVES = (torch.float16, torch.bfloat16)
 _PIECES = 32  # a piece is this part of the logits,
 _LEAST = 2**19  # or so many elements
 
@@ -82,7 +81,7 @@ def cross_entropy(
     part = own.shape[-1]
     stats = _stats(own, (targets - rank * part).clamp(0, part - 1), label_smoothing != 0).unsqueeze(0)
     if isinstance(logits, DTensor):
-        stats = collectives.all_gather_invariant(stats, logits.device_mesh, _axis(logits), 0)  # [W, k, ..]
+        stats = collectives.all_gather_invariant(stats, logits.device_mesh, axis_of(logits), 0)  # [W, k, ..]
     log_sum, largest, picked, mean = _combined(stats, (targets // part).clamp(0, ranks - 1), part)
     losses = log_sum - picked
     if mean is not None:
@@ -112,17 +111,13 @@ def _require_fitting(logits: Tensor, targets: Tensor) -> None:
             raise ShardError(f"cross_entropy: logits must be split over their last dim by one axis, not {placements}")
 
 
-def _axis(logits: DTensor) -> str:
-    return (logits.device_mesh.mesh_dim_names or ("",))[0]
-
-
 def _part(logits: Tensor) -> tuple[Tensor, int, Any]:
     """What this rank has of the logits, how many ranks have such parts, and which one it is."""
     if not isinstance(logits, DTensor):
         return logits, 1, 0
     mesh = logits.device_mesh
     here = None if isinstance(logits, SplitLogits) else [Shard(logits.dim() - 1)]
-    return logits.to_local(grad_placements=here), mesh.size(), collectives.axis_index(mesh, _axis(logits))
+    return logits.to_local(grad_placements=here), mesh.size(), collectives.axis_index(mesh, axis_of(logits))
 
 
 def _combined(stats: Tensor, owner: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -151,7 +146,7 @@ def _stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
 
 def _plain_stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
     """The same by ordinary operations."""
-    x = x.float() if x.dtype in _HALVES else x
+    x = x.to(collectives.accumulation_dtype(x.dtype))
     limits = torch.finfo(x.dtype)
     largest = x.detach().amax(-1).clamp_min(limits.min)  # a part that is masked out, -inf, has no share, not nan
     less = x - largest.unsqueeze(-1)
@@ -170,7 +165,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: Tensor, total: bool) -> Tensor:
-        dtype = torch.float32 if x.dtype in _HALVES else x.dtype
+        dtype = collectives.accumulation_dtype(x.dtype)
         stats = torch.empty((3 + total, *own.shape), dtype=dtype, device=x.device)
         for at in _pieces(own.shape, x.shape[-1]):
             stats[(slice(None), *at)] = _plain_stats(x[at], own[at], total)

@@ -21,10 +21,11 @@ from shardfn.core.tree import Params
 
 def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
     """`fn` on every tree of shards in a pytree."""
-    return pytree.tree_map(lambda x: fn(x) if _is_tree(x) else x, tree, is_leaf=_is_tree)
+    return pytree.tree_map(lambda x: fn(x) if is_tree(x) else x, tree, is_leaf=is_tree)
 
 
-def _is_tree(x: object) -> bool:
+def is_tree(x: object) -> bool:
+    """Whether it is a tree of shards."""
     return isinstance(x, Params)
 
 
@@ -85,7 +86,16 @@ def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
     return [spec(name, leaf) for name, leaf in params.items()]
 
 
-class Lower(torch.autograd.Function):
+class _OfLeaves(torch.autograd.Function):
+    """A function of the metadata of leaves, which it keeps, and of the leaves."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.specs = inputs[0]
+        ctx.set_materialize_grads(False)
+
+
+class Lower(_OfLeaves):
     """
     forward   leaf [shard], a DTensor -> the same, plain
     backward  the same the other way
@@ -94,11 +104,6 @@ class Lower(torch.autograd.Function):
     @staticmethod
     def forward(specs: Sequence[DTensorSpec], *leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(unwrap_local(leaf).detach() for leaf in leaves)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.specs = inputs[0]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,7 +116,7 @@ class Lower(torch.autograd.Function):
         return Lower.apply(*args), (None,) * (len(args) - 1)
 
 
-class Lift(torch.autograd.Function):
+class Lift(_OfLeaves):
     """
     forward   leaf [shard], plain -> the same as a DTensor
     backward  the same the other way
@@ -120,11 +125,6 @@ class Lift(torch.autograd.Function):
     @staticmethod
     def forward(specs: Sequence[DTensorSpec], *locals_: Tensor) -> tuple[Tensor, ...]:
         return tuple(wrap_local(x.detach(), spec) for x, spec in zip(locals_, specs, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.specs = inputs[0]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,12 +9,13 @@ reduced over them. A tree that comes out has the mapped dim in front again, spli
     outside   d w [b@fsdp, out@tp, in]                    `stacked(b, fsdp)`
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 
+from shardfn.core.context import holding
 from shardfn.core.layout import Layout
 from shardfn.core.plan import Bucket, Plan
 
@@ -26,14 +27,9 @@ def mapped_axes() -> frozenset[str]:
     return _AXES.get()
 
 
-@contextmanager
-def mapped_over(axes: Iterable[str]) -> Iterator[None]:
+def mapped_over(axes: Iterable[str]) -> AbstractContextManager[None]:
     """Within it a function runs on one of what lies on `axes`."""
-    token = _AXES.set(_AXES.get() | set(axes))
-    try:
-        yield
-    finally:
-        _AXES.reset(token)
+    return holding(_AXES, _AXES.get() | set(axes))
 
 
 def inside(plan: Plan, vmaps: int) -> Plan:

@@ -50,13 +50,13 @@ class PureCrossing:
         """[n]: every shard padded to the chunk of the first rank."""
         moves = self._moves_at(coords)
         padded = [_padded(shard.to(dtype), move.dim, move.chunk) for move, shard in zip(moves, shards, strict=True)]
-        return [torch.cat([shard.reshape(-1) for shard in padded])]
+        return [together(padded)]
 
     def _joined(self, coords: Coords, given: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
         moves = self._moves_at(coords)
         parts = given[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
-        return [torch.cat([_whole(part, move).reshape(-1) for part, move in zip(parts, moves, strict=True)])]
+        return [together([_whole(part, move) for part, move in zip(parts, moves, strict=True)])]
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made."""

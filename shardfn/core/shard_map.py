@@ -25,7 +25,7 @@ from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
-from shardfn.core.underway import axes_of_losses
+from shardfn.core.underway import axes_of_losses, may_be_differentiated, several_losses
 
 
 def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -109,6 +109,11 @@ def _split(spec: Spec) -> list[tuple[str, tuple[str, ...]]]:
     return [(dim.factors[0].name, dim.factors[0].axes) for dim in spec.dims]
 
 
+def _axes(*specs: Spec) -> set[str]:
+    """The axes that split a dim of any of them."""
+    return {axis for spec in specs for factor in spec.factors for axis in factor.axes}
+
+
 @dataclass
 class _Region:
     """A function, and what is known of it."""
@@ -137,13 +142,13 @@ class _Region:
             ]
         typed = _Typed(self.mesh, several)
         for x, spec in zip(locals_, self.ins, strict=True):
-            typed.note(x, frozenset(axis for _, split in _split(spec) for axis in split) & several)
+            typed.note(x, frozenset(_axes(spec) & several))
         with typed, watched(typed.note_collective, typed.note_index):
             result = self.fn(*locals_)
         found = list(result) if isinstance(result, tuple | list) else [result]
         self._require_outputs(found, typed)
         pairs = zip(found, self.outs, strict=True)
-        found = [typed.varied(x, {a for _, split in _split(spec) for a in split} & several) for x, spec in pairs]
+        found = [typed.varied(x, _axes(spec) & several) for x, spec in pairs]
         specs = self._out_specs(found, sizes)
         lifted = found if in_transform() else Lift.apply(specs, *found)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
@@ -154,20 +159,14 @@ class _Region:
         Raises:
             ShardError: that is so.
         """
-        split = {axis for side in self.outs for _, own in _split(side) for axis in own}
-        batch = sorted(several & split & axes_of_losses())
+        batch = sorted(several & _axes(*self.outs) & axes_of_losses())
         if batch and "Grad" in kinds_of_transforms():
-            raise ShardError(
-                f"shard_map: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {batch[0]!r} "
-                "has a loss of its own, and the region adds up gradients of weights over all. Differentiate by sf.grad "
-                "outside of transforms, twice for a Hessian-vector product: "
-                "sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
-            )
+            raise several_losses("shard_map", batch[0], "the region adds up gradients of weights over all")
 
     def _batches(self, spec: Spec) -> int:
         """Over how many data ranks an input is split."""
         sizes = axes_of(self.mesh)
-        return prod(sizes[axis] for _, split in _split(spec) for axis in split if is_batch_axis(axis))
+        return prod(sizes[axis] for axis in _axes(spec) if is_batch_axis(axis))
 
     def _checked(self, args: Sequence[Any]) -> dict[str, int]:
         """The size of every name."""
@@ -186,9 +185,7 @@ class _Region:
                 problems.append(f"input {number} is '{spec}', got a DTensor that is '{shown}'; redistribute it")
                 continue
             for (name, split), length in zip(_split(spec), x.shape, strict=True):
-                parts = 1
-                for axis in split:
-                    parts *= axes[axis]
+                parts = prod(axes[axis] for axis in split)
                 size = length if isinstance(x, DTensor) else length * parts
                 if size % parts:
                     problems.append(
@@ -208,8 +205,7 @@ class _Region:
                 what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 problems.append(f"output {number} is '{spec}', the function returns {what}")
                 continue
-            named = {axis for _, own in _split(spec) for axis in own}
-            for axis in sorted(typed.axes_of(x) - named):
+            for axis in sorted(typed.axes_of(x) - _axes(spec)):
                 problems.append(f"output {number} is '{spec}', but differs over '{axis}'; psum or gather it")
         raise_problems("shard_map", problems)
 
@@ -306,7 +302,7 @@ class _Typed(TorchFunctionMode):
                 f"shard_map: {name} writes values that differ over {sorted(axes)} into a tensor that does not; make it "
                 "with sf.collectives.pvary(x, mesh, axis) first"
             )
-        same = [self.varied(x, axes) if _has_derivatives(x) else x for x in flat]
+        same = [self.varied(x, axes) if may_be_differentiated(x) else x for x in flat]
         args, kwargs = pytree.tree_unflatten(same, structure)
         return self._noted(func(*args, **kwargs), [axes])
 
@@ -316,10 +312,6 @@ class _Typed(TorchFunctionMode):
             if isinstance(x, Tensor):
                 self.note(x, union)
         return out
-
-
-def _has_derivatives(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 _INTO_PARTS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "__iter__"}

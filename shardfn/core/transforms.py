@@ -1,9 +1,9 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import Any, Literal
 
@@ -30,13 +30,20 @@ from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.layout import Layout
-from shardfn.core.lowering import entered
+from shardfn.core.lowering import entered, is_tree
 from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.tree import Params, map_local
-from shardfn.core.underway import Differentiation, asks, is_under_way, reaches_others
+from shardfn.core.underway import (
+    Differentiation,
+    asks,
+    is_under_way,
+    leaves_that_ask,
+    may_be_differentiated,
+    reaches_others,
+)
 
 Reduction = Literal["mean", "sum"] | None
 Reduced = PlanReduction | None
@@ -50,6 +57,8 @@ _WEIGHT = (
     'Take a weight in a loss, beside apply, from sf.gather(params)["name"] (a penalty of all of them: '
     "sf.tree.dot(params, params))"
 )
+_NOTHING = "value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)"
+LossOf = Callable[[Sequence[Any]], tuple[Any, Any]]  # of what is differentiated: the loss and aux
 Found = tuple[Tensor, Any, list[Any], Tensor | None]  # value, aux, gradients, what a `Mean` counted
 
 
@@ -114,49 +123,72 @@ def differentiator(
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
         for position in positions:
-            if position >= len(args):
+            if not -len(args) <= position < len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
-        given = [args[position] for position in positions]
-        if any(not isinstance(x, Params) and _holds_trees(x) for x in given):
-            found = _of_containers(loss_fn, args, kwargs, positions, has_aux, reduce)
-        elif in_transform():
-            found = _in_transform(loss_fn, args, kwargs, positions, has_aux, average)
+        chosen = [position % len(args) for position in positions]
+        flat, structure, places = [args[position] for position in chosen], None, [*range(len(chosen))]
+        if set(map(type, flat)) != {Params}:  # not the usual case
+            flat, structure = pytree.tree_flatten(flat, is_leaf=is_tree)
+            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or may_be_differentiated(leaf)]
+        inside = in_transform()
+        function = ours_only("grad", loss_fn) if inside else loss_fn
+
+        def with_values(values: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+            """The chosen arguments with these in place of what is differentiated in them."""
+            if structure is None:
+                return list(values)
+            given = dict(zip(places, values, strict=True))
+            return pytree.tree_unflatten([given.get(i, other) for i, other in enumerate(others)], structure)
+
+        def loss_of(values: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = list(args)
+            for position, value in zip(chosen, with_values(values, flat), strict=True):
+                inputs[position] = value
+            result = function(*inputs, **kwargs)
+            return result if has_aux else (result, None)
+
+        given = [flat[i] for i in places]
+        if inside:
+            value, aux, grads, count = _in_transform(loss_of, given, average)
         else:
-            found = _at_top(args, kwargs, given)
-        value, aux, grads, count = found
+            beside = [*(x for i, x in enumerate(args) if i not in chosen), *kwargs.values()]
+            value, aux, grads, count = _at_top(loss_of, given, beside, reduce)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
-        return value, aux, (grads[0] if isinstance(argnums, int) else tuple(grads)), count
-
-    def _at_top(args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Any]) -> Found:
-        inputs = list(args)
-        connected = torch.is_grad_enabled() and any(map(_is_asked_for, given))
-        trees = [_differentiable(tree, average) for tree in given]
-        for position, tree in zip(positions, trees, strict=True):
-            inputs[position] = tree
-        if connected:
-            _require_reduction(reduce, trees[0])
-        owner = next((x for x in given if isinstance(x, Params)), None)
-        here = Differentiation(trees, given, _wanted)
-        with torch.enable_grad():
-            with here.runs(), of_dtensors("value_and_grad"):
-                result = loss_fn(*inputs, **kwargs)
-            loss, aux = result if has_aux else (result, None)
-            over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
-            loss, count = _objective(loss, over)
-            tree = over if over is not None else next(filter(None, (each.used for each in here.around)), None)
-            if tree is not None:
-                here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
-        others = [*(x for i, x in enumerate(args) if i not in positions), *kwargs.values()]
-        if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(others)):
-            connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
-            _require_reduction(reduce if connected else "mean", owner)
-        with of_dtensors("value_and_grad"), _of_forward_mode(here):
-            grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
-        value = _shared(_averaged(loss, over), over) if connected else _averaged(loss.detach(), over)
-        return value, aux, grads, count
+        others = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in places else x for i, x in enumerate(flat))
+        found = with_values(grads, others)
+        return value, aux, (found[0] if isinstance(argnums, int) else tuple(found)), count
 
     return call
+
+
+def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
+    """`differentiator` outside of transforms; the arguments `beside` may ask for a gradient, too."""
+    connected = torch.is_grad_enabled() and any(map(_is_asked_for, given))
+    trees = [_differentiable(tree, None if reduce is None else "mean") for tree in given]
+    if connected:
+        _require_reduction(reduce, trees[0])
+    owner = _first_tree(given)
+    here = Differentiation(trees, given)
+    with torch.enable_grad():
+        with here.runs(), of_dtensors("value_and_grad"):
+            loss, aux = loss_of(trees)
+        over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
+        loss, count = _objective(loss, over)
+        tree = over if over is not None else next(filter(None, (each.used for each in here.around)), None)
+        if tree is not None:
+            here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
+    if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
+        connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
+        _require_reduction(reduce if connected else "mean", owner)
+    with of_dtensors("value_and_grad"), _of_forward_mode(here):
+        grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
+    value = _shared(_averaged(loss, over), over) if connected else _averaged(loss.detach(), over)
+    return value, aux, grads, count
+
+
+def _first_tree(given: Sequence[Any]) -> Params | None:
+    return next((x for x in given if isinstance(x, Params)), None)
 
 
 @contextmanager
@@ -192,12 +224,8 @@ def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
         ) from error
 
 
-def _holds_trees(tree: Any) -> bool:
-    return any(isinstance(x, Params) for x in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Params)))
-
-
 def _times_ranks(grads: Any) -> Any:
-    """A tree of means over the data ranks as sums; of a container, each tree in it was done already."""
+    """A tree of means over the data ranks as sums; the gradient of a plain tensor is this rank's own."""
     if not isinstance(grads, Params):
         return grads
     ranks = prod(grads.plan.axes[axis] for axis in grads.plan.roles.data)
@@ -215,52 +243,6 @@ def _require_reduction(reduce: Reduction, tree: Any) -> None:
 def _is_shared_out(tree: Params) -> bool:
     """Whether there are several data ranks."""
     return any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
-
-
-def _of_containers(
-    loss_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    positions: Sequence[int],
-    has_aux: bool,
-    reduce: Reduction,
-) -> Found:
-    """`differentiator` for dicts and the like that hold trees of shards: with each of them as an argument."""
-    is_tree = partial(_is_instance, Params)
-    flat = {p: pytree.tree_flatten(args[p], is_leaf=is_tree) for p in positions}
-    chosen = [
-        (p, i)
-        for p, (leaves, _) in flat.items()
-        for i, leaf in enumerate(leaves)
-        if is_tree(leaf) or _is_floating(leaf)
-    ]
-
-    def rebuilt(values: Sequence[Any], others: Callable[[Any], Any]) -> dict[int, Any]:
-        given = dict(zip(chosen, values, strict=True))
-        return {
-            p: pytree.tree_unflatten(
-                [given[p, i] if (p, i) in given else others(leaf) for i, leaf in enumerate(leaves)], structure
-            )
-            for p, (leaves, structure) in flat.items()
-        }
-
-    def loss_of(*values: Any, **kwargs: Any) -> Any:
-        found = rebuilt(values[: len(chosen)], lambda leaf: leaf)
-        return loss_fn(*(found.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-
-    differentiate = differentiator(loss_of, tuple(range(len(chosen))), has_aux, reduce)
-    others = (x for i, x in enumerate(args) if i not in positions)  # not used, but they may ask for a gradient
-    value, aux, grads, count = differentiate(*(flat[p][0][i] for p, i in chosen), *others, **kwargs)
-    trees = rebuilt(grads, lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf)
-    return value, aux, [trees[p] for p in positions], count
-
-
-def _is_instance(kind: type, x: object) -> bool:
-    return isinstance(x, kind)
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def grad(
@@ -297,17 +279,10 @@ def _is_asked_for(tree: Any) -> bool:
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
-    """The same tree with fresh leaves that ask for a gradient; those that somebody else asks for stay connected."""
-
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf
-        return leaf if connects and leaf.requires_grad else leaf.detach().requires_grad_()
-
+    """The same tree, or tensor, with fresh leaves that ask for a gradient; those that others ask for stay connected."""
     connects = torch.is_grad_enabled()
-
     if not isinstance(tree, Params):
-        return pytree.tree_map(fresh, tree)
+        return tree if connects and tree.requires_grad else tree.detach().requires_grad_()
     if unknown := tree.keys() - tree.plan.leaves.keys():
         raise ShardError(f"value_and_grad: the tree has a leaf {min(unknown)!r}, which its plan does not know")
     plan = tree.plan.with_reduction(reduce)
@@ -323,80 +298,62 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     return made
 
 
-def _in_transform(
-    loss_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    positions: Sequence[int],
-    has_aux: bool,
-    reduce: Reduction,
-) -> Found:
+def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> Found:
     """`differentiator` inside a transform of `torch.func`, by its `grad`."""
-    inputs = list(args)
-    for position in positions:
-        inputs[position] = entered("grad", args[position])
-        if isinstance(inputs[position], Params):
-            _require_reduction(reduce, inputs[position])
-            inputs[position] = _with_reduction(inputs[position], reduce)
-    owner = next((inputs[p] for p in positions if isinstance(inputs[p], Params)), None)
-    chosen = [_chosen(inputs[p]) for p in positions]
-    if not any(chosen):
-        raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+    inputs = [_with_reduction(x, reduce) for x in entered("grad", given)]
+    owner = _first_tree(inputs)
+    wanted = [_wanted_of(x) for x in inputs]
+    leaves = sum(len(x) if isinstance(x, dict) else 1 for x in wanted)
+    if not leaves:
+        raise TypeError(_NOTHING)
     outermost = not is_under_way() and all(kind == "Vmap" for kind in kinds_of_transforms())
     passed: list[Any] = []  # what is no tensor, around the transform
-    checked = ours_only("grad", loss_fn)
 
-    def objective(*wanted: dict[int, Tensor]) -> tuple[Tensor, Any]:
-        given = list(inputs)
-        for position, leaves in zip(positions, wanted, strict=True):
-            given[position] = _replaced(inputs[position], leaves)
-        result = checked(*given, **kwargs)
-        loss, aux = result if has_aux else (result, None)
+    def objective(*values: Any) -> tuple[Tensor, Any]:
+        loss, aux = loss_of([_replaced(x, value) for x, value in zip(inputs, values, strict=True)])
         loss, count = _objective(loss, owner)
         if outermost and owner is not None and not loss.requires_grad:
-            raise unused("value_and_grad", sum(map(len, chosen)))
+            raise unused("value_and_grad", leaves)
         flat, structure = pytree.tree_flatten((aux, count))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
         return loss, (loss, tensors)
 
-    found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(positions))), has_aux=True)(*chosen)
+    found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(wanted))), has_aux=True)(*wanted)
     structure, others = passed
     rest = iter(tensors)
     aux, count = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
-    grads = [_gradient_tree(inputs[p], leaves) for p, leaves in zip(positions, found, strict=True)]
+    grads = [_gradients_of(x, grads) for x, grads in zip(inputs, found, strict=True)]
     return _shared(_averaged(loss, owner), owner), aux, grads, count
 
 
-def _with_reduction(tree: Params, reduce: Reduction) -> Params:
+def _with_reduction(tree: Any, reduce: Reduction) -> Any:
+    """A tree under a plan with this reduction; a tensor as it is."""
+    if not isinstance(tree, Params):
+        return tree
+    _require_reduction(reduce, tree)
     return Params(tree, tree.plan.with_reduction(reduce), tree.mesh, tree.buffers)
 
 
-def _chosen(tree: Any) -> dict[int, Tensor]:
-    """The leaves to differentiate, by their place in a tree."""
-    trains = _trained(tree.plan) if isinstance(tree, Params) else ()
-    wanted = [name in trains for name in tree] if isinstance(tree, Params) else None
-    leaves = pytree.tree_leaves(tree)
-    return {
-        i: leaf
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor)
-        and (leaf.is_floating_point() or leaf.is_complex())
-        and (wanted is None or wanted[i])
-    }
+def _wanted_of(tree: Any) -> Any:
+    """A tensor, or the leaves of a tree that have gradients."""
+    if not isinstance(tree, Params):
+        return tree
+    trains = _trained(tree.plan)
+    return {name: leaf for name, leaf in tree.items() if name in trains and may_be_differentiated(leaf)}
 
 
-def _replaced(tree: Any, leaves: Mapping[int, Tensor]) -> Any:
-    flat, structure = pytree.tree_flatten(tree)
-    return pytree.tree_unflatten([leaves.get(i, leaf) for i, leaf in enumerate(flat)], structure)
+def _replaced(tree: Any, values: Any) -> Any:
+    """A tree with other values for some leaves; of a tensor, the other."""
+    return tree.like({**tree, **values}) if isinstance(tree, Params) else values
 
 
-def _gradient_tree(tree: Any, found: Mapping[int, Tensor]) -> Any:
-    """Gradients in place of the leaves: zeros where there is none."""
-    flat, structure = pytree.tree_flatten(tree)
-    zeros = [torch.zeros_like(x) if isinstance(x, Tensor) and i not in found else None for i, x in enumerate(flat)]
-    grads = pytree.tree_unflatten([found.get(i, zero) for i, zero in enumerate(zeros)], structure)
-    return _with_reduction(grads, "mean") if isinstance(grads, Params) else grads
+def _gradients_of(tree: Any, found: Any) -> Any:
+    """What `torch.func.grad` found, as a tree: zeros where there is none."""
+    if not isinstance(tree, Params):
+        return found
+    leaves = {name: found[name] if name in found else torch.zeros_like(leaf) for name, leaf in tree.items()}
+    return _with_reduction(tree, "mean").like(leaves)
 
 
 def _trained(plan: Plan) -> frozenset[str]:
@@ -457,26 +414,23 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _wanted(trees: Sequence[Any]) -> list[Tensor]:
-    """The leaves to differentiate with respect to."""
-    flat = [list(tree.values()) if isinstance(tree, Params) else pytree.tree_leaves(tree) for tree in trees]
-    return [leaf for leaves in flat for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
 def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
     """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
-    wanted = _wanted(trees)
+    wanted = leaves_that_ask(trees)
     if not wanted:
-        raise TypeError("value_and_grad: the argument holds no floating tensor that may be differentiated (argnums)")
+        raise TypeError(_NOTHING)
     found: list[Tensor | None] = [None] * len(wanted)
     collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
     if loss.requires_grad:
-        found = _differentiated(loss, wanted, outer, collected)
+        with ExitStack() as stack:  # what `collected` take comes on top
+            for gradients in collected:
+                stack.enter_context(gradients.collect())
+            found = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
     if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
         raise unused("value_and_grad", len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
     pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
-    return [_as_tree(tree, by_leaf) if isinstance(tree, Params) else _plain(tree, by_leaf, pending) for tree in trees]
+    return [_as_tree(x, by_leaf) if isinstance(x, Params) else _plain(x, by_leaf[id(x)], pending) for x in trees]
 
 
 def unused(verb: str, leaves: int) -> ShardError:
@@ -488,28 +442,12 @@ def unused(verb: str, leaves: int) -> ShardError:
     )
 
 
-def _differentiated(
-    loss: Tensor, wanted: Sequence[Tensor], create_graph: bool, collected: Sequence[Gradients]
-) -> list[Tensor | None]:
-    """What autograd finds; what `collected` take comes on top."""
-    with ExitStack() as stack:
-        for gradients in collected:
-            stack.enter_context(gradients.collect())
-        return list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=create_graph))
-
-
-def _plain(tree: Any, found: dict[int, Tensor | None], pending: bool) -> Any:
-    """Gradients of a tree of plain tensors: zeros for a leaf that has none."""
-
-    def gradient(leaf: Any) -> Any:
-        own = plain_gradient(leaf, given := found.get(id(leaf)))
-        if pending and own is not given:
-            raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
-        if own is not None or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
-            return own
-        return torch.zeros_like(leaf, requires_grad=False)
-
-    return pytree.tree_map(gradient, tree)
+def _plain(leaf: Tensor, given: Tensor | None, pending: bool) -> Tensor | None:
+    """The gradient of a plain tensor: zeros when it has none."""
+    own = plain_gradient(leaf, given)
+    if pending and own is not given:
+        raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
+    return own if own is not None or isinstance(leaf, DTensor) else torch.zeros_like(leaf, requires_grad=False)
 
 
 def plain_gradient(leaf: Any, found: Any) -> Any:
@@ -535,8 +473,9 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:
-            whole = local if gradient is None else _with_direct(name, local, gradient, spec_of(leaf), reduction)
-            leaves[name] = wrap_local(whole, spec_of(leaf))
+            if gradient is not None:  # what reached the leaf without the engine
+                local.add_(unwrap_local(_placed(name, gradient, spec_of(leaf), reduction)))
+            leaves[name] = wrap_local(local, spec_of(leaf))
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
@@ -548,11 +487,6 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
         else:
             leaves[name] = gradient
     return Params(leaves, plan, tree.mesh, tree.buffers)
-
-
-def _with_direct(name: str, local: Tensor, direct: Tensor, spec: DTensorSpec, reduce: Reduced) -> Tensor:
-    """What the engine reduced, plus what reached the leaf without it."""
-    return local.add_(unwrap_local(_placed(name, direct, spec, reduce)))
 
 
 def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:

@@ -4,11 +4,11 @@ A graph is walked where it is asked about only: a node costs half a microsecond.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,23 +16,32 @@ from torch import Tensor
 from shardfn._torch import (
     backward_id,
     differentiated_in_transform,
-    function_of,
     in_transform,
     innermost_value,
     kinds_of_transforms,
-    leaf_behind,
 )
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 
 asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
-_Leaves = Callable[[Sequence[Any]], list[Tensor]]  # those of trees that a differentiation is with respect to
+
+
+def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of real or complex numbers, which has derivatives."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def leaves_that_ask(trees: Sequence[Any]) -> list[Tensor]:
+    """What a differentiation is with respect to: of trees of shards, and of tensors."""
+    flat = [leaf for tree in trees for leaf in ([tree] if isinstance(tree, Tensor) else tree.values())]
+    return [leaf for leaf in flat if leaf.requires_grad]
 
 
 class Differentiation:
     """One call of a loss, which is given `trees`; those of their leaves that are not in `others` were made for it."""
 
-    def __init__(self, trees: Sequence[Any], others: Sequence[Any], leaves: _Leaves) -> None:
-        self.trees, self._others, self._leaves = trees, others, leaves
+    def __init__(self, trees: Sequence[Any], others: Sequence[Any]) -> None:
+        self.trees, self._others = trees, others
         self.around = _UNDER_WAY.get()  # those of whose losses it is a part, outermost first
         self.meets_others = False  # a tree was used that is made of what somebody outside asks for
         self.has_forward_mode = False  # a `jvp` or `hvp` is a part of the loss
@@ -43,12 +52,12 @@ class Differentiation:
     @cached_property
     def wanted(self) -> set[Any]:
         """What gradients are asked for of: ids of leaves, and the nodes that made leaves which are made of others."""
-        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in self._leaves(self.trees)}
+        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in leaves_that_ask(self.trees)}
 
     @cached_property
     def _fresh(self) -> list[Tensor]:
-        given = set(map(id, self._leaves(self._others)))
-        return [leaf for leaf in self._leaves(self.trees) if id(leaf) not in given]
+        given = set(map(id, leaves_that_ask(self._others)))
+        return [leaf for leaf in leaves_that_ask(self.trees) if id(leaf) not in given]
 
     def own(self) -> set[int]:
         """Ids of the leaves that nobody else asks for."""
@@ -62,7 +71,8 @@ class Differentiation:
         """
         for axis in axes:
             shared = {node: name for node, over, name in self._shared if over == axis}
-            nodes, seen = [loss.grad_fn], set[Any]()
+            nodes: list[Any] = [loss.grad_fn]
+            seen = set[Any]()
             while nodes and shared:
                 node = nodes.pop()
                 if node is None or node in seen:
@@ -74,27 +84,28 @@ class Differentiation:
                         " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
                         f"{axis!r}) of it, whose gradient is that of all losses"
                     )
-                name, where = function_of(node), getattr(node, "where", ())
-                if name not in _OF_TREES and not (name in _VARYING and where[1:2] == (axis,)):
+                name = type(node).__name__
+                varies = name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis
+                if name not in _OF_TREES and not varies:
                     nodes += [other for other, _ in node.next_functions]
 
     @contextmanager
     def runs(self) -> Iterator[None]:
         """Within it the loss runs."""
-        token = _UNDER_WAY.set((*self.around, self))
         try:
-            yield
+            with holding(_UNDER_WAY, (*self.around, self)):
+                yield
         finally:
-            _UNDER_WAY.reset(token)
             for outer in self.around:
                 outer._inner += self._fresh
 
 
 # Data axes of trees that transforms around are given: each of their ranks has a loss of its own.
 _AXES_OF_LOSSES: ContextVar[frozenset[str]] = ContextVar("axes of losses", default=frozenset())
-# Nodes of graphs: what ranks share is varying behind them, or is about trees, whose cotangents are means.
-_VARYING = {"_Pvary", "_IntoLosses"}
-_OF_TREES = {"_Gather", "GatherBucket", "ReduceBucket", "Lift"}
+# Nodes of graphs: collectives, behind some of which what ranks share is varying; or behind which it is about trees,
+# whose cotangents are means.
+_COLLECTIVES, _VARYING = {"EagerBackward", "InTransformBackward"}, {"pvary", "into_losses"}
+_OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward", "LiftBackward"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
 
 
@@ -103,14 +114,18 @@ def axes_of_losses() -> frozenset[str]:
     return _AXES_OF_LOSSES.get()
 
 
-@contextmanager
-def losses_over(axes: Collection[str]) -> Iterator[None]:
+def losses_over(axes: Collection[str]) -> AbstractContextManager[None]:
     """Within it runs a function, in a transform, of trees that have these data axes."""
-    token = _AXES_OF_LOSSES.set(_AXES_OF_LOSSES.get() | set(axes))
-    try:
-        yield
-    finally:
-        _AXES_OF_LOSSES.reset(token)
+    return holding(_AXES_OF_LOSSES, _AXES_OF_LOSSES.get() | set(axes))
+
+
+def several_losses(name: str, axis: str, why: str) -> ShardError:
+    """The error of what does not go with a loss of its own on each rank of an axis, inside a transform."""
+    return ShardError(
+        f"{name}: a gradient within sf.jvp, vjp, hvp or vmap goes on, in which each rank of {axis!r} has a loss of its "
+        f"own, and {why}. Differentiate by sf.grad outside of transforms, twice for a Hessian-vector product: "
+        "sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params)"
+    )
 
 
 def is_under_way() -> bool:
@@ -178,12 +193,12 @@ def _sources(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """What tensors are made of: ids of leaves that ask for a gradient, and the nodes in between."""
     given = [x for x in tensors if x.requires_grad]
     yield from (id(x) for x in given if x.grad_fn is None)
-    nodes, seen = [x.grad_fn for x in given], set[Any]()
+    nodes: list[Any] = [x.grad_fn for x in given]
+    seen = set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = leaf_behind(node)
-        yield node if leaf is None else id(leaf)
+        yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
         nodes += [before for before, _ in node.next_functions]

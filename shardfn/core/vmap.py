@@ -14,7 +14,6 @@ rank would be added to each other.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardfn.core.dropout import index_over, lane, stream
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import MAPPED, ByFormulas
-from shardfn.core.lowering import left, lower, over_params
+from shardfn.core.lowering import is_tree, left, lower, over_params
 from shardfn.core.mapped import inside, mapped_over, member, stacked, without
 from shardfn.core.mesh import grid
 from shardfn.core.tree import Params
@@ -79,44 +78,32 @@ def vmap(
     Communication: what `func` needs, for the whole batch at once; an all-gather a bucket for trees that are not mapped,
     before; one of a number when trees come out.
     """
-
     checked = ours_only("vmap", func)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _mapped(partial(checked, **kwargs), args, in_dims, out_dims, randomness, chunk_size)
+        leaves, structure = pytree.tree_flatten(args, is_leaf=is_tree)
+        dims = _flat_dims(in_dims, len(args), structure)
+        both = zip(leaves, dims, strict=True)
+        pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
+        axes = _mapped_axes(pairs)
+        ready = [_entering(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
+        given = stream()
+        lanes, count, of_part = _lanes(pairs, ready, axes) if given and randomness != "same" else (0, 1, False)
+        start = dict(given.calls) if given is not None else {}
+
+        def run(own: Any, *flat: Any) -> Any:
+            if given is not None:
+                given.calls = dict(start)  # every chunk makes the same calls
+            with mapped_over(axes), lane(own, count, of_part):
+                return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
+
+        own_dim = 0 if isinstance(lanes, Tensor) else None
+        with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
+            out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
+        _require_in_front(out, out_dims)
+        return left(over_params(lambda tree: _leaving(tree, axes), out))
 
     return mapped
-
-
-def _mapped(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    in_dims: Any,
-    out_dims: Any,
-    randomness: str,
-    chunk_size: int | None,
-) -> Any:
-    """`func` over a dim of `args`."""
-    leaves, structure = pytree.tree_flatten(args, is_leaf=_is_tree)
-    dims = _flat_dims(in_dims, len(args), structure)
-    both = zip(leaves, dims, strict=True)
-    pairs = [(_as_stacked(leaf) if dim == 0 and _is_tree(leaf) else leaf, dim) for leaf, dim in both]
-    axes = _mapped_axes(pairs)
-    ready = [_entering(leaf, dim, axes) if _is_tree(leaf) else leaf for leaf, dim in pairs]
-    lanes, count, of_part = _lanes(pairs, ready, axes) if stream() and randomness != "same" else (0, 1, False)
-    start = dict(given.calls) if (given := stream()) is not None else {}
-
-    def run(own: Any, *flat: Any) -> Any:
-        if given is not None:
-            given.calls = dict(start)  # every chunk makes the same calls
-        with mapped_over(axes), lane(own, count, of_part):
-            return func(*pytree.tree_unflatten(list(flat), structure))
-
-    own_dim = 0 if isinstance(lanes, Tensor) else None
-    with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
-        out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
-    _require_in_front(out, out_dims)
-    return left(over_params(lambda tree: _leaving(tree, axes), out))
 
 
 def _lanes(
@@ -127,11 +114,11 @@ def _lanes(
     Without a tree, which is then closed over and keeps its axes, they are counted among those of this rank alone: True.
     """
     sizes = [
-        next(iter(x.values())).shape[0] if _is_tree(x) else x.shape[dim]
+        next(iter(x.values())).shape[0] if is_tree(x) else x.shape[dim]
         for x, (_, dim) in zip(ready, pairs, strict=True)
         if dim is not None
     ]
-    tree = next((leaf for leaf, _ in pairs if _is_tree(leaf)), None)
+    tree = next((leaf for leaf, _ in pairs if is_tree(leaf)), None)
     if not sizes:
         return 0, 1, False
     own = torch.arange(sizes[0])
@@ -139,10 +126,6 @@ def _lanes(
         return own, sizes[0], True
     before = index_over(grid(tree.mesh, tree.plan.roles.storage), axes) * sizes[0]
     return before + own, prod(tree.plan.axes[axis] for axis in axes) * sizes[0], False
-
-
-def _is_tree(x: object) -> bool:
-    return isinstance(x, Params)
 
 
 def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
@@ -156,9 +139,9 @@ def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
 
 def _require_in_front(out: Any, out_dims: Any) -> None:
     """Check that the mapped dim of trees that come out is their first."""
-    leaves, structure = pytree.tree_flatten(out, is_leaf=_is_tree)
+    leaves, structure = pytree.tree_flatten(out, is_leaf=is_tree)
     for leaf, dim in zip(leaves, one_for_each(out_dims, structure) or (), strict=False):
-        if _is_tree(leaf) and dim != 0:
+        if is_tree(leaf) and dim != 0:
             raise ShardError(f"vmap: out_dims={dim!r} for a tree of shards; its mapped dim comes first, out_dims=0")
 
 
@@ -191,7 +174,7 @@ def _first_dim(tree: Params, name: str, leaf: Tensor) -> tuple[int, tuple[str, .
 
 def _mapped_axes(pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
     """The mesh axes over which the mapped dim lies, outermost first; of leaves with their entries of `in_dims`."""
-    trees = [(leaf, dim) for leaf, dim in pairs if _is_tree(leaf)]
+    trees = [(leaf, dim) for leaf, dim in pairs if is_tree(leaf)]
     for tree, dim in trees:
         if dim not in (None, 0):
             raise ShardError(f"vmap: in_dims={dim!r} for a tree of shards; it is mapped over its first dim (0), or not")

@@ -13,15 +13,18 @@ from what it was changed to. What a unit keeps is looked at in every call, and e
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import Level, buffers_of, from_outside, innermost, materialized, pull_back, pytree
 from shardfn.core.engine.compiled import as_they_are
 from shardfn.core.errors import ShardError
+from shardfn.core.underway import may_be_differentiated
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Any, Any], Any]
@@ -145,13 +148,7 @@ def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Te
     def pushed_forward(*args: Tensor) -> Outputs:
         values, tangents = args[: len(inputs)], args[len(inputs) :]
 
-        def run(*moving: Tensor) -> tuple[Outputs, Outputs]:
-            rest = iter(moving)
-            out = fn(*(next(rest) if moved else x for x, moved in zip(values, moves, strict=True)))
-            floats[:] = map(_differentiable, out)
-            return tuple(x for x in out if _differentiable(x)), tuple(x for x in out if not _differentiable(x))
-
-        moving = tuple(x for x, moved in zip(values, moves, strict=True) if moved)
+        run, moving = _of_some(fn, values, moves, floats)
         found, directions, *others = torch.func.jvp(run, moving, tangents, has_aux=True)
         return *found, *directions, *others[0]
 
@@ -161,7 +158,7 @@ def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Te
             return remat(fn, *values)
         made = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
     count = sum(floats)
-    duals = map(level.with_tangent, made[:count], made[count : 2 * count])
+    duals = map(forward_ad.make_dual, made[:count], made[count : 2 * count])
     others = iter(made[2 * count :])
     return tuple(next(duals) if is_float else next(others) for is_float in floats)
 
@@ -176,22 +173,21 @@ class Remat(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.fn, *tensors = inputs
-        ctx.floats = [_differentiable(x) for x in output]
+        ctx.floats = [*map(may_be_differentiated, output)]
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not _differentiable(x)))
+        ctx.mark_non_differentiable(*(x for x in output if not may_be_differentiated(x)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         fn, inputs = ctx.fn, ctx.saved_tensors
 
         def pulled_back(*args: Tensor) -> Outputs:
-            run, wanted = _on_floats(fn, args[: len(inputs)])
-            _, pull, *_ = torch.func.vjp(run, *wanted)
+            run, wanted = _of_some(fn, args[: len(inputs)], [*map(may_be_differentiated, inputs)], [])
+            _, pull, *_ = torch.func.vjp(run, *wanted, has_aux=True)
             return pull_back(pull, args[len(inputs) :])
 
-        given = [cotangent for cotangent, floats in zip(cotangents, ctx.floats, strict=True) if floats]
-        found = iter(remat(pulled_back, *inputs, *map(materialized, given)))
-        return None, *(next(found) if _differentiable(x) else None for x in inputs)
+        found = iter(remat(pulled_back, *inputs, *map(materialized, compress(cotangents, ctx.floats))))
+        return None, *(next(found) if may_be_differentiated(x) else None for x in inputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -200,16 +196,18 @@ class Remat(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+def _of_some(
+    fn: Callable[..., Outputs], inputs: Sequence[Tensor], chosen: Sequence[bool], floats: list[bool]
+) -> tuple[Callable[..., tuple[Outputs, Outputs]], Outputs]:
+    """The function of the chosen inputs only, with floating outputs apart from others; these inputs.
 
+    When it runs, `floats` says of each output which it is.
+    """
 
-def _on_floats(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> tuple[Callable[..., Outputs], list[Tensor]]:
-    """The function as one of its floating inputs only, with its floating outputs; those inputs."""
+    def run(*given: Tensor) -> tuple[Outputs, Outputs]:
+        rest = iter(given)
+        out = fn(*(next(rest) if wanted else x for x, wanted in zip(inputs, chosen, strict=True)))
+        floats[:] = map(may_be_differentiated, out)
+        return tuple(compress(out, floats)), tuple(x for x in out if not may_be_differentiated(x))
 
-    def run(*floats: Tensor) -> Outputs:
-        rest = iter(floats)
-        out = fn(*(next(rest) if _differentiable(x) else x for x in inputs))
-        return tuple(x for x in out if _differentiable(x))
-
-    return run, [x for x in inputs if _differentiable(x)]
+    return run, tuple(compress(inputs, chosen))
