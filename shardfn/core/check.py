@@ -18,7 +18,7 @@ from shardfn.core.data import local_batch
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid
-from shardfn.core.optim import adamw
+from shardfn.core.optim.elementwise import adamw
 from shardfn.core.plan import replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.simulation import simulate
