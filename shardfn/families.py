@@ -214,10 +214,8 @@ class _Reading:
 
     def _expanded(self, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """The modules and parameters that a plan names."""
-        names = [*self.modules, *(name for name, _ in self.model.named_parameters())]
-        for name in names:
-            style = plan.get(_starred(name))
-            if style is not None:
+        for name in (*self.modules, *(name for name, _ in self.model.named_parameters())):
+            if (style := plan.get(_starred(name))) is not None:
                 yield name, style
 
     def _by_names(self) -> Iterator[tuple[str, str]]:

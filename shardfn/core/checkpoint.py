@@ -122,21 +122,14 @@ def _is_alive(mesh: DeviceMesh) -> bool:
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
-    full = gather(params, layout.name)[layout.name].detach()
-    places = grid(params.mesh, params.plan.roles.storage)
-    return _split_evenly(full, params, places)
-
-
-def _split_evenly(full: Tensor, params: Params, places: Grid) -> Tensor:
     """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
-    order = params.plan.roles.storage
-    split = [axis == order[-1] and full.dim() > 0 for axis in order]
-    local = full
-    if split[-1]:
-        local = full.narrow(0, *chunk(full.shape[0], places.sizes[order[-1]], places.coords[order[-1]])).clone()
-    return wrap_local(
-        local, dtensor_spec(places.storage, [Shard(0) if s else Replicate() for s in split], full.shape, full.dtype)
-    )
+    full = gather(params, layout.name)[layout.name].detach()
+    *others, last = params.plan.roles.storage
+    places = grid(params.mesh, (*others, last))
+    placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
+    if full.dim():
+        local = full.narrow(0, *chunk(full.shape[0], places.sizes[last], places.coords[last])).clone()
+    return wrap_local(local, dtensor_spec(places.storage, placements, full.shape, full.dtype))
 
 
 def save(
