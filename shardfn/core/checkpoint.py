@@ -21,15 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn._torch import (
-    dtensor_spec,
-    pytree,
-    unwrap_local,
-    unwrap_locals,
-    with_local,
-    with_locals,
-    wrap_local,
-)
+from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
@@ -44,21 +36,20 @@ STEP = "step-{:08d}"
 _NOTES = "notes.json"
 
 
-def to_state_dict(params: Params, aliases: bool = True) -> dict[str, Tensor]:
-    """The tree under the model's names and in the model's shapes, still sharded.
+def to_state_dict(params: Params) -> dict[str, Tensor]:
+    """The tree under the model's names and in the model's shapes, still sharded; tied parameters under each name.
 
     A parameter stored in the model's shape is the leaf itself; one that is stored with one dim per factor, in blocks or
     padded is gathered and split evenly on its first dim.
 
     Args:
         params: a tree made by `shard`, or one with its layouts.
-        aliases: whether tied parameters appear under each of their names.
     """
     out: dict[str, Tensor] = {}
     for layout in params.plan.layouts.values():
         if all(leaf.name in params for leaf in layout.leaves):
             tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
-            out |= dict.fromkeys((layout.name, *layout.aliases) if aliases else (layout.name,), tensor)
+            out |= dict.fromkeys((layout.name, *layout.aliases), tensor)
     return out
 
 
@@ -172,7 +163,8 @@ def save(
     if first:
         (temporary / _NOTES).write_text(json.dumps(dict(notes or {})), encoding="utf-8")
         _rename(temporary, target)
-    _barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return target
 
 
@@ -313,11 +305,6 @@ def require_one_path(verb: str, path: str | None) -> None:
             f"{verb}: rank 0 has '{paths[0]}' and rank {other} '{paths[other]}' (None: no checkpoint there); give all "
             "ranks one directory that all see, not tempfile.mkdtemp() of each"
         )
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _rename(temporary: Path, target: Path) -> None:

@@ -24,15 +24,7 @@ from shardfn.core.parts import Part, even
 from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import class_of
-from shardfn.core.tensor_parallel import (
-    Layer,
-    custom_forward,
-    declared_forward,
-    linear_forward,
-    lookup_forward,
-    own_lookup_forward,
-    splits,
-)
+from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, declared_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
     "torch.nn.modules.transformer.TransformerEncoderLayer",
@@ -380,10 +372,7 @@ def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _FORWARDS: dict[str, Callable[[Layer], Forward]] = {  # by the kind of a module
-    "linear": linear_forward,
-    "transposed linear": linear_forward,
-    "embedding": lookup_forward,
-    "own embedding": own_lookup_forward,
+    **FORWARDS,
     "convolution": _convolution,
     "transposed convolution": _convolution,
     "batch norm": _batch_norm,

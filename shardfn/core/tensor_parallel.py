@@ -38,11 +38,6 @@ def splits(plan: Plan, module: ModuleInfo) -> bool:
     return any(plan.compute_axes(plan.layouts[name]) for _, name in module.params)
 
 
-def _derived_here(module: ModuleInfo) -> bool:
-    """Whether it is a linear or a table; other layers are in `parallel_layers.py`."""
-    return module.kind in OUT_DIM or "embedding" in module.kind
-
-
 def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
     """By axis, which part of a weight a module computes with."""
     zero, sizes = dict.fromkeys(plan.axes, 0), plan.axes
@@ -246,7 +241,7 @@ def others_forwards(plan: Plan) -> set[str]:
     return {
         module.name
         for module in plan.info.modules
-        if _derived_here(module)
+        if module.kind in FORWARDS
         or (module.kind != "other" and splits(plan, module))
         or ((fn := declared_forward(plan, module)) is not None and getattr(fn, "func", fn) not in _CALLING)
     }
@@ -278,7 +273,7 @@ def custom_forward(layer: Layer, fn: Forward) -> Forward:
     return forward
 
 
-def linear_forward(layer: Layer) -> Forward:
+def _linear(layer: Layer) -> Forward:
     """Column-parallel, row-parallel or both, by the axes on the out and in dims of the weight."""
     name, axes, weight, bias_name = layer.name, layer.axes, layer.weight, dict(layer.module.params).get("bias")
     layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
@@ -392,9 +387,9 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def own_lookup_forward(layer: Layer) -> Forward:
+def _own_lookup(layer: Layer) -> Forward:
     """The forward of a subclass of `nn.Embedding`, which does something with the ids or the rows."""
-    lookup = lookup_forward(layer)
+    lookup = _lookup(layer)
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _Lookups(lookup, own):
@@ -403,7 +398,7 @@ def own_lookup_forward(layer: Layer) -> Forward:
     return forward
 
 
-def lookup_forward(layer: Layer) -> Forward:
+def _lookup(layer: Layer) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
     plan, axes, weight, name, layout = layer.plan, layer.axes, layer.weight, layer.name, layer.layout("weight")
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
@@ -461,3 +456,12 @@ def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
     for axis in names:
         index = index * axes.sizes[axis] + axes.coords[axis]
     return index * rows
+
+
+# By the kind of a module: what makes its parallel forward.
+FORWARDS: dict[str, Callable[[Layer], Forward]] = {
+    "linear": _linear,
+    "transposed linear": _linear,
+    "embedding": _lookup,
+    "own embedding": _own_lookup,
+}

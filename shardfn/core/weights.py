@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, unwrap_local
+from shardfn.core import stored_names
 from shardfn.core.agreement import agree, require_success
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.functional import gather, shard_from
@@ -25,15 +26,7 @@ from shardfn.core.pattern import first_match, matches
 from shardfn.core.pieces import Box, Patchwork, Piece, blocks, local_boxes, merged_local_shape, without_padding
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.stored_names import (
-    Names,
-    files_of,
-    kept_name,
-    may_be_missing,
-    own_init,
-    persistent_names,
-    wanted_from,
-)
+from shardfn.core.stored_names import Model, Names
 from shardfn.core.tensor_files import (
     BLOCK_BYTES,
     AnyPath,
@@ -102,7 +95,7 @@ def load_safetensors(
     Communication: two small exchanges over the mesh.
     """
     source = _Files(path, model, names, strict, init, only)
-    return shard_from(source, model, mesh, policy, init or own_init(model), "load_safetensors")
+    return shard_from(source, model, mesh, policy, init or stored_names.own_init(model), "load_safetensors")
 
 
 class _Files:
@@ -111,7 +104,7 @@ class _Files:
     def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any, only: Any) -> None:
         self._path, self._model, self._names, self._strict = path, model, names, strict
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
-        self._init = init or own_init(model)
+        self._init = init or stored_names.own_init(model)
         self._held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
     @cached_property
@@ -121,7 +114,7 @@ class _Files:
     def open(self, made: Plan) -> list[str]:
         """Find every tensor; what does not fit is raised at once."""
         stored = {name: x.shape for name, x in self._files.tensors.items()}
-        found, unexpected = wanted_from(self._model, stored, self._names)
+        found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
         for names, shape, dtype in self._asked_for(made):
             self._held[names[0]] = [found[name] for name in names if name in found]
@@ -149,13 +142,13 @@ class _Files:
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         """What is wrong when none of the names of a tensor is in the files."""
-        persistent = set(persistent_names(self._model))
-        if self.partial:
-            return [f"'{names[0]}' is not in the files"] if self._strict else []
-        if self._strict and persistent.intersection(names) and not may_be_missing(self._model, names[0]):
-            return [f"'{names[0]}' is not in the files"]
-        if _named(self._model)[names[0]].is_meta and self._init is None:
-            return [f"'{names[0]}' is not in the files and on the meta device; pass init= to fill it"]
+        name = names[0]
+        persists = not set(stored_names.persistent_names(self._model)).isdisjoint(names)
+        needed = self.partial or (persists and not stored_names.is_ignored(self._model, "missing", name))
+        if self._strict and needed:
+            return [f"'{name}' is not in the files"]
+        if not self.partial and _named(self._model)[name].is_meta and self._init is None:
+            return [f"'{name}' is not in the files and on the meta device; pass init= to fill it"]
         return []
 
     def _misfits(self, name: str, found: Patchwork, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
@@ -229,14 +222,14 @@ def _narrowed(x: Tensor, box: Box) -> Tensor:
     return x[tuple(slice(start, start + n) for start, n in box)]
 
 
-def _named(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _named(model: Model) -> Mapping[str, Tensor]:
     """Parameters and buffers under each of their names."""
     if isinstance(model, Mapping):
         return model
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _buffers(model: nn.Module | Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
+def _buffers(model: Model) -> dict[tuple[str, ...], Tensor]:
     """Buffers by all of their names."""
     names: dict[int, list[str]] = {}
     named = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
@@ -325,11 +318,7 @@ def save_safetensors(
 
 
 def _decide(
-    model: nn.Module | Mapping[str, Tensor],
-    params: Params,
-    dtype: torch.dtype | None,
-    names: Names | None,
-    is_file: bool,
+    model: Model, params: Params, dtype: torch.dtype | None, names: Names | None, is_file: bool
 ) -> tuple[dict[str, Described], dict[str, list[Piece]]]:
     """What the files will have, and (name in the model -> where its parts are in the files)."""
     _require_same_model(model, params)
@@ -347,13 +336,13 @@ def _decide(
         leaf = params[layout.leaves[0].name]
         if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
             raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
-        have[kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
+        have[stored_names.kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
     for all_names in _buffers(model) if _is_whole(params) else ():
         buffer = params.buffers.get(all_names[0])
         if buffer is not None:
-            have[kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
-    made = {name: Patchwork.of(name, have[name][0]) for name in persistent_names(model) if name in have}
-    found = files_of(model, made, names)
+            have[stored_names.kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
+    made = {name: Patchwork.of(name, have[name][0]) for name in stored_names.persistent_names(model) if name in have}
+    found = stored_names.files_of(model, made, names)
     tensors: dict[str, Described] = {}
     pieces: dict[str, list[Piece]] = {}
     for name, patchwork in found.items():
@@ -379,7 +368,7 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and have.is_floating_point else have
 
 
-def _require_same_model(model: nn.Module | Mapping[str, Tensor], params: Params) -> None:
+def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
     own = _named(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}

@@ -33,9 +33,6 @@ class _Elementwise:
     groups: Groups
     state_dtype: torch.dtype | None
 
-    def optimizer(self) -> Optimizer:
-        return Optimizer(self.init, self.update, self.step)
-
     def init(self, params: Tree) -> Any:
         verb = f"{self.rule.name}.init"
         trees.require_tensors(verb, params)
@@ -228,7 +225,8 @@ def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtyp
             raise TypeError(f"{where} is {own!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
         matches(pattern, "")  # a pattern that cannot be read is an error here
         require_options(where, own, options)
-    return _Elementwise(rule, options, dict(groups or {}), state_dtype).optimizer()
+    made = _Elementwise(rule, options, dict(groups or {}), state_dtype)
+    return Optimizer(made.init, made.update, made.step)
 
 
 def adamw(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, optim
 
 from shardfn._torch import unwrap_local, with_local
-from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.errors import ShardError
 from shardfn.core.optim import trees
 from shardfn.core.optim.base import Optimizer
+from shardfn.core.optim.options import no_option
 from shardfn.core.optim.rates import rate_at
 from shardfn.core.optim.trees import Tree
 from shardfn.core.tree import Params
@@ -95,10 +96,7 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
     known = [name for name in inspect.signature(cls).parameters if name != "params"]
     for name in kwargs:
         if name not in known:
-            raise TypeError(
-                f"from_torch: {cls.__name__} has no option {name!r}{did_you_mean(name, known) or '.'} "
-                f"There are {', '.join(known)}."
-            )
+            raise TypeError(no_option(f"from_torch: {cls.__name__}", name, known))
     if kwargs.get("differentiable"):
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
