@@ -79,17 +79,16 @@ class _Elementwise:
         """The members with this step's learning rates, once everything fits together."""
         members = self._members(params)
         trees.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
-        trees.require_state(verb, state, self.rule.state, f"{self.rule.name}.init(params)")
+        if not isinstance(state, self.rule.state):
+            raise trees.other_state(verb, state, f"{self.rule.name}.init(params)")
         for slot in state._fields[1:]:
             names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
             trees.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
         return [(at_step(verb, options, state.step), names) for options, names in members]
 
-    def update(self, grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        return self._updated(self._checked(f"{self.rule.name}.update", params, grads, state), grads, state, params)
-
-    def _updated(self, members: _Members, grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        """`update`, leaf by leaf."""
+    def update(self, grads: Tree, state: Any, params: Tree, checked: _Members | None = None) -> tuple[Tree, Any]:
+        """Leaf by leaf; `checked`: what `_checked` has returned already."""
+        members = checked if checked is not None else self._checked(f"{self.rule.name}.update", params, grads, state)
         old = {slot: getattr(state, slot) for slot in state._fields[1:]}
         everyone = [name for _, names in members for name in names]
         local, wrap = trees.views(params, grads, *old.values(), names=everyone)
@@ -129,7 +128,7 @@ class _Elementwise:
     @torch.no_grad()
     def _step_recorded(self, members: _Members, params: Tree, grads: Tree, state: Any) -> None:
         """`step` leaf by leaf, in operations that a compiler may fuse."""
-        updates, after = self._updated(members, grads, state, params)
+        updates, after = self.update(grads, state, params, members)
         for name, update in updates.items():
             unwrap_local(params[name]).add_(unwrap_local(update))
         for before, tree in zip(state[1:], after[1:], strict=True):

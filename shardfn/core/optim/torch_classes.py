@@ -231,7 +231,8 @@ class _FromTorch:
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[str]:
         names = trees.trainable(params)
         trees.require_match(verb, "grads", params, names, grads)
-        trees.require_state(verb, state, TorchState, "from_torch(...).init(params)")
+        if not isinstance(state, TorchState):
+            raise trees.other_state(verb, state, "from_torch(...).init(params)")
         for key, tree in state.slots.items() if self.elementwise else ():
             trees.require_match(verb, f"state.slots[{key!r}]", params, names, tree)
         return names

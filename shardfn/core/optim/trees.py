@@ -87,9 +87,8 @@ def require_some(verb: str, params: Tree) -> None:
         )
 
 
-def require_state(verb: str, state: object, cls: type, init: str) -> None:
-    if not isinstance(state, cls):
-        raise TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns")
+def other_state(verb: str, state: object, init: str) -> TypeError:
+    return TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns")
 
 
 def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
