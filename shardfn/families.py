@@ -214,10 +214,8 @@ class _Reading:
 
     def _expanded(self, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """The modules and parameters that a plan names."""
-        names = [*self.modules, *(name for name, _ in self.model.named_parameters())]
-        for name in names:
-            style = plan.get(_starred(name))
-            if style is not None:
+        for name in (*self.modules, *(name for name, _ in self.model.named_parameters())):
+            if (style := plan.get(_starred(name))) is not None:
                 yield name, style
 
     def _by_names(self) -> Iterator[tuple[str, str]]:
@@ -379,37 +377,34 @@ class _Reading:
         return self._heads("kv" if last in _KEYS and grouped else "heads", size, width, owner_path, owner)
 
     def _heads(self, name: str, size: int, width: int, path: str, owner: Any, before: str = "") -> str:
+        """The split dim of a weight, of heads; notes which attributes of its module hold how many there are.
+
+        That are numbers of heads, or of features of all heads.
+        """
         count = size // width
         heads, d = self._named(name, count), self._named("d", width)
-        optional = "?" if name == "kv" else ""
         self.sizes[heads] = count
-        self._own_sizes(path, owner, heads, name, count, width, d)
-        return f"({before}{heads}{self.tp}{optional} {d})"
-
-    def _own_sizes(self, path: str, owner: Any, heads: str, kind: str, count: int, width: int, d: str) -> None:
-        """Attributes of an attention module that hold how many heads, or features of all heads, there are."""
-        found = self._found_sizes.setdefault(path, {})
+        found, counts = self._found_sizes.setdefault(path, {}), self._counts.setdefault(path, {})
         text = _source(class_of(owner))
-        counts = self._counts.setdefault(path, {})
-        names = _KEY_COUNTS if kind == "kv" else _HEAD_COUNTS
-        counts[kind] = factor = f"{heads}{self.tp}{'?' if kind == 'kv' else ''}"
+        counts[name] = factor = f"{heads}{self.tp}{'?' if name == 'kv' else ''}"
         if len(counts) == 2 and hasattr(owner, "num_key_value_groups"):
             found["num_key_value_groups"] = f"{counts['heads']} / {counts['kv']}"
-        for name in names:
-            if getattr(owner, name, None) == count and f"self.{name}" in text:
-                found[name] = factor
-            if f"self.config.{name}" in text:
-                found[f"config.{name}"] = factor
-        for name in ("split_size", "inner_dim", "all_head_size"):
-            if kind == "heads" and getattr(owner, name, None) == count * width and f"self.{name}" in text:
-                found[name] = f"{factor} {d}"
+        for number in _KEY_COUNTS if name == "kv" else _HEAD_COUNTS:
+            if getattr(owner, number, None) == count and f"self.{number}" in text:
+                found[number] = factor
+            if f"self.config.{number}" in text:
+                found[f"config.{number}"] = factor
+        for width_of_all in ("split_size", "inner_dim", "all_head_size") if name == "heads" else ():
+            if getattr(owner, width_of_all, None) == count * width and f"self.{width_of_all}" in text:
+                found[width_of_all] = f"{factor} {d}"
         if (forward := ATTENTIONS.get(class_of(owner).__name__)) is not None:
             self.compute.setdefault(_starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
-            name = f"{path}.relative_attention_bias"
-            self._put(self.rules, f"{name}.weight", f"_ {heads}{self.tp}")
-            self._put(self.acts, name, f"... {heads}{self.tp}")
+            inside = f"{path}.relative_attention_bias"
+            self._put(self.rules, f"{inside}.weight", f"_ {heads}{self.tp}")
+            self._put(self.acts, inside, f"... {heads}{self.tp}")
+        return f"({before}{factor} {d})"
 
     def _attention(self, path: str) -> tuple[str, Any]:
         """The attention module around a linear: the nearest one that knows the size of a head."""

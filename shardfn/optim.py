@@ -1,23 +1,12 @@
 """`sf.optim`: optimizers over trees of shards. Layer 5."""
 
-from shardfn.core.optim import AdamState as AdamState
-from shardfn.core.optim import LionState as LionState
-from shardfn.core.optim import Optimizer as Optimizer
-from shardfn.core.optim import ScheduleState as ScheduleState
-from shardfn.core.optim import SGDState as SGDState
-from shardfn.core.optim import TorchState as TorchState
-from shardfn.core.optim import adamw as adamw
-from shardfn.core.optim import apply_updates as apply_updates
-from shardfn.core.optim import chain as chain
-from shardfn.core.optim import clip as clip
-from shardfn.core.optim import clip_by_global_norm as clip_by_global_norm
-from shardfn.core.optim import from_torch as from_torch
-from shardfn.core.optim import global_norm as global_norm
-from shardfn.core.optim import lion as lion
-from shardfn.core.optim import masked as masked
-from shardfn.core.optim import schedule as schedule
-from shardfn.core.optim import sgd as sgd
-from shardfn.core.optim import warmup_cosine as warmup_cosine
+from shardfn.core.optim.base import Optimizer, apply_updates
+from shardfn.core.optim.elementwise import adamw, lion, sgd
+from shardfn.core.optim.norms import clip, global_norm
+from shardfn.core.optim.rates import warmup_cosine
+from shardfn.core.optim.rules import AdamState, LionState, SGDState
+from shardfn.core.optim.torch_classes import TorchState, from_torch
+from shardfn.core.optim.transforms import ScheduleState, chain, clip_by_global_norm, masked, schedule
 
 __all__ = [
     "AdamState",

@@ -447,16 +447,11 @@ def _layouts(style: Any, field: str) -> Iterator[Placement | None]:
 
 def _split_output(style: Any) -> int | None:
     """The dim along which a style splits what a module gives, other than its features."""
-    if isinstance(style, SequenceParallel):
-        layouts = style.sequence_sharding
-    elif isinstance(style, RowwiseParallel):
-        layouts = style.output_layouts
-    elif isinstance(style, PrepareModuleInputOutput):
+    if isinstance(style, PrepareModuleInputOutput):
         return _split_output(style.prepare_module_output)
-    else:
-        layouts = getattr(style, "desired_output_layouts", None) or ()
-    layouts = (layouts,) if isinstance(layouts, Placement) else layouts
-    return next((layout.dim for layout in layouts if isinstance(layout, Shard) and layout.dim >= 0), None)
+    fields = {SequenceParallel: "sequence_sharding", RowwiseParallel: "output_layouts"}
+    field = next((own for cls, own in fields.items() if isinstance(style, cls)), "desired_output_layouts")
+    return next((x.dim for x in _layouts(style, field) if isinstance(x, Shard) and x.dim >= 0), None)
 
 
 def _other_layouts(name: str, field: str, layouts: Any, served: Sequence[Placement]) -> Iterator[str]:

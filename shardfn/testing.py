@@ -32,6 +32,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
+import operator
 import os
 import pickle
 import re
@@ -44,7 +45,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -79,6 +80,7 @@ _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is r
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
 _SETTLE_TIMEOUT = 10.0  # seconds for what cannot take long: a barrier, or noticing that a peer has died
 _MAX_FILES = 200  # open files of a rank beyond which its team is replaced: every gloo group holds some
+_NO_ARGUMENTS = pickle.dumps(((), {}, []))  # the payload of a `_Request`
 _BROKEN = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected", re.IGNORECASE
 )
@@ -320,12 +322,8 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None,
         TypeError: a leaf is neither a tensor nor a number.
     """
     __tracebackhide__ = True
-    problems: list[str] = []
-    for name, a, b in _pair_leaves(actual, expected, "assert_trees_close"):
-        problem = _difference(a, b, rtol, atol)
-        if problem:
-            problems.append(f"{name}: {problem}")
-    _raise_problems(problems)
+    pairs = _pair_leaves(actual, expected, "assert_trees_close")
+    _raise_problems((name, _difference(a, b, rtol, atol)) for name, a, b in pairs)
 
 
 def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
@@ -356,12 +354,7 @@ def assert_parity(actual: Any, expected: Any, *, tol: float = 1e-12) -> None:
     __tracebackhide__ = True
     pairs = _pair_leaves(actual, expected, "assert_parity")
     total = math.hypot(*(_norm(b) for _, _, b in pairs if b.dtype.is_floating_point or b.dtype.is_complex))
-    problems: list[str] = []
-    for name, a, b in pairs:
-        problem = _disparity(a, b, tol, 1e-3 * total)
-        if problem:
-            problems.append(f"{name}: {problem}")
-    _raise_problems(problems)
+    _raise_problems((name, _disparity(a, b, tol, 1e-3 * total)) for name, a, b in pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,9 +438,7 @@ class _Target:
     depth: int
 
     def load(self) -> Callable[..., Any]:
-        found: Any = _import_module(self.module, self.file)
-        for part in self.qualname.split("."):
-            found = getattr(found, part)
+        found = operator.attrgetter(self.qualname)(_import_module(self.module, self.file))
         for _ in range(self.depth):
             found = _undecorated(found)
         return found
@@ -517,11 +508,6 @@ class _Request:
     sys_path: Sequence[str]
     directory: str
     environ: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settle:
-    """Asks a rank to join a barrier, which fails where a call left a collective that not every rank joined."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -595,10 +581,9 @@ def _traceback_text(exc: BaseException) -> str:
 
 
 def _locals_text(trace: TracebackType | None) -> str:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+    *_, (frame, _) = traceback.walk_tb(trace)
     lines: list[str] = []
-    for name, value in trace.tb_frame.f_locals.items() if trace is not None else ():
+    for name, value in frame.f_locals.items():
         with contextlib.suppress(Exception):
             lines.append(f"\n    {name} = {_shortened(' '.join(repr(value).split()), 200)}")
     return "\n  where" + "".join(lines) if lines else ""
@@ -630,16 +615,12 @@ def _load_result(name: str, rank: int, answer: _Answer) -> Any:
 
 def _caller_filters() -> list[_Filter]:
     """The warning filters in force here, first match first, as plain data."""
-    return [
-        (
-            action,
-            str(getattr(message, "pattern", message) or ""),
-            category,
-            str(getattr(module, "pattern", module) or ""),
-            line,
-        )
-        for action, message, category, module, line in warnings.filters
-    ]
+
+    def text(pattern: Any) -> str:
+        return str(getattr(pattern, "pattern", pattern) or "")
+
+    filters = warnings.filters
+    return [(action, text(message), kind, text(module), line) for action, message, kind, module, line in filters]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -663,22 +644,18 @@ def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, d
         return
     while True:
         try:
-            message = pickle.loads(conn.recv_bytes())
+            request = pickle.loads(conn.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # the parent is gone; tearing the group down could wait for ranks that are gone too
-        answer = _answer(message, rank, ranks)
+        answer = _answer(request, rank, ranks)
         conn.send_bytes(pickle.dumps(answer))
-        del message, answer
+        del request, answer
 
 
-def _answer(message: _Request | _Settle, rank: int, ranks: int) -> _Answer:
+def _answer(request: _Request, rank: int, ranks: int) -> _Answer:
     world = dist.group.WORLD
     try:
-        if isinstance(message, _Settle):
-            dist.barrier()
-            payload = b""
-        else:
-            payload = _answer_request(message, rank, ranks)
+        payload = _answer_request(request, rank, ranks)
     except BaseException as error:  # SystemExit and pytest.skip too: nothing may end the process
         return _Failure.of(error)
     finally:
@@ -705,14 +682,21 @@ def _answer_request(request: _Request, rank: int, ranks: int) -> bytes:
         return _dump(f"the result {reprlib.repr(result)}", result)
 
 
-def _call_on_mesh(test: _Target, axes: Mapping[str, int], values: Mapping[str, Any]) -> None:
-    """The body of `on_meshes` on one rank; meshes, which hold process groups, are kept for the next test."""
-    key = tuple(axes.items())
-    if key not in _meshes:
-        from shardfn.core.mesh import make_mesh
+@functools.cache
+def _mesh(axes: tuple[tuple[str, int], ...]) -> Any:
+    """The mesh of a worker: it holds process groups, and is kept for the next test."""
+    from shardfn.core.mesh import make_mesh
 
-        _meshes[key] = make_mesh("cpu", **axes)
-    test.load()(_meshes[key], **values)
+    return make_mesh("cpu", **dict(axes))
+
+
+def _call_on_mesh(test: _Target, axes: Mapping[str, int], values: Mapping[str, Any]) -> None:
+    """The body of `on_meshes` on one rank."""
+    test.load()(_mesh(tuple(axes.items())), **values)
+
+
+def _settle() -> None:
+    dist.barrier()
 
 
 def _count_open_files() -> int:
@@ -727,7 +711,6 @@ def _stack_path(directory: str, rank: int) -> Path:
 
 
 _this_rank: list[int] = []  # in a worker: its rank
-_meshes: dict[tuple[tuple[str, int], ...], Any] = {}  # in a worker: axis sizes -> DeviceMesh
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -735,7 +718,7 @@ _meshes: dict[tuple[tuple[str, int], ...], Any] = {}  # in a worker: axis sizes 
 
 
 class _Team:
-    """The processes of one group size. `ask` sends one message to every rank and waits for all answers."""
+    """The processes of one group size. `ask` sends one request to every rank and waits for all answers."""
 
     def __init__(self, ctx: multiprocessing.context.ForkServerContext, ranks: int) -> None:
         self.directory = tempfile.mkdtemp(prefix="shardfn-ranks-")
@@ -751,8 +734,8 @@ class _Team:
             self.processes.append(process)
             self.conns.append(conn)
 
-    def ask(self, message: _Request | _Settle, timeout: float) -> list[_Answer]:
-        data = pickle.dumps(message)
+    def ask(self, request: _Request, timeout: float) -> list[_Answer]:
+        data = pickle.dumps(request)
         for conn in self.conns:
             with contextlib.suppress(OSError):  # a rank that died is found, and named, while waiting
                 conn.send_bytes(data)
@@ -848,18 +831,15 @@ def _start_team(ranks: int) -> _Team:
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
     team = _Team(ctx, ranks)
-    ready = False
-    try:
+    with contextlib.ExitStack() as unless_ready:
+        unless_ready.callback(team.kill)
         failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, _Failure)]
-        ready = not failed
-    finally:
-        if not ready:
-            team.kill()
-    if failed:
-        raise RuntimeError(
-            f"run: {ranks} ranks could not be started: {failed[0].text}\n"
-            "A script that calls run must guard its main part with `if __name__ == '__main__':`."
-        )
+        if failed:
+            raise RuntimeError(
+                f"run: {ranks} ranks could not be started: {failed[0].text}\n"
+                "A script that calls run must guard its main part with `if __name__ == '__main__':`."
+            )
+        unless_ready.pop_all()
     return team
 
 
@@ -879,7 +859,9 @@ class _Pool:
                 answers = team.ask(request, timeout)
                 reusable = all(isinstance(answer, _Result) and answer.reusable for answer in answers)
                 if reusable and ranks > 1:
-                    settled = team.ask(_Settle(), min(timeout, _SETTLE_TIMEOUT))
+                    # A barrier fails where the call left a collective that not every rank joined.
+                    settle = dataclasses.replace(request, target=_find_target(_settle), payload=_NO_ARGUMENTS)
+                    settled = team.ask(settle, min(timeout, _SETTLE_TIMEOUT))
                     reusable = not any(isinstance(answer, _Failure) for answer in settled)
                     answers = answers if reusable else [_unsettled(answer) for answer in settled]
             finally:  # also after KeyboardInterrupt
@@ -972,7 +954,6 @@ def _full(value: Any) -> Any:
 
 
 def _leaves(tree: Any, path: str, caller: str) -> dict[str, torch.Tensor]:
-    items: list[tuple[Any, Any]]
     if tree is None:
         return {}
     if isinstance(tree, torch.Tensor):
@@ -980,17 +961,13 @@ def _leaves(tree: Any, path: str, caller: str) -> dict[str, torch.Tensor]:
     if isinstance(tree, int | float | complex):
         wide = {float: torch.float64, complex: torch.complex128}  # torch would make them float32 and complex64
         return {path or "number": torch.tensor(tree, dtype=wide.get(type(tree)))}
-    if isinstance(tree, Mapping):
-        items = list(tree.items())
-    elif isinstance(tree, list | tuple):
-        items = list(enumerate(tree))
-    else:
+    if not isinstance(tree, Mapping | list | tuple):
         raise TypeError(
             f"{caller}: {path or 'the tree'} is a {type(tree).__name__}; "
             "trees are mappings, lists and tuples of tensors and numbers."
         )
     found: dict[str, torch.Tensor] = {}
-    for key, value in items:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         below = _leaves(value, f"{path}/{key}" if path else str(key), caller)
         if found.keys() & below.keys():
             raise TypeError(f"{caller}: two leaves are called {min(found.keys() & below.keys())!r}")
@@ -1054,8 +1031,10 @@ def _norm(x: torch.Tensor) -> float:
     return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
 
 
-def _raise_problems(problems: Sequence[str]) -> None:
+def _raise_problems(found: Iterable[tuple[str, str]]) -> None:
+    """Raise what is wrong with leaves, by their names, where it is not empty."""
     __tracebackhide__ = True
+    problems = [f"{name}: {problem}" for name, problem in found if problem]
     if problems:
         count = f"{len(problems)} leaves differ" if len(problems) > 1 else "1 leaf differs"
         more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
@@ -1084,14 +1063,11 @@ class _CollectiveMode(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor goes first, so that the collectives it issues are seen here
         kwargs = kwargs or {}
-        self._count(func.name().partition(".")[0], [*args, *kwargs.values()])
-        return func(*args, **kwargs)
-
-    def _count(self, op: str, values: Sequence[Any]) -> None:
-        namespace, _, name = op.partition("::")
+        namespace, _, name = func.name().partition(".")[0].partition("::")
         kind = _kind(namespace, name)
         if kind is not None:
-            self.counts.add(kind, _input_bytes(namespace, name, kind, values))
+            self.counts.add(kind, _input_bytes(namespace, name, kind, [*args, *kwargs.values()]))
+        return func(*args, **kwargs)
 
 
 def _kind(namespace: str, name: str) -> str | None:

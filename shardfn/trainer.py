@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn import optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
-from shardfn.core import checkpoint, optim
+from shardfn.core import checkpoint
 from shardfn.core.checkpoint import from_state_dict, to_state_dict
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import is_held_back

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import shardfn as sf
+from shardfn import optim as sfo
 from shardfn._torch import unwrap_local, version_of, with_local, wrap_local
-from shardfn.core import optim as sfo
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.layout import local_slice, to_leaves
 from shardfn.core.mesh import grid
-from shardfn.core.optim import Optimizer, elementwise, torch_classes
+from shardfn.core.optim import elementwise, torch_classes
+from shardfn.core.optim.base import Optimizer
 from shardfn.core.storage import empty_flat, merged
 from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 

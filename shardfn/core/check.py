@@ -18,7 +18,7 @@ from shardfn.core.data import local_batch
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid
-from shardfn.core.optim import adamw
+from shardfn.core.optim.elementwise import adamw
 from shardfn.core.plan import replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.simulation import simulate
@@ -233,7 +233,8 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
     """Within it every module's output is noted."""
 
     def note(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        tensors = [x.detach() for x in pytree.tree_leaves(output) if type(x) is not nn.Parameter and _is_value(x)]
+        leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and type(x) is not nn.Parameter]
+        tensors = [x.detach() for x in leaves if x.is_floating_point()]
         if not any(x.is_meta for x in tensors):  # a run without data comes first
             outputs.append((path, tensors))
 
@@ -242,10 +243,6 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
             handle = module.register_forward_hook(partial(note, path))
             stack.callback(handle.remove)
         yield
-
-
-def _is_value(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:

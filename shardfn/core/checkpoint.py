@@ -21,15 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfn._torch import (
-    dtensor_spec,
-    pytree,
-    unwrap_local,
-    unwrap_locals,
-    with_local,
-    with_locals,
-    wrap_local,
-)
+from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
@@ -44,21 +36,20 @@ STEP = "step-{:08d}"
 _NOTES = "notes.json"
 
 
-def to_state_dict(params: Params, aliases: bool = True) -> dict[str, Tensor]:
-    """The tree under the model's names and in the model's shapes, still sharded.
+def to_state_dict(params: Params) -> dict[str, Tensor]:
+    """The tree under the model's names and in the model's shapes, still sharded; tied parameters under each name.
 
     A parameter stored in the model's shape is the leaf itself; one that is stored with one dim per factor, in blocks or
     padded is gathered and split evenly on its first dim.
 
     Args:
         params: a tree made by `shard`, or one with its layouts.
-        aliases: whether tied parameters appear under each of their names.
     """
     out: dict[str, Tensor] = {}
     for layout in params.plan.layouts.values():
         if all(leaf.name in params for leaf in layout.leaves):
             tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
-            out |= dict.fromkeys((layout.name, *layout.aliases) if aliases else (layout.name,), tensor)
+            out |= dict.fromkeys((layout.name, *layout.aliases), tensor)
     return out
 
 
@@ -122,21 +113,14 @@ def _is_alive(mesh: DeviceMesh) -> bool:
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
-    full = gather(params, layout.name)[layout.name].detach()
-    places = grid(params.mesh, params.plan.roles.storage)
-    return _split_evenly(full, params, places)
-
-
-def _split_evenly(full: Tensor, params: Params, places: Grid) -> Tensor:
     """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
-    order = params.plan.roles.storage
-    split = [axis == order[-1] and full.dim() > 0 for axis in order]
-    local = full
-    if split[-1]:
-        local = full.narrow(0, *chunk(full.shape[0], places.sizes[order[-1]], places.coords[order[-1]])).clone()
-    return wrap_local(
-        local, dtensor_spec(places.storage, [Shard(0) if s else Replicate() for s in split], full.shape, full.dtype)
-    )
+    full = gather(params, layout.name)[layout.name].detach()
+    *others, last = params.plan.roles.storage
+    places = grid(params.mesh, (*others, last))
+    placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
+    if full.dim():
+        local = full.narrow(0, *chunk(full.shape[0], places.sizes[last], places.coords[last])).clone()
+    return wrap_local(local, dtensor_spec(places.storage, placements, full.shape, full.dtype))
 
 
 def save(
@@ -179,7 +163,8 @@ def save(
     if first:
         (temporary / _NOTES).write_text(json.dumps(dict(notes or {})), encoding="utf-8")
         _rename(temporary, target)
-    _barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return target
 
 
@@ -320,11 +305,6 @@ def require_one_path(verb: str, path: str | None) -> None:
             f"{verb}: rank 0 has '{paths[0]}' and rank {other} '{paths[other]}' (None: no checkpoint there); give all "
             "ranks one directory that all see, not tempfile.mkdtemp() of each"
         )
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _rename(temporary: Path, target: Path) -> None:

@@ -112,7 +112,7 @@ def tensor_parallel_experts(
             layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
             for at, x in enumerate(args)
         )
-    out = _probed(own, *args, **kwargs) if args[0].is_meta else class_of(own).forward(own, *args, **kwargs)
+    out = _or_without_data(_probed, own, *args, **kwargs)
     for axis in layouts.axes:
         layouts.require(out, axis, SUM)
         out = psum(out, layouts.mesh, axis)

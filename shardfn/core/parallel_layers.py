@@ -1,6 +1,6 @@
-"""Parallel forwards of further layers of torch that own split weights: convolutions, norms, attention. Layer 4.
+"""Which modules have a parallel forward, and those of convolutions, norms and attention. Layer 4.
 
-Linears and tables are in `tensor_parallel.py`. Channels are dim 1 of activations here.
+Those of linears and tables are in `tensor_parallel.py`. Channels are dim 1 of activations here.
 
     convolution, columns   x [b, in, ..]     -> pvary -> conv(x, W, b)        -> [b, out@tp, ..]
     convolution, rows      x [b, in@tp, ..]  -> conv(x, W) -> psum -> + b     -> [b, out, ..]
@@ -9,10 +9,7 @@ Linears and tables are in `tensor_parallel.py`. Channels are dim 1 of activation
     attention              x [b, s, c]       -> pvary -> heads here -> psum   -> [b, s, c]
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +19,12 @@ from torch import Tensor, nn
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError
-from shardfn.core.layout import Layout
 from shardfn.core.model import BIAS_DIM, ModuleInfo
 from shardfn.core.parts import Part, even
-from shardfn.core.pattern import first_match
+from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
 from shardfn.core.shadow import class_of
-from shardfn.core.tensor_parallel import splits, weight_parts
+from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, declared_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
     "torch.nn.modules.transformer.TransformerEncoderLayer",
@@ -36,109 +32,28 @@ _FUSED = {  # a forward that hands its children's weights to one fused operation
 }
 
 
-def layer_forwards(
+def parallel_forwards(
     plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], adjust: Adjustments
 ) -> dict[str, Forward]:
-    """Module path -> forward, for layers other than linears and tables that own split parameters."""
+    """Module path -> forward, for every module that owns a parameter split over a compute axis of several ranks."""
     forwards: dict[str, Forward] = {}
-    split = [module.name for module in plan.info.modules if splits(plan, module)]
+    split = {module.name for module in plan.info.modules if splits(plan, module)}
     for module in plan.info.modules:
-        if first_match(plan.policy.compute, [module.name]) is not None:
-            continue
-        if module.kind in _FORWARDS and module.name in split:
-            forwards[module.name] = _FORWARDS[module.kind](_Layer(module, plan, axes, weight, adjust))
+        layer = Layer(module, plan, axes, weight, adjust)
+        if (declared := declared_forward(plan, module)) is not None:
+            forwards[module.name] = custom_forward(layer, declared)
+        elif module.kind in _FORWARDS and module.name in split:
+            forwards[module.name] = _FORWARDS[module.kind](layer)
         elif module.kind == "attention" and axes.drops is not None and not _ignored(plan, module):
-            forwards[module.name] = _seeded(_attention(_Layer(module, plan, axes, weight, adjust)))
-        elif module.forward in _FUSED:
-            prefix = f"{module.name}." if module.name else ""
-            if any(name.startswith(prefix) for name in split):
-                forwards[module.name] = _unfused
+            forwards[module.name] = _seeded(_attention(layer))
+        elif module.forward in _FUSED and any(is_in(name, module.name) for name in split):
+            forwards[module.name] = _unfused
     return forwards
 
 
 def _ignored(plan: Plan, module: ModuleInfo) -> bool:
     """Whether the tree leaves out any parameter of a module."""
-    return any(name.startswith(f"{module.name}." if module.name else "") for name in plan.info.ignored)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A module, and what its parallel forward is made of."""
-
-    module: ModuleInfo
-    plan: Plan
-    axes: ComputeAxes
-    weight: Callable[[str], Tensor]
-    adjust: Adjustments
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return self.module.name
-
-    def layout(self, attribute: str) -> Layout:
-        """That of one of its parameters, or of a child's: "out_proj.weight"."""
-        owner, _, last = attribute.rpartition(".")
-        if not owner:
-            return self.plan.layouts[dict(self.module.params)[attribute]]
-        path = f"{self.name}.{owner}" if self.name else owner
-        child = next(module for module in self.plan.info.modules if module.name == path)
-        return self.plan.layouts[dict(child.params)[last]]
-
-    def local(self, attribute: str) -> Tensor | None:
-        """A parameter, whole over data axes; None when the module has none."""
-        try:
-            layout = self.layout(attribute)
-        except KeyError:
-            return None
-        return self.weight(layout.name)
-
-    def parts(self, attribute: str) -> dict[str, Part]:
-        """By axis, which part of a parameter a rank has."""
-        return weight_parts(self.plan, self.layout(attribute))
-
-    def ways(self, split: Sequence[str]) -> int:
-        """How many ranks some axes have."""
-        return prod(self.plan.axes[axis] for axis in split)
-
-    def entered(self, x: Tensor, split: Sequence[str], of: str = "") -> Tensor:
-        """An input that all ranks have, of which each uses all for its own part of the output."""
-        path = f"{self.name}{of}"
-        for axis in split:
-            x = self.axes.entered(x, axis, path, (path, axis) in self.adjust.ready)
-        return x
-
-    def own(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
-        """This rank's part of an input, of one that may be whole."""
-        path = f"{self.name}{of}"
-        for axis, part in wanted.items():
-            x = self.axes.own(x, axis, path, part, (path, axis) in self.adjust.ready)
-        return x
-
-    def made(self, y: Tensor, split: Sequence[str], dim: int, parts: Mapping[str, Part]) -> Tensor:
-        """The output, of which `split` axes split dim `dim`: gathered where it leaves `apply`."""
-        y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
-        for axis in reversed(split) if self.name in self.adjust.gather else ():
-            y = self.axes.join(y, axis, dim, parts[axis].runs)
-        return y
-
-    def refuse(self, why: str) -> ShardError:
-        """An error that names the module and its rule."""
-        rule = next(f"{a} '{self.plan.layouts[n].rule}'" for a, n in self.module.params)
-        cls = self.module.classes[0].rpartition(".")[2]
-        return ShardError(f"apply: {cls} {self.name!r} is split by {rule}: {why}")
-
-    def check_channels(self, x: Tensor, dim: int, have: int) -> None:
-        """Whether x has the channels that this rank's weights are for.
-
-        Raises:
-            ShardError: it has others.
-        """
-        if x.shape[dim] != have:
-            raise self.refuse(
-                f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that produces them "
-                "alike, with the same name and axis in its rule"
-            )
+    return any(is_in(name, module.name) for name in plan.info.ignored)
 
 
 # -- convolutions -----------------------------------------------------------------------------------------------------
@@ -147,10 +62,10 @@ _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.co
 _TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _convolution(layer: _Layer) -> Forward:
+def _convolution(layer: Layer) -> Forward:
     """Column-parallel, row-parallel or group by group, by the axes on the out and in dims of the weight."""
     layout, parts, out = layer.layout("weight"), layer.parts("weight"), BIAS_DIM[layer.module.kind]
-    columns, rows = layer.plan.compute_axes(layout, out), layer.plan.compute_axes(layout, 1 - out)
+    columns, rows = layer.sides()
     space = len(layout.shape) - 2
     odd = set(parts) - {*columns, *rows}
 
@@ -167,8 +82,7 @@ def _convolution(layer: _Layer) -> Forward:
             layer.check_channels(x, dim, w.shape[1 - out])
             x = layer.entered(x, columns)
         y = _convolved(own, x, w, None if rows else bias, groups, space)
-        for axis in rows:
-            y = layer.axes.total(y, axis, layer.name, layer.adjust.scatters(layer.name, axis))
+        y = layer.total(y, rows)
         if rows and bias is not None:
             y = y + bias.view(-1, *[1] * space)  # after the sum, or it would count once a rank
         return layer.made(y, columns, dim, parts)
@@ -176,7 +90,7 @@ def _convolution(layer: _Layer) -> Forward:
     return forward
 
 
-def _grouped(layer: _Layer, own: Any, columns: Sequence[str], rows: Sequence[str], dim: int) -> dict[str, Part]:
+def _grouped(layer: Layer, own: Any, columns: Sequence[str], rows: Sequence[str], dim: int) -> dict[str, Part]:
     """The part of its input that a convolution in groups needs for this rank's groups.
 
     Raises:
@@ -216,14 +130,20 @@ def _widths(own: Any) -> list[int]:
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _batch_norm(layer: _Layer) -> Forward:
+def _channels(layer: Layer, x: Tensor, parts: Mapping[str, Part]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """This rank's channels of the input of a norm, and the weight and bias for them."""
+    w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+    x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+    layer.check_channels(x, 1, w.shape[0])
+    return x, w, bias
+
+
+def _batch_norm(layer: Layer) -> Forward:
     """Statistics are of each channel alone; running ones, which every rank has whole, are gathered when they change."""
     parts = layer.parts("weight")
 
     def forward(own: Any, x: Tensor) -> Tensor:
-        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
-        layer.check_channels(x, 1, w.shape[0])
+        x, w, bias = _channels(layer, x, parts)
         mean, var = own.running_mean, own.running_var  # [ch], whole on every rank
         writes = own.training and own.track_running_stats and mean is not None
         known = [mean, var] if writes or not own.training else [None, None]
@@ -253,7 +173,7 @@ def _momentum(own: Any) -> float:
     return 1.0 / float(batches) if batches is not None else 0.0
 
 
-def _group_norm(layer: _Layer) -> Forward:
+def _group_norm(layer: Layer) -> Forward:
     """Whole groups on each rank."""
     parts = layer.parts("weight")
 
@@ -266,9 +186,7 @@ def _group_norm(layer: _Layer) -> Forward:
                 f"{own.num_groups} % {ways} = {own.num_groups % ways}; choose another num_groups, or leave the norm "
                 "and the layers around it whole"
             )
-        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
-        layer.check_channels(x, 1, w.shape[0])
+        x, w, bias = _channels(layer, x, parts)
         y = F.group_norm(x, own.num_groups // ways, w, bias, own.eps)
         for axis, part in parts.items():
             layer.axes.note_part(y, axis, part.at(1))
@@ -277,7 +195,7 @@ def _group_norm(layer: _Layer) -> Forward:
     return forward
 
 
-def _instance_norm(layer: _Layer) -> Forward:
+def _instance_norm(layer: Layer) -> Forward:
     """Each sample and channel by itself."""
     parts = layer.parts("weight")
 
@@ -285,9 +203,7 @@ def _instance_norm(layer: _Layer) -> Forward:
         space = next(n for n, cls in _INSTANCES.items() if isinstance(own, cls))
         if own.track_running_stats or x.dim() != space + 2:
             raise layer.refuse("track_running_stats=True and inputs without a batch dim are not served")
-        w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-        x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
-        layer.check_channels(x, 1, w.shape[0])
+        x, w, bias = _channels(layer, x, parts)
         return layer.made(F.instance_norm(x, weight=w, bias=bias, eps=own.eps), list(parts), 1, parts)
 
     return forward
@@ -299,7 +215,7 @@ _INSTANCES = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def _attention(layer: _Layer) -> Forward:
+def _attention(layer: Layer) -> Forward:
     """`nn.MultiheadAttention` with this rank's heads; the plan has seen that all of its weights are split alike."""
     inner = [name for name, _ in layer.module.params if name.endswith("proj_weight")]
     axes_of_heads = list(layer.parts(inner[0]))
@@ -334,8 +250,7 @@ def _attention(layer: _Layer) -> Forward:
             out, weights = F.scaled_dot_product_attention(q, k, v, mask, drops), None
         y = F.linear(out.transpose(1, 2).flatten(2), layer.weight(layer.layout("out_proj.weight").name))
         y = y.squeeze(0) if alone else y if own.batch_first else y.transpose(0, 1)
-        for axis in axes_of_heads:
-            y = layer.axes.total(y, axis, layer.name, layer.adjust.scatters(layer.name, axis))
+        y = layer.total(y, axes_of_heads)
         bias = layer.local("out_proj.bias")
         y = y if bias is None else y + bias
         return layer.made(y, (), 0, {}), weights if weights is None or not alone else weights.squeeze(0)
@@ -355,7 +270,7 @@ def _seeded(forward: Forward) -> Forward:
     return chosen
 
 
-def _check_heads(layer: _Layer, own: Any, split: Sequence[str], inner: Sequence[str]) -> None:
+def _check_heads(layer: Layer, own: Any, split: Sequence[str], inner: Sequence[str]) -> None:
     """Whether each rank has whole heads of queries, keys and values.
 
     Raises:
@@ -381,13 +296,13 @@ def _check_heads(layer: _Layer, own: Any, split: Sequence[str], inner: Sequence[
         )
 
 
-def _entered(layer: _Layer, split: Sequence[str], *inputs: Tensor) -> list[Tensor]:
+def _entered(layer: Layer, split: Sequence[str], *inputs: Tensor) -> list[Tensor]:
     """Queries, keys and values, which may be one tensor."""
     known = {id(x): layer.entered(x, split, f" input {at}") for at, x in reversed(list(enumerate(inputs)))}
     return [known[id(x)] for x in inputs]
 
 
-def _projected(layer: _Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
+def _projected(layer: Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
     """Queries, keys and values by this rank's heads, [b, heads, s, d]."""
     fused, bias = layer.local("in_proj_weight"), layer.local("in_proj_bias")
     if fused is None:
@@ -403,7 +318,7 @@ def _projected(layer: _Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -
 
 
 def _merged(
-    layer: _Layer, own: Any, split: Sequence[str], mask: Tensor | None, padding: Tensor | None, q: Tensor
+    layer: Layer, own: Any, split: Sequence[str], mask: Tensor | None, padding: Tensor | None, q: Tensor
 ) -> Tensor | None:
     """What is added to scores [b, heads, t, s], of masks that hide (bool) or are added."""
     merged: Tensor | None = None
@@ -431,7 +346,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def _weights(layer: _Layer, own: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:
+def _weights(layer: Layer, own: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:
     """The attention weights that the module returns: of all heads."""
     if averaged:
         weights = weights.sum(1) / own.num_heads
@@ -448,21 +363,16 @@ def _weights(layer: _Layer, own: Any, split: Sequence[str], weights: Tensor, ave
 
 def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
     """An encoder (layer) that calls its children, also when nothing needs a gradient."""
-    with _without_fast_path():
-        return class_of(own).forward(own, *args, **kwargs)
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        return class_of(own).forward(own, *args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-_FORWARDS: dict[str, Callable[[_Layer], Forward]] = {
+_FORWARDS: dict[str, Callable[[Layer], Forward]] = {  # by the kind of a module
+    **FORWARDS,
     "convolution": _convolution,
     "transposed convolution": _convolution,
     "batch norm": _batch_norm,

@@ -73,31 +73,22 @@ def steps(left: Spec, right: Spec, mesh: DeviceMesh) -> list[Step]:
     for axis in (axis for axis in left.partial if axis not in right.partial):
         dim = next((d for d, axes in enumerate(want) if axis in axes), None)
         if dim is not None and want[dim] == [*have[dim], axis]:
-            out.append(_scatter(mesh, axis, dim))
+            out.append(_step("psum_scatter", psum_scatter, mesh, axis, dim))
             have[dim].append(axis)
         else:
-            out.append(Step(f"psum({axis})", lambda x, axis=axis: psum(x, mesh, axis)))
+            out.append(_step("psum", psum, mesh, axis))
     out += _moved(have, want, mesh)
     for dim, axes in enumerate(have):
-        common = _common(axes, want[dim])
-        while len(axes) > common:
+        while axes != want[dim][: len(axes)]:
             out.append(_gather(mesh, axes.pop(), dim))
     for dim, axes in enumerate(have):
         for axis in want[dim][len(axes) :]:
-            out.append(_slice(mesh, axis, dim))
+            out.append(_step("slice", shard_slice, mesh, axis, dim))
     return out
 
 
 def _axes(spec: Spec) -> list[list[str]]:
     return [[axis for factor in dim.factors for axis in factor.axes] for dim in spec.dims]
-
-
-def _common(a: list[str], b: list[str]) -> int:
-    """Length of the common beginning."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
 
 
 def _moved(have: list[list[str]], want: list[list[str]], mesh: DeviceMesh) -> list[Step]:
@@ -108,19 +99,15 @@ def _moved(have: list[list[str]], want: list[list[str]], mesh: DeviceMesh) -> li
             if i != j and axes and target == [*have[j], axes[-1]]:
                 axis = axes.pop()
                 have[j].append(axis)
-                out.append(Step(f"all_to_all({axis})", lambda x, a=axis, s=j, c=i: all_to_all(x, mesh, a, s, c)))
+                out.append(_step("all_to_all", all_to_all, mesh, axis, j, i))
     return out
 
 
 def _gather(mesh: DeviceMesh, axis: str, dim: int) -> Step:
     """Ranks of a data axis go on with losses of their own, so cotangents are summed; those of a compute axis agree."""
     gather = all_gather if roles([axis], BATCH_AXES).data else all_gather_invariant
-    return Step(f"all_gather({axis})", lambda x: gather(x, mesh, axis, dim))
+    return _step("all_gather", gather, mesh, axis, dim)
 
 
-def _slice(mesh: DeviceMesh, axis: str, dim: int) -> Step:
-    return Step(f"slice({axis})", lambda x: shard_slice(x, mesh, axis, dim))
-
-
-def _scatter(mesh: DeviceMesh, axis: str, dim: int) -> Step:
-    return Step(f"psum_scatter({axis})", lambda x: psum_scatter(x, mesh, axis, dim))
+def _step(name: str, collective: Callable[..., Tensor], mesh: DeviceMesh, axis: str, *dims: int) -> Step:
+    return Step(f"{name}({axis})", lambda x: collective(x, mesh, axis, *dims))

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -16,11 +16,12 @@ from shardfn._torch import init_of, names_left_out
 from shardfn.core.errors import ShardError
 from shardfn.core.pieces import Patchwork
 
+Model = nn.Module | Mapping[str, Tensor]
 Names = Callable[[str], str] | Mapping[str, str]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def persistent_names(model: nn.Module | Mapping[str, Tensor]) -> list[str]:
+def persistent_names(model: Model) -> list[str]:
     """The names of parameters and of buffers that a state dict has, tied ones under each name."""
     if not isinstance(model, nn.Module):
         return list(model)
@@ -42,19 +43,15 @@ def wanted_from(model: object, stored: Shapes, names: Names | None) -> tuple[dic
         called = {name: _called(names, name) for name in known}
         made = {name: Patchwork.of(file, stored[file]) for name, file in called.items() if file in stored}
         left = [name for name in stored if name not in set(called.values())]
-    return made, [name for name in left if not _is_ignored(model, "unexpected", name)]
+    return made, [name for name in left if not is_ignored(model, "unexpected", name)]
 
 
 def _called(names: Names | None, name: str) -> str:
     return name if names is None else names.get(name, name) if isinstance(names, Mapping) else names(name)
 
 
-def may_be_missing(model: object, name: str) -> bool:
-    """Whether a model of transformers makes do without a tensor that it keeps in files."""
-    return _is_ignored(model, "missing", name)
-
-
-def _is_ignored(model: object, why: str, name: str) -> bool:
+def is_ignored(model: object, why: Literal["missing", "unexpected"], name: str) -> bool:
+    """Whether a model of transformers makes do without a tensor of its own in files, or with a further one in them."""
     patterns: Iterable[str] = names_left_out(model, f"load_{why}")
     if why == "unexpected" and _is_of_transformers(model):
         patterns = (*patterns, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # buffers that older files have

@@ -52,6 +52,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 AnyPath = str | os.PathLike[str]
+Described = tuple[tuple[int, ...], torch.dtype]  # the shape of a tensor and its dtype
 
 
 def needs_hub(library: str) -> ImportError:
@@ -197,19 +198,24 @@ def _read_header(file: Path) -> dict[str, Stored]:
     odd = next((name for name, x in header.items() if x["dtype"] not in _DTYPES), None)
     if odd is not None:
         raise ShardError(f"load_safetensors: '{odd}' in '{file}' is of dtype {header[odd]['dtype']}")
+    return _stored(file, header, 8 + length)
+
+
+def _stored(file: Path, header: Mapping[str, Any], front: int) -> dict[str, Stored]:
+    """The tensors of a file, by its header; they begin `front` bytes after its own beginning."""
     return {
-        name: Stored(file, tuple(x["shape"]), _DTYPES[x["dtype"]], 8 + length + x["data_offsets"][0])
+        name: Stored(file, tuple(x["shape"]), _DTYPES[x["dtype"]], front + x["data_offsets"][0])
         for name, x in header.items()
     }
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that is to be written: its header, and where its tensors begin."""
+    """A file that is to be written: its header, and its tensors."""
 
     name: str
     header: bytes
-    starts: Mapping[str, int]
+    tensors: Mapping[str, Stored]
     nbytes: int
 
 
@@ -221,7 +227,6 @@ class FilesPlan:
     """
 
     files: tuple[FilePlan, ...]
-    shapes: Mapping[str, tuple[int, ...]]
     index: str | None = None
     alone: bool = False
 
@@ -232,59 +237,43 @@ class FilesPlan:
 
 
 def plan_files(
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    max_shard_size: int | str,
-    metadata: Mapping[str, str],
-    parameters: int,
+    tensors: Mapping[str, Described], max_shard_size: int | str, metadata: Mapping[str, str], parameters: int
 ) -> FilesPlan:
     """Which file gets which tensor, as `save_pretrained` decides it; `parameters` is the number of elements to note."""
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
     except ImportError as error:
         raise needs_hub("huggingface_hub") from error
-    _require_dtypes(tensors)
     blank = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
     split = split_torch_state_dict_into_shards(blank, max_shard_size=max_shard_size)
-    files = tuple(
-        _plan_file(file, {name: tensors[name] for name in names}, metadata)
-        for file, names in split.filename_to_tensors.items()
-    )
-    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    names_in = split.filename_to_tensors
+    files = [plan_file(file, {x: tensors[x] for x in names}, metadata) for file, names in names_in.items()]
     about = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
     index = json.dumps(about, indent=2, sort_keys=True) + "\n" if split.is_sharded else None
-    return FilesPlan(files, shapes, index)
+    return FilesPlan(tuple(files), index)
 
 
-def plan_file(
-    name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
-) -> FilesPlan:
-    """All tensors in one file."""
-    _require_dtypes(tensors)
-    shapes = {name: shape for name, (shape, _) in tensors.items()}
-    return FilesPlan((_plan_file(name, tensors, metadata),), shapes, alone=True)
+def plan_file(name: str, tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> FilePlan:
+    """All tensors in one file.
 
-
-def _require_dtypes(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    for name, (_, dtype) in tensors.items():
-        if dtype not in _NAMES:
-            raise ShardError(f"save_safetensors: '{name}' is of dtype {dtype}, which the format does not have")
-
-
-def _plan_file(
-    name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
-) -> FilePlan:
-    rank = {dtype: number for number, dtype in enumerate(_DTYPES.values())}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    starts: dict[str, int] = {}
+    Raises:
+        ShardError: a dtype that the format does not have.
+    """
+    odd = next((f"'{key}' is of dtype {dtype}" for key, (_, dtype) in tensors.items() if dtype not in _NAMES), None)
+    if odd is not None:
+        raise ShardError(f"save_safetensors: {odd}, which the format does not have")
+    rank = {dtype: number for number, dtype in enumerate(_NAMES)}
+    header: dict[str, Any] = {}
     end = 0
     for key in sorted(tensors, key=lambda key: (-rank[tensors[key][1]], key)):
-        shape, dtype = tensors[key]
-        starts[key], end = end, end + prod(shape) * dtype.itemsize
-        header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[key], end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        (shape, dtype), start = tensors[key], end
+        end += prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    about = {"__metadata__": dict(metadata)} if metadata else {}
+    text = json.dumps(about | header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
-    return FilePlan(name, front, {key: len(front) + start for key, start in starts.items()}, len(front) + end)
+    return FilePlan(name, front, _stored(Path(name), header, len(front)), len(front) + end)
 
 
 class TensorWriter:
@@ -293,7 +282,7 @@ class TensorWriter:
     def __init__(self, directory: Path, plan: FilesPlan) -> None:
         self._directory, self._plan = directory, plan
         self._descriptors: dict[str, int] = {}
-        self._places: dict[str, tuple[int, int]] = {}
+        self._places = {name: stored for file in plan.files for name, stored in file.tensors.items()}
 
     def open(self) -> None:
         """Make the files, without tensors; what a save that was killed has left is taken away."""
@@ -305,21 +294,20 @@ class TensorWriter:
             self._descriptors[file.name] = descriptor
             _write(descriptor, memoryview(file.header), 0)
             os.ftruncate(descriptor, file.nbytes)
-            self._places |= {name: (descriptor, start) for name, start in file.starts.items()}
 
     def _temporary(self, name: str) -> Path:
         return self._directory / f".writing-{name}"
 
     def write(self, name: str, box: Box, value: Tensor) -> None:
         """Write a part of a tensor."""
-        descriptor, start = self._places[name]
-        shape, item = self._plan.shapes[name], value.element_size()
+        stored, item = self._places[name], value.element_size()
+        descriptor = self._descriptors[stored.file.name]
         for block in blocks(value.shape, BLOCK_BYTES // item):
             part = value[tuple(slice(at, at + n) for at, n in block)].contiguous()
             data, at = part.view(-1).view(torch.uint8).numpy().data, 0
             first = [begin + within for (begin, _), (within, _) in zip(box, block, strict=True)]
-            for there, length in _segments(shape, first, part.shape, item):
-                _write(descriptor, data[at : at + length], start + there)
+            for there, length in _segments(stored.shape, first, part.shape, item):
+                _write(descriptor, data[at : at + length], stored.start + there)
                 at += length
 
     def finish(self) -> None:

@@ -10,7 +10,9 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -23,7 +25,7 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
-from shardfn.core.model import OUT_DIM, ModuleInfo
+from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo
 from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.pattern import first_match
@@ -32,39 +34,110 @@ from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
 
 
-def parallel_forwards(
-    plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], adjust: Adjustments
-) -> dict[str, Forward]:
-    """Module path -> forward, for every module that owns a parameter split over a compute axis of several ranks."""
-    forwards: dict[str, Forward] = {}
-    for module in plan.info.modules:
-        custom = first_match(plan.policy.compute, [module.name])
-        if custom is not None:
-            forwards[module.name] = _custom(module, plan, axes, weight, adjust, plan.policy.compute[custom])
-        elif _derived_here(module) and splits(plan, module):
-            names = dict(module.params)
-            layout = plan.layouts[names["weight"]]
-            if module.kind in OUT_DIM:
-                forwards[module.name] = _linear(module, layout, names.get("bias"), plan, axes, weight, adjust)
-            else:
-                lookup = _lookup(module, layout, plan, axes, weight, adjust)
-                forwards[module.name] = lookup if module.kind == "embedding" else _around_lookup(lookup)
-    return forwards
-
-
 def splits(plan: Plan, module: ModuleInfo) -> bool:
     """Whether a rule splits a parameter of a module over a compute axis of several ranks."""
     return any(plan.compute_axes(plan.layouts[name]) for _, name in module.params)
 
 
-def _derived_here(module: ModuleInfo) -> bool:
-    """Whether it is a linear or a table; other layers are in `parallel_layers.py`."""
-    return module.kind in OUT_DIM or "embedding" in module.kind
-
-
 def weight_parts(plan: Plan, layout: Layout) -> dict[str, Part]:
     """By axis, which part of a weight a module computes with."""
     return parts_of(layout, plan.compute_axes(layout), plan.axes, plan.roles.compute)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module, and what its parallel forward is made of."""
+
+    module: ModuleInfo
+    plan: Plan
+    axes: ComputeAxes
+    weight: Callable[[str], Tensor]
+    adjust: Adjustments
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self.module.name
+
+    @cached_property
+    def _scattered(self) -> dict[str, int]:
+        """By axis, the dim over which the sum that it makes is scattered."""
+        return {axis: dim for path, axis, dim in self.adjust.scattered if path == self.name}
+
+    def sides(self) -> tuple[list[str], list[str]]:
+        """The axes on the out dim and on the in dim of its weight."""
+        layout, out = self.layout("weight"), BIAS_DIM[self.module.kind]
+        return self.plan.compute_axes(layout, out), self.plan.compute_axes(layout, 1 - out)
+
+    def layout(self, attribute: str) -> Layout:
+        """That of one of its parameters, or of a child's: "out_proj.weight"."""
+        owner, _, last = attribute.rpartition(".")
+        if not owner:
+            return self.plan.layouts[dict(self.module.params)[attribute]]
+        path = f"{self.name}.{owner}" if self.name else owner
+        child = next(module for module in self.plan.info.modules if module.name == path)
+        return self.plan.layouts[dict(child.params)[last]]
+
+    def local(self, attribute: str) -> Tensor | None:
+        """A parameter, whole over data axes; None when the module has none."""
+        try:
+            layout = self.layout(attribute)
+        except KeyError:
+            return None
+        return self.weight(layout.name)
+
+    def parts(self, attribute: str) -> dict[str, Part]:
+        """By axis, which part of a parameter a rank has."""
+        return weight_parts(self.plan, self.layout(attribute))
+
+    def ways(self, split: Sequence[str]) -> int:
+        """How many ranks some axes have."""
+        return prod(self.plan.axes[axis] for axis in split)
+
+    def entered(self, x: Tensor, split: Sequence[str], of: str = "") -> Tensor:
+        """An input that all ranks have, of which each uses all for its own part of the output."""
+        path = f"{self.name}{of}"
+        for axis in split:
+            x = self.axes.entered(x, axis, path, (path, axis) in self.adjust.ready)
+        return x
+
+    def own(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
+        """This rank's part of an input, of one that may be whole."""
+        path = f"{self.name}{of}"
+        for axis, part in wanted.items():
+            x = self.axes.own(x, axis, path, part, (path, axis) in self.adjust.ready)
+        return x
+
+    def total(self, y: Tensor, rows: Sequence[str]) -> Tensor:
+        """The sum over `rows` of what ranks made of their parts: whole, or this rank's part of a dim that scatters."""
+        for axis in rows:
+            y = self.axes.total(y, axis, self.module.name, self._scattered.get(axis))
+        return y
+
+    def made(self, y: Tensor, split: Sequence[str], dim: int, parts: Mapping[str, Part]) -> Tensor:
+        """The output, of which `split` axes split dim `dim`: gathered where it leaves `apply`."""
+        y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
+        for axis in reversed(split) if self.name in self.adjust.gather else ():
+            y = self.axes.join(y, axis, dim, parts[axis].runs)
+        return y
+
+    def refuse(self, why: str) -> ShardError:
+        """An error that names the module and its rule."""
+        rule = next(f"{a} '{self.plan.layouts[n].rule}'" for a, n in self.module.params)
+        cls = self.module.classes[0].rpartition(".")[2]
+        return ShardError(f"apply: {cls} {self.name!r} is split by {rule}: {why}")
+
+    def check_channels(self, x: Tensor, dim: int, have: int) -> None:
+        """Whether x has the channels that this rank's weights are for.
+
+        Raises:
+            ShardError: it has others.
+        """
+        if x.shape[dim] != have:
+            raise self.refuse(
+                f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that produces them "
+                "alike, with the same name and axis in its rule"
+            )
 
 
 _Value = TypeVar("_Value")
@@ -77,10 +150,6 @@ class _Asked(dict[str, _Value]):
 
     def __missing__(self, key: str) -> NoReturn:
         raise self.missing(key)
-
-
-class _Weights(_Asked[Tensor]):
-    """The weights of a module, as it computes with them."""
 
 
 def _not_its_own(plan: Plan, module: ModuleInfo, key: str) -> ShardError:
@@ -143,65 +212,57 @@ _SHAPED: dict[Forward, Forward] = {}
 _CALLING: set[Forward] = set()
 
 
+def declared_forward(plan: Plan, module: ModuleInfo) -> Forward | None:
+    """The parallel forward that `Policy.compute` has for a module."""
+    pattern = first_match(plan.policy.compute, [module.name])
+    return None if pattern is None else plan.policy.compute[pattern]
+
+
 def others_forwards(plan: Plan) -> set[str]:
     """The modules whose forward is not their own."""
-    found = ((module, first_match(plan.policy.compute, [module.name])) for module in plan.info.modules)
     return {
         module.name
-        for module, pattern in found
-        if _derived_here(module)
+        for module in plan.info.modules
+        if module.kind in FORWARDS
         or (module.kind != "other" and splits(plan, module))
-        or (pattern is not None and getattr(fn := plan.policy.compute[pattern], "func", fn) not in _CALLING)
+        or ((fn := declared_forward(plan, module)) is not None and getattr(fn, "func", fn) not in _CALLING)
     }
 
 
 def shaped_forwards(plan: Plan) -> dict[str, Forward]:
     """Module path -> what stands for its forward in a run without data on whole weights."""
-    found = ((m.name, first_match(plan.policy.compute, [m.name])) for m in plan.info.modules)
-    functions = {name: plan.policy.compute[pattern] for name, pattern in found if pattern is not None}
-    shaped = {name: _SHAPED.get(fn) or getattr(fn, "without_data", None) for name, fn in functions.items()}
+    declared = {m.name: fn for m in plan.info.modules if (fn := declared_forward(plan, m)) is not None}
+    shaped = {name: _SHAPED.get(fn) or getattr(fn, "without_data", None) for name, fn in declared.items()}
     return {name: fn for name, fn in shaped.items() if fn is not None}
 
 
-def _custom(
-    module: ModuleInfo,
-    plan: Plan,
-    axes: ComputeAxes,
-    weight: Callable[[str], Tensor],
-    adjust: Adjustments,
-    fn: Forward,
-) -> Forward:
+def custom_forward(layer: Layer, fn: Forward) -> Forward:
+    """A parallel forward of `Policy.compute`, as the forward of a module."""
+    plan, module, weight = layer.plan, layer.module, layer.weight
     own_layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
     split = {axis for layout in own_layouts.values() for axis in plan.compute_axes(layout)}
     compute = [axis for axis in plan.roles.compute if axis in split]
-    layouts = Layouts(own_layouts, axes, compute, module.name, adjust)
+    layouts = Layouts(own_layouts, layer.axes, compute, module.name, layer.adjust)
 
     missing = partial(_not_its_own, plan, module)
     layouts.missing = missing
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        local = _Weights({attribute: weight(layout.name) for attribute, layout in layouts.items()})
+        local = _Asked({attribute: weight(layout.name) for attribute, layout in layouts.items()})
         local.missing = missing
         return fn(own, local, layouts, *args, **kwargs)
 
     return forward
 
 
-def _linear(
-    module: ModuleInfo,
-    layout: Layout,
-    bias_name: str | None,
-    plan: Plan,
-    axes: ComputeAxes,
-    weight: Callable[[str], Tensor],
-    adjust: Adjustments,
-) -> Forward:
+def _linear(layer: Layer) -> Forward:
     """Column-parallel, row-parallel or both, by the axes on the out and in dims of the weight."""
-    out = OUT_DIM[module.kind]
-    columns, rows = plan.compute_axes(layout, out), plan.compute_axes(layout, 1 - out)
-    name, parts, out_features = module.name, weight_parts(plan, layout), layout.shape[out]
-    gathers = name in adjust.gather or gathered_by_acts(plan, name)
-    ready = {axis for path, axis in adjust.ready if path == name}
+    name, axes, weight, bias_name = layer.name, layer.axes, layer.weight, dict(layer.module.params).get("bias")
+    layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
+    out = OUT_DIM[layer.module.kind]
+    _, _, asked_for = _acts_on_linears(layer.plan).get(name, (None, (), ("",)))
+    gathers = name in layer.adjust.gather or not asked_for  # as "b s c" in `Policy.acts` has its output whole
+    ready = {axis for path, axis in layer.adjust.ready if path == name}
     split = {axis: parts[axis] for axis in columns}
 
     def forward(own: nn.Module, x: Tensor) -> Any:
@@ -215,9 +276,7 @@ def _linear(
         if not rows:
             y = F.linear(x, w, bias)
         else:
-            y = F.linear(x, w)
-            for axis in rows:
-                y = axes.total(y, axis, name, adjust.scatters(name, axis))
+            y = layer.total(F.linear(x, w), rows)
             y = y if bias is None else y + bias  # after the sum, or it would count once a rank
         axes.note_last(y, split)
         y = axes.note_source(y, f"module {name}", name if columns else None)
@@ -225,7 +284,7 @@ def _linear(
             for axis in reversed(columns):
                 y = axes.join(y, axis, -1, parts[axis].runs)
             with axes.hidden():
-                y = y[..., :out_features]
+                y = y[..., : layout.shape[out]]
         return y
 
     return forward
@@ -279,12 +338,6 @@ def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
     )
 
 
-def gathered_by_acts(plan: Plan, path: str) -> bool:
-    """Whether `Policy.acts` has the output of a column-parallel linear whole: `"b s c"`."""
-    _, _, last = _acts_on_linears(plan).get(path, (None, (), ("",)))
-    return not last
-
-
 def _acts_on_linears(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
     """Path of a column-parallel linear -> its weight, column axes, compute axes of the last dim that acts asks for."""
     return plan.home.once("acts on linears", lambda: _resolved_acts(plan))
@@ -316,8 +369,9 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _around_lookup(lookup: Forward) -> Forward:
+def _own_lookup(layer: Layer) -> Forward:
     """The forward of a subclass of `nn.Embedding`, which does something with the ids or the rows."""
+    lookup = _lookup(layer)
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _Lookups(lookup, own):
@@ -326,27 +380,21 @@ def _around_lookup(lookup: Forward) -> Forward:
     return forward
 
 
-def _lookup(
-    module: ModuleInfo,
-    layout: Layout,
-    plan: Plan,
-    axes: ComputeAxes,
-    weight: Callable[[str], Tensor],
-    adjust: Adjustments,
-) -> Forward:
+def _lookup(layer: Layer) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
+    plan, axes, weight, name, layout = layer.plan, layer.axes, layer.weight, layer.name, layer.layout("weight")
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
-    act = first_match(plan.policy.acts, [module.name])
+    act = first_match(plan.policy.acts, [name])
     joins = act is None or not set(columns) & {axis for f in parse(plan.policy.acts[act]).factors for axis in f.axes}
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
             raise ShardError(
-                f"apply: {module.name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and "
+                f"apply: {name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and "
                 "sparse need it whole"
             )
         w = weight(layout.name)  # [vocab/axes, c/columns]
-        require_ids(module.name, ids, layout.shape[0])
+        require_ids(name, ids, layout.shape[0])
         for axis in vocab:
             axes.require_whole(ids, axis, "its ids")
         first = _first_row(axes, vocab, w.shape[0])
@@ -359,11 +407,10 @@ def _lookup(
             rows = torch.where((ids == own.padding_idx).unsqueeze(-1), rows.detach(), rows)
         if vocab:
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        for axis in vocab:
-            rows = axes.total(rows, axis, module.name, adjust.scatters(module.name, axis))
+        rows = layer.total(rows, vocab)
         for axis in reversed(columns) if joins else ():
             rows = axes.join(rows, axis, -1)
-        return axes.note_source(rows, f"module {module.name}")
+        return axes.note_source(rows, f"module {name}")
 
     return forward
 
@@ -391,3 +438,12 @@ def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
     for axis in names:
         index = index * axes.sizes[axis] + axes.coords[axis]
     return index * rows
+
+
+# By the kind of a module: what makes its parallel forward.
+FORWARDS: dict[str, Callable[[Layer], Forward]] = {
+    "linear": _linear,
+    "transposed linear": _linear,
+    "embedding": _lookup,
+    "own embedding": _own_lookup,
+}

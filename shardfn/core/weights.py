@@ -16,26 +16,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, unwrap_local
+from shardfn.core import stored_names
 from shardfn.core.agreement import agree, require_success
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.functional import gather, shard_from
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import grid
 from shardfn.core.ownership import Box, local_boxes, without_padding
-from shardfn.core.pattern import matches
+from shardfn.core.pattern import first_match, matches
 from shardfn.core.pieces import Patchwork, Piece, blocks
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.stored_names import (
-    Names,
-    files_of,
-    kept_name,
-    may_be_missing,
-    own_init,
-    persistent_names,
-    wanted_from,
+from shardfn.core.stored_names import Model, Names
+from shardfn.core.tensor_files import (
+    BLOCK_BYTES,
+    AnyPath,
+    Described,
+    FilesPlan,
+    TensorFiles,
+    TensorWriter,
+    plan_file,
+    plan_files,
 )
-from shardfn.core.tensor_files import BLOCK_BYTES, AnyPath, FilesPlan, TensorFiles, TensorWriter, plan_file, plan_files
 from shardfn.core.tree import Params
 
 _MOST = 12  # problems in one message
@@ -94,7 +96,7 @@ def load_safetensors(
     Communication: two small exchanges over the mesh.
     """
     source = _Files(path, model, names, strict, init, only)
-    return shard_from(source, model, mesh, policy, init or own_init(model), "load_safetensors")
+    return shard_from(source, model, mesh, policy, init or stored_names.own_init(model), "load_safetensors")
 
 
 class _Files:
@@ -103,7 +105,7 @@ class _Files:
     def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any, only: Any) -> None:
         self._path, self._model, self._names, self._strict = path, model, names, strict
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
-        self._init = init or own_init(model)
+        self._init = init or stored_names.own_init(model)
         self._held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
     @cached_property
@@ -113,7 +115,7 @@ class _Files:
     def open(self, made: Plan) -> list[str]:
         """Find every tensor; what does not fit is raised at once."""
         stored = {name: x.shape for name, x in self._files.tensors.items()}
-        found, unexpected = wanted_from(self._model, stored, self._names)
+        found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
         for names, shape, dtype in self._asked_for(made):
             self._held[names[0]] = [found[name] for name in names if name in found]
@@ -130,28 +132,24 @@ class _Files:
 
     def _asked_for(self, made: Plan) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """(names, shape, dtype) of what is to be read: all, or the parameters that `only` matches."""
-        if not self.partial:
-            return _tensors_of(self._model, made)
         for pattern in self._only:
             if not any(matches(pattern, name) for name in made.canonical):
                 near = did_you_mean(pattern, made.canonical)
                 raise ShardError(f"load_safetensors: only={pattern!r} matches no parameter of the model{near}")
-        return [
-            ((x.name, *x.aliases), x.shape, x.dtype)
-            for x in made.layouts.values()
-            if any(matches(pattern, name) for pattern in self._only for name in (x.name, *x.aliases))
-        ]
+        found = [((x.name, *x.aliases), x.shape, x.dtype) for x in made.layouts.values()]
+        if self.partial:
+            return [x for x in found if first_match(self._only, x[0]) is not None]
+        return [*found, *((names, tuple(x.shape), x.dtype) for names, x in _buffers(self._model).items())]
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         """What is wrong when none of the names of a tensor is in the files."""
-        persistent = set(persistent_names(self._model))
-        if self.partial:
-            return [f"'{names[0]}' is not in the files"] if self._strict else []
-        if self._strict and persistent.intersection(names) and not may_be_missing(self._model, names[0]):
-            return [f"'{names[0]}' is not in the files"]
-        named: Mapping[str, Tensor] = self._model if isinstance(self._model, Mapping) else _named(self._model)
-        if named[names[0]].is_meta and self._init is None:
-            return [f"'{names[0]}' is not in the files and on the meta device; pass init= to fill it"]
+        name = names[0]
+        persists = not set(stored_names.persistent_names(self._model)).isdisjoint(names)
+        needed = self.partial or (persists and not stored_names.is_ignored(self._model, "missing", name))
+        if self._strict and needed:
+            return [f"'{name}' is not in the files"]
+        if not self.partial and _named(self._model)[name].is_meta and self._init is None:
+            return [f"'{name}' is not in the files and on the meta device; pass init= to fill it"]
         return []
 
     def _misfits(self, name: str, found: Patchwork, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
@@ -225,26 +223,20 @@ def _narrowed(x: Tensor, box: Box) -> Tensor:
     return x[tuple(slice(start, start + n) for start, n in box)]
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
+def _named(model: Model) -> Mapping[str, Tensor]:
     """Parameters and buffers under each of their names."""
+    if isinstance(model, Mapping):
+        return model
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _buffer_names(model: nn.Module | Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """All names of each buffer."""
-    names: dict[int, tuple[str, ...]] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False) if isinstance(model, nn.Module) else ():
-        names[id(buffer)] = (*names.get(id(buffer), ()), name)
-    return list(names.values())
-
-
-def _tensors_of(
-    model: nn.Module | Mapping[str, Tensor], made: Plan
-) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
-    """(names, shape, dtype) of every parameter and buffer."""
-    found = [((x.name, *x.aliases), x.shape, x.dtype) for x in made.layouts.values()]
-    buffers = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
-    return [*found, *((n, tuple(buffers[n[0]].shape), buffers[n[0]].dtype) for n in _buffer_names(model))]
+def _buffers(model: Model) -> dict[tuple[str, ...], Tensor]:
+    """Buffers by all of their names."""
+    names: dict[int, list[str]] = {}
+    named = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
+    for name, buffer in named.items():
+        names.setdefault(id(buffer), []).append(name)
+    return {tuple(all_names): named[all_names[0]] for all_names in names.values()}
 
 
 def save_safetensors(
@@ -303,7 +295,7 @@ def save_safetensors(
     try:
         tensors, pieces = _decide(model, params, dtype, names, is_file)
         if is_file:
-            files = plan_file(target.name, tensors, metadata)
+            files = FilesPlan((plan_file(target.name, tensors, metadata),), alone=True)
         else:
             files = plan_files(tensors, max_shard_size, metadata, sum(x.numel for x in params.plan.layouts.values()))
         facts.append(f"files {files.digest}")
@@ -313,26 +305,22 @@ def save_safetensors(
     assert files is not None
     export = _Export(params, dtype, target.parent if is_file else target, files, pieces)
     try:
-        export.attempt(export.start)
+        export.attempt(export.writer.open)
         for layout in _held(params):
             full = export.collect(layout)
             export.attempt(export.write, (layout.name, *layout.aliases), full)
             del full  # the next one is not made before this one is gone
-        for buffer_names in _buffer_names(model) if _is_whole(params) else ():
+        for buffer_names in _buffers(model) if _is_whole(params) else ():
             export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
-        export.attempt(export.finish)
+        export.attempt(export.writer.finish)
     finally:
-        export.close()
+        export.writer.close()
     return Path(path)
 
 
 def _decide(
-    model: nn.Module | Mapping[str, Tensor],
-    params: Params,
-    dtype: torch.dtype | None,
-    names: Names | None,
-    is_file: bool,
-) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, list[Piece]]]:
+    model: Model, params: Params, dtype: torch.dtype | None, names: Names | None, is_file: bool
+) -> tuple[dict[str, Described], dict[str, list[Piece]]]:
     """What the files will have, and (name in the model -> where its parts are in the files)."""
     _require_same_model(model, params)
     lost = next((name for name in params.plan.leaves if name not in params), None)
@@ -341,7 +329,7 @@ def _decide(
             f"save_safetensors: '{lost}' is not in the tree, and a directory has all parameters of a model; write a "
             "part of them into a file of its own: 'adapters.safetensors', say"
         )
-    have: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    have: dict[str, Described] = {}
     for layout in _held(params):
         lost = next((leaf.name for leaf in layout.leaves if leaf.name not in params), None)
         if lost is not None:
@@ -349,14 +337,14 @@ def _decide(
         leaf = params[layout.leaves[0].name]
         if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
             raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
-        have[kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
-    for all_names in _buffer_names(model) if _is_whole(params) else ():
+        have[stored_names.kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
+    for all_names in _buffers(model) if _is_whole(params) else ():
         buffer = params.buffers.get(all_names[0])
         if buffer is not None:
-            have[kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
-    made = {name: Patchwork.of(name, have[name][0]) for name in persistent_names(model) if name in have}
-    found = files_of(model, made, names)
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+            have[stored_names.kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
+    made = {name: Patchwork.of(name, have[name][0]) for name in stored_names.persistent_names(model) if name in have}
+    found = stored_names.files_of(model, made, names)
+    tensors: dict[str, Described] = {}
     pieces: dict[str, list[Piece]] = {}
     for name, patchwork in found.items():
         dtypes = {have[piece.source][1] for piece in patchwork.pieces}
@@ -381,9 +369,9 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and have.is_floating_point else have
 
 
-def _require_same_model(model: nn.Module | Mapping[str, Tensor], params: Params) -> None:
+def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
-    own = _named(model) if isinstance(model, nn.Module) else dict(model)
+    own = _named(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
     tree = {name: x.shape for x in params.plan.layouts.values() for name in (x.name, *x.aliases)}
     for layout in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
@@ -410,7 +398,7 @@ class _Export:
         self._places = grid(params.mesh, params.plan.roles.storage)
         self._first = self._places.ranks()[0]
         self._is_first = not self._places.exchanges or dist.get_rank() == self._first
-        self._writer = TensorWriter(path, files)
+        self.writer = TensorWriter(path, files)
 
     @cached_property
     def _host(self) -> Tensor:
@@ -436,23 +424,11 @@ class _Export:
             problem = error
         require_success(self._params.mesh, problem, "save_safetensors")
 
-    def start(self) -> None:
-        """Make the files."""
-        self._writer.open()
-
     def write(self, names: Sequence[str], full: Tensor) -> None:
         """Write all parts of a whole tensor that are in files."""
         for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
             part = _narrowed(full, tuple(zip(piece.at, piece.size, strict=True)))
-            self._writer.write(piece.source, piece.source_box, piece.as_in_source(part))
-
-    def finish(self) -> None:
-        """Give the files their names."""
-        self._writer.finish()
-
-    def close(self) -> None:
-        """Take away what was not finished."""
-        self._writer.close()
+            self.writer.write(piece.source, piece.source_box, piece.as_in_source(part))
 
     def buffer(self, name: str) -> Tensor:
         """A buffer as it is written."""

@@ -13,13 +13,13 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
 from shardfn.core.model import ModuleInfo, describe, kind_of
-from shardfn.core.parallel_layers import layer_forwards
+from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
-from shardfn.core.pattern import modules_above
+from shardfn.core.pattern import is_in, modules_above
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
-from shardfn.core.tensor_parallel import others_forwards, parallel_forwards
+from shardfn.core.tensor_parallel import others_forwards, splits
 
 Around = Callable[[Forward], Forward]
 
@@ -68,16 +68,19 @@ def wire(
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
-        wrapped[path] = chained(_added_up(axes, path, leaf, axis, adjust.scatters(path, axis)), wrapped.get(path))
+        dim = adjust.scatters(path, axis)
+        added = partial(_added_up, axes=axes, path=path, at=leaf, axis=axis, dim=dim)
+        wrapped[path] = chained(_on_output(added), wrapped.get(path))
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
             parts = shared_parts(plan, path, axis)
-            ready = (source, axis) in adjust.ready
-            added = _own_part(axes, axis, parts) if parts else _varied(axes, axis, source, ready)
-            wrapped[path] = chained(added, wrapped.get(path))
-    layers = layer_forwards(plan, axes, fetch, adjust)
-    forwards = {**layers, **parallel_forwards(plan, axes, fetch, adjust), **dropouts}
+            if parts:
+                change = partial(_own_part, axes=axes, axis=axis, parts=parts)
+            else:  # an output of which each rank uses all for its own part of something else
+                change = partial(axes.varied_once, axis=axis, reader=source, ready=(source, axis) in adjust.ready)
+            wrapped[path] = chained(_on_output(change), wrapped.get(path))
+    forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
     ignored = frozenset(plan.info.ignored)
     compilers = _compilers(plan) if compiles else None
     return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes, units=tuple(around))
@@ -89,7 +92,7 @@ def _compilers(plan: Plan) -> dict[str, Compiler]:
         return {}
     options = {} if plan.policy.compile is True else plan.policy.compile
     names = [unit.name for unit in plan.units]
-    inner = [name for name in names if not any(o.startswith(f"{name}." if name else "") for o in names if o != name)]
+    inner = [name for name in names if not any(is_in(other, name) for other in names)]
     return dict.fromkeys(inner, partial(torch.compile, **options))
 
 
@@ -111,8 +114,7 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
             f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model"
         )
     for module in modules:
-        split = any(plan.compute_axes(plan.layouts[name]) for _, name in module.params)
-        if split and kind_of(submodule(model, module.name)) != module.kind:
+        if splits(plan, module) and kind_of(submodule(model, module.name)) != module.kind:
             raise ShardError(
                 f"apply: {module.name!r} splits its weights and has another forward than when its plan was made (a "
                 f"patched one, or another class); give it a parallel forward: Policy(compute={{{module.name!r}: fn}})"
@@ -135,12 +137,11 @@ def shared_parts(plan: Plan, path: str, axis: str) -> int:
         ShardError: ranks of the axis would need parts of a part.
     """
     module = next((m for m in plan.info.modules if m.name == path), None)
-    layout = plan.layouts[dict(module.params)["weight"]] if module is not None and module.kind == "linear" else None
-    parts = dict(layout.shared).get(axis, 0) if layout is not None else 0
-    ranks = plan.axes[axis]
-    if not parts or ranks % parts == 0:
-        return parts
-    if layout is not None:
+    if module is None or module.kind != "linear":
+        return 0
+    layout, ranks = plan.layouts[dict(module.params)["weight"]], plan.axes[axis]
+    parts = dict(layout.shared).get(axis, 0)
+    if parts and ranks % parts:
         raise ShardError(
             f"apply: {path!r} has {parts} parts by '{layout.rule}', {axis}={ranks} ranks need one each or share one in "
             f"equal groups, {ranks} % {parts} = {ranks % parts} and {parts} % {ranks} = {parts % ranks}. "
@@ -203,50 +204,36 @@ def _as_it_is(forward: Forward) -> Forward:
     return forward
 
 
-def _varied(axes: ComputeAxes, axis: str, source: str, ready: bool) -> Around:
-    """A module's output, of which each rank uses all for its own part of something else."""
+def _on_output(change: Callable[[Any], Any]) -> Around:
+    """What a module returns, changed."""
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return axes.varied_once(inner(*args, **kwargs), axis, source, ready)
+            return change(inner(*args, **kwargs))
 
         return forward
 
     return around
 
 
-def _own_part(axes: ComputeAxes, axis: str, parts: int) -> Around:
+def _own_part(out: Tensor, axes: ComputeAxes, axis: str, parts: int) -> Tensor:
     """The part of a module's output, [.., parts * n] -> [.., n], that this rank's share of the axis belongs to.
 
     With 2 key heads on 4 ranks, ranks 0 and 1 take head 0: the queries on them are those of its group.
     """
-
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            out = axes.vary(inner(*args, **kwargs), axis)
-            length = out.shape[-1] // parts
-            with axes.hidden():
-                own = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
-            part = Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts)
-            return axes.note_part(own, axis, part, out)
-
-        return forward
-
-    return around
+    out = axes.vary(out, axis)
+    length = out.shape[-1] // parts
+    with axes.hidden():
+        own = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
+    part = Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts)
+    return axes.note_part(own, axis, part, out)
 
 
-def _added_up(axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None) -> Around:
-    """A leaf of a module's output, on each rank a summand, as the sum; or, with `dim`, this rank's part of that."""
-
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = pytree.tree_flatten(inner(*args, **kwargs))
-            leaves[at] = axes.leaf_total(leaves, at, axis, path, dim)
-            return axes.note_source(pytree.tree_unflatten(leaves, structure), f"module {path}")
-
-        return forward
-
-    return around
+def _added_up(out: Any, axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None) -> Any:
+    """With a leaf that is on each rank a summand as the sum; or, with `dim`, as this rank's part of that."""
+    leaves, structure = pytree.tree_flatten(out)
+    leaves[at] = axes.leaf_total(leaves, at, axis, path, dim)
+    return axes.note_source(pytree.tree_unflatten(leaves, structure), f"module {path}")
 
 
 def chained(outer: Around, inner: Around | None) -> Around:

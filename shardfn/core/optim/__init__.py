@@ -15,22 +15,3 @@ whatever stands in their gradients is ignored.
 Meta-learning differentiates through `update`. A DTensor's local tensor is outside autograd, so where a leaf carries a
 derivative the same arithmetic runs on the DTensors themselves, which is slower and communicates nothing either.
 """
-
-from shardfn.core.optim.base import Optimizer as Optimizer
-from shardfn.core.optim.base import apply_updates as apply_updates
-from shardfn.core.optim.elementwise import adamw as adamw
-from shardfn.core.optim.elementwise import lion as lion
-from shardfn.core.optim.elementwise import sgd as sgd
-from shardfn.core.optim.norms import clip as clip
-from shardfn.core.optim.norms import global_norm as global_norm
-from shardfn.core.optim.rates import warmup_cosine as warmup_cosine
-from shardfn.core.optim.rules import AdamState as AdamState
-from shardfn.core.optim.rules import LionState as LionState
-from shardfn.core.optim.rules import SGDState as SGDState
-from shardfn.core.optim.torch_classes import TorchState as TorchState
-from shardfn.core.optim.torch_classes import from_torch as from_torch
-from shardfn.core.optim.transforms import ScheduleState as ScheduleState
-from shardfn.core.optim.transforms import chain as chain
-from shardfn.core.optim.transforms import clip_by_global_norm as clip_by_global_norm
-from shardfn.core.optim.transforms import masked as masked
-from shardfn.core.optim.transforms import schedule as schedule

@@ -9,28 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfn._torch import has_no_memory, unwrap_locals, with_local
-from shardfn.core.errors import did_you_mean, raise_problems
+from shardfn._torch import has_no_memory, unwrap_local, unwrap_locals, with_local
+from shardfn.core.errors import raise_problems
+from shardfn.core.optim import trees
 from shardfn.core.optim.base import Optimizer
 from shardfn.core.optim.options import Groups, Options, at_step, require_options
 from shardfn.core.optim.rates import Rate
 from shardfn.core.optim.rules import ADAMW, LION, SGD, Rule
-from shardfn.core.optim.trees import (
-    Tree,
-    leaves_of,
-    model_names,
-    pattern_of,
-    require_match,
-    require_outside,
-    require_some,
-    require_tensors,
-    slot_like,
-    trainable,
-    views,
-)
+from shardfn.core.optim.trees import Tree
 from shardfn.core.pattern import matches
 from shardfn.core.storage import map_runs, merged
 
+_Members = list[tuple[Options, list[str]]]  # (options, names of leaves) of groups
 _CHUNK = 2**24  # elements that are widened at a time
 
 
@@ -43,15 +33,12 @@ class _Elementwise:
     groups: Groups
     state_dtype: torch.dtype | None
 
-    def optimizer(self) -> Optimizer:
-        return Optimizer(self.init, self.update, self.step)
-
     def init(self, params: Tree) -> Any:
         verb = f"{self.rule.name}.init"
-        require_tensors(verb, params)
-        require_some(verb, params)
+        trees.require_tensors(verb, params)
+        trees.require_some(verb, params)
         self._require_live_groups(verb, params)
-        for name in trainable(params):
+        for name in trees.trainable(params):
             if params[name].is_complex():
                 raise TypeError(
                     f"{verb}: params[{name!r}] is complex, which {self.rule.name} has no rule for; use from_torch"
@@ -60,8 +47,8 @@ class _Elementwise:
         for options, names in self._members(params):
             for slot in self.rule.slots(options):
                 wanted[slot].update(names)
-        trees = [self._zeros(params, [name for name in params if name in names]) for names in wanted.values()]
-        return self.rule.state(torch.zeros((), dtype=torch.int64), *trees)
+        slots = [self._zeros(params, [name for name in params if name in names]) for names in wanted.values()]
+        return self.rule.state(torch.zeros((), dtype=torch.int64), *slots)
 
     def _zeros(self, params: Tree, names: Sequence[str]) -> Tree:
         """A slot, which lies in memory as its parameters do, so that `step` merges both."""
@@ -70,73 +57,68 @@ class _Elementwise:
             lambda tensors: [torch.zeros_like(x, dtype=self.state_dtype) for x in tensors], unwrap_locals(leaves)
         )
         made = [with_local(leaf, zeros) for leaf, zeros in zip(leaves, locals_, strict=True)]
-        return slot_like(params, dict(zip(names, made, strict=True)))
+        return trees.slot_like(params, dict(zip(names, made, strict=True)))
 
     def _require_live_groups(self, verb: str, params: Tree) -> None:
-        names = [model_name for name in params for model_name in model_names(params, name)]
-        problems = [
-            f"groups: {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} "
-            f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
-            for pattern in self.groups
-            if not any(matches(pattern, name) for name in names)
-        ]
-        raise_problems(verb, problems)
+        names = [model_name for name in params for model_name in trees.model_names(params, name)]
+        known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
+        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
 
-    def _members(self, params: Tree) -> list[tuple[Options, list[str]]]:
+    def _members(self, params: Tree) -> _Members:
         """(options, names of trainable leaves) of every group that has some."""
         if not self.groups:
-            names = trainable(params)
+            names = trees.trainable(params)
             return [(self.options, names)] if names else []
         patterns = tuple(self.groups)
         found: dict[str | None, list[str]] = {}
-        for name in trainable(params):
-            found.setdefault(pattern_of(patterns, model_names(params, name)), []).append(name)
+        for name in trees.trainable(params):
+            found.setdefault(trees.pattern_of(patterns, trees.model_names(params, name)), []).append(name)
         return [({**self.options, **self.groups.get(pattern or "", {})}, names) for pattern, names in found.items()]
 
-    def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[tuple[Options, list[str]]]:
+    def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> _Members:
         """The members with this step's learning rates, once everything fits together."""
         members = self._members(params)
-        require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
+        trees.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
         if not isinstance(state, self.rule.state):
-            raise TypeError(
-                f"{verb}: the state is a {type(state).__name__}, not what {self.rule.name}.init(params) returns"
-            )
+            raise trees.other_state(verb, state, f"{self.rule.name}.init(params)")
         for slot in state._fields[1:]:
             names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
-            require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
+            trees.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
         return [(at_step(verb, options, state.step), names) for options, names in members]
 
-    def update(self, grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        members = self._checked(f"{self.rule.name}.update", params, grads, state)
-        trees = {slot: getattr(state, slot) for slot in state._fields[1:]}
+    def update(self, grads: Tree, state: Any, params: Tree, checked: _Members | None = None) -> tuple[Tree, Any]:
+        """Leaf by leaf; `checked`: what `_checked` has returned already."""
+        members = checked if checked is not None else self._checked(f"{self.rule.name}.update", params, grads, state)
+        old = {slot: getattr(state, slot) for slot in state._fields[1:]}
         everyone = [name for _, names in members for name in names]
-        local, wrap = views(params, grads, *trees.values(), names=everyone)
+        local, wrap = trees.views(params, grads, *old.values(), names=everyone)
         step = state.step + 1
         updates: dict[str, Tensor] = {}
-        new = {slot: dict(tree) for slot, tree in trees.items()}
+        new = {slot: dict(tree) for slot, tree in old.items()}
         for options, names in members:
             rule = self.rule.update(options, step.double())
             slots = self.rule.slots(options)
             for name in names:
-                param, own = local(params[name]), [local(trees[slot][name]) for slot in slots]
+                param, own = local(params[name]), [local(old[slot][name]) for slot in slots]
                 wide = _promoted([param, *own], torch.float32)
                 result, states = rule(*(x.to(wide) for x in (local(grads[name]), param, *own)))
                 updates[name] = wrap(params[name], result)
-                for slot, before, after in zip(slots, own, states, strict=True):
-                    new[slot][name] = wrap(params[name], after.to(before.dtype))
+                for slot, before, value in zip(slots, own, states, strict=True):
+                    new[slot][name] = wrap(params[name], value.to(before.dtype))
         ordered = {name: updates[name] for name in params if name in updates}
-        return slot_like(params, ordered), self.rule.state(step, *(slot_like(params, tree) for tree in new.values()))
+        after = (trees.slot_like(params, tree) for tree in new.values())
+        return trees.slot_like(params, ordered), self.rule.state(step, *after)
 
     def step(self, params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
         members = self._checked(f"{self.rule.name}.step", params, grads, state)
-        require_outside(f"{self.rule.name}.step", params, grads)
+        trees.require_outside(f"{self.rule.name}.step", params, grads)
         if has_no_memory():
-            self._step_recorded(params, grads, state, members)
+            self._step_recorded(members, params, grads, state)
             return params, state._replace(step=state.step + 1)
         with torch.no_grad():
             for options, names in members:
                 slots = [getattr(state, slot) for slot in self.rule.slots(options)]
-                columns = [unwrap_locals(leaves_of(tree, names)) for tree in (params, grads, *slots)]
+                columns = [unwrap_locals(trees.leaves_of(tree, names)) for tree in (params, grads, *slots)]
                 for same in in_one_dtype(merged(columns), self.rule.least):
                     self.rule.step(options, state.step, same[0], same[1], same[2:])
                 for written in (columns[0], *columns[2:]):
@@ -144,18 +126,14 @@ class _Elementwise:
         return params, state._replace(step=state.step + 1)
 
     @torch.no_grad()
-    def _step_recorded(self, params: Tree, grads: Tree, state: Any, members: list[tuple[Options, list[str]]]) -> None:
+    def _step_recorded(self, members: _Members, params: Tree, grads: Tree, state: Any) -> None:
         """`step` leaf by leaf, in operations that a compiler may fuse."""
-        for options, names in members:
-            rule = self.rule.update(options, (state.step + 1).double())
-            slots = [getattr(state, slot) for slot in self.rule.slots(options)]
-            columns = [unwrap_locals(leaves_of(tree, names)) for tree in (params, grads, *slots)]
-            for param, grad, *own in zip(*columns, strict=True):
-                wide = _promoted([param, *own], torch.float32)
-                update, states = rule(*(x.to(wide) for x in (grad, param, *own)))
-                param.copy_(param.to(wide) + update)
-                for slot, after in zip(own, states, strict=True):
-                    slot.copy_(after)
+        updates, after = self.update(grads, state, params, members)
+        for name, update in updates.items():
+            unwrap_local(params[name]).add_(unwrap_local(update))
+        for before, tree in zip(state[1:], after[1:], strict=True):
+            for name, slot in tree.items():
+                unwrap_local(before[name]).copy_(unwrap_local(slot))
 
 
 def _promoted(tensors: Sequence[Tensor], least: torch.dtype | None) -> torch.dtype:
@@ -246,7 +224,8 @@ def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtyp
             raise TypeError(f"{where} is {own!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
         matches(pattern, "")  # a pattern that cannot be read is an error here
         require_options(where, own, options)
-    return _Elementwise(rule, options, dict(groups or {}), state_dtype).optimizer()
+    made = _Elementwise(rule, options, dict(groups or {}), state_dtype)
+    return Optimizer(made.init, made.update, made.step)
 
 
 def adamw(

@@ -277,8 +277,7 @@ def _clip_parts(grads: Params, names: Sequence[str], max_norm: float) -> tuple[P
     """`clip` of a tree through which a derivative flows."""
     lowered = lower(grads, vmap_depth())
     norm = _norm_of_parts(lowered.like((name, lowered[name]) for name in names))
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    factors: dict[tuple[str, ...], Tensor] = {(): factor}
+    factors: dict[tuple[str, ...], Tensor] = {(): _factor(norm, max_norm)}
 
     def factor_for(axes: tuple[str, ...]) -> Tensor:
         if axes not in factors:
@@ -297,11 +296,12 @@ def require_positive(verb: str, max_norm: float) -> None:
         raise ValueError(f"{verb}: max_norm={max_norm!r} is not a positive number; math.inf only measures")
 
 
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 def _clipped(leaves: Sequence[Tensor], norm: Tensor, max_norm: float) -> list[Tensor]:
-    return _scaled(leaves, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-
-
-def _scaled(leaves: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    factor = _factor(norm, max_norm)
     if not leaves or in_transform() or any(leaf.grad_fn is not None for leaf in leaves):
         return [leaf * factor.to(leaf.dtype) for leaf in leaves]
     if not all(isinstance(leaf, DTensor) for leaf in leaves):  # plain ones may carry a derivative

@@ -1,7 +1,7 @@
 """Options of an optimizer and of its groups of parameters. Layer 4."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -29,11 +29,14 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
+def no_option(where: str, name: str, known: Collection[str]) -> str:
+    return f"{where} has no option {name!r}{did_you_mean(name, known) or '.'} There are {', '.join(known)}."
+
+
 def require_options(where: str, given: Options, defaults: Options) -> None:
     for name, value in given.items():
         if name not in defaults:
-            known = ", ".join(defaults)
-            raise ValueError(f"{where} has no option {name!r}{did_you_mean(name, defaults) or '.'} There are {known}.")
+            raise ValueError(no_option(where, name, defaults))
         if name not in _RANGES:
             if not isinstance(value, bool):
                 raise TypeError(f"{where}: {name}={value!r} is not True or False")

@@ -15,17 +15,13 @@ def rate_at(verb: str, what: str, fn: Callable[..., Any], step: Tensor) -> Any:
     """The rate after so many updates; in a recorded step it is asked for before every run."""
 
     def checked(step: Tensor) -> Any:
-        return _checked(verb, what, fn, step)
+        value = fn(int(step))
+        if not isinstance(value, Tensor) and not value >= 0:
+            raise ValueError(f"{verb}: {what}({int(step)}) is {value!r}, which is not a number from 0 up")
+        return value
 
     recorder = recording()
     return checked(step) if recorder is None else recorder.number(f"{verb}: {what}", checked, step)
-
-
-def _checked(verb: str, what: str, fn: Callable[..., Any], step: Tensor) -> Any:
-    value = fn(int(step))
-    if not isinstance(value, Tensor) and not value >= 0:
-        raise ValueError(f"{verb}: {what}({int(step)}) is {value!r}, which is not a number from 0 up")
-    return value
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:

@@ -121,12 +121,9 @@ def _sgd_step(
         buffers,
         fused=fused,
         foreach=not fused,
-        lr=options["lr"],
-        momentum=options["momentum"],
-        nesterov=options["nesterov"],
-        weight_decay=options["weight_decay"],
         dampening=0.0,
         maximize=False,
+        **options,
     )
 
 

@@ -9,19 +9,12 @@ import torch
 from torch import Tensor, optim
 
 from shardfn._torch import unwrap_local, with_local
-from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.core.errors import ShardError
+from shardfn.core.optim import trees
 from shardfn.core.optim.base import Optimizer
+from shardfn.core.optim.options import no_option
 from shardfn.core.optim.rates import rate_at
-from shardfn.core.optim.trees import (
-    Tree,
-    kind_of,
-    require_match,
-    require_outside,
-    require_some,
-    require_tensors,
-    slot_like,
-    trainable,
-)
+from shardfn.core.optim.trees import Tree
 from shardfn.core.tree import Params
 
 # What they do to an element does not depend on other elements, so that a shard can be updated alone.
@@ -103,10 +96,7 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
     known = [name for name in inspect.signature(cls).parameters if name != "params"]
     for name in kwargs:
         if name not in known:
-            raise TypeError(
-                f"from_torch: {cls.__name__} has no option {name!r}{did_you_mean(name, known) or '.'} "
-                f"There are {', '.join(known)}."
-            )
+            raise TypeError(no_option(f"from_torch: {cls.__name__}", name, known))
     if kwargs.get("differentiable"):
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
@@ -160,12 +150,12 @@ class _FromTorch:
         return self.cls(weights, **kwargs)
 
     def init(self, params: Tree) -> TorchState:
-        require_tensors("from_torch.init", params)
-        require_some("from_torch.init", params)
+        trees.require_tensors("from_torch.init", params)
+        trees.require_some("from_torch.init", params)
         step = torch.zeros((), dtype=torch.int64)
         found: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
-        for name in trainable(params):
+        for name in trees.trainable(params):
             for key, value in self._template(params, name).items():
                 if self.elementwise and not value.ndim:
                     scalars[key] = torch.zeros_like(value)
@@ -176,7 +166,7 @@ class _FromTorch:
         return TorchState(step, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)
 
     def _slot(self, params: Tree, leaves: dict[str, Tensor]) -> Tree:
-        return slot_like(params, leaves) if self.elementwise else leaves
+        return trees.slot_like(params, leaves) if self.elementwise else leaves
 
     def _template(self, params: Tree, name: str) -> dict[str, Tensor]:
         """What torch remembers about a leaf, from one update of zeros: small ones where the shape does not matter."""
@@ -196,8 +186,9 @@ class _FromTorch:
             return self._tried(torch.zeros_like(params[name]).detach())
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ShardError(
-                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {kind_of(params[name])} of shape "
-                f"{tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with masked(...)."
+                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {trees.kind_of(params[name])} of "
+                f"shape {tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with "
+                "masked(...)."
             ) from error
 
     def _tried(self, weight: Tensor) -> dict[str, Tensor]:
@@ -224,11 +215,11 @@ class _FromTorch:
             after = self._advance(params, grads, state, weights, pure=True)
             new = {name: weights[name] - self._view(params[name]) for name in names}
             updates = {name: with_local(params[name], unwrap_local(leaf)) for name, leaf in new.items()}
-        return slot_like(params, updates), after
+        return trees.slot_like(params, updates), after
 
     def step(self, params: Tree, grads: Tree, state: TorchState) -> tuple[Tree, TorchState]:
         names = self._checked("from_torch.step", params, grads, state)
-        require_outside("from_torch.step", params, grads)
+        trees.require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
             return params, self._advance(params, grads, state, weights, pure=False)
@@ -238,14 +229,12 @@ class _FromTorch:
         return (unwrap_local(leaf) if self.elementwise else leaf).detach()
 
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[str]:
-        names = trainable(params)
-        require_match(verb, "grads", params, names, grads)
+        names = trees.trainable(params)
+        trees.require_match(verb, "grads", params, names, grads)
         if not isinstance(state, TorchState):
-            raise TypeError(
-                f"{verb}: the state is a {type(state).__name__}, not what from_torch(...).init(params) returns"
-            )
+            raise trees.other_state(verb, state, "from_torch(...).init(params)")
         for key, tree in state.slots.items() if self.elementwise else ():
-            require_match(verb, f"state.slots[{key!r}]", params, names, tree)
+            trees.require_match(verb, f"state.slots[{key!r}]", params, names, tree)
         return names
 
     def _advance(

@@ -8,30 +8,18 @@ from torch import Tensor
 
 from shardfn._torch import foreach, unwrap_local
 from shardfn.core.errors import did_you_mean, raise_problems
+from shardfn.core.optim import trees
 from shardfn.core.optim.base import Optimizer
 from shardfn.core.optim.norms import clip, require_positive
 from shardfn.core.optim.rates import rate_at
-from shardfn.core.optim.trees import (
-    Tree,
-    like,
-    model_names,
-    pattern_of,
-    require_match,
-    require_outside,
-    require_tensors,
-    require_tree,
-    slot_like,
-    trainable,
-    views,
-)
-from shardfn.core.pattern import matches
+from shardfn.core.optim.trees import Tree
 
 
 def _transform(init: Callable[[Tree], Any], update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]) -> Optimizer:
     """An optimizer whose `step` adds what its `update` returns."""
 
     def step(params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
-        require_outside("step", params, grads)
+        trees.require_outside("step", params, grads)
         with torch.no_grad():
             updates, state = update(grads, state, params)
             if updates:
@@ -44,9 +32,9 @@ def _transform(init: Callable[[Tree], Any], update: Callable[[Tree, Any, Tree], 
 
 def _of_trainable(verb: str, params: Tree, grads: Tree) -> Tree:
     """The gradients of parameters that train, once they fit their parameters."""
-    names = trainable(params)
-    require_match(verb, "grads", params, names, grads)
-    return slot_like(params, {name: grads[name] for name in names})
+    names = trees.trainable(params)
+    trees.require_match(verb, "grads", params, names, grads)
+    return trees.slot_like(params, {name: grads[name] for name in names})
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -75,7 +63,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     require_positive("clip_by_global_norm", max_norm)
 
     def init(params: Tree) -> tuple[()]:
-        require_tensors("clip_by_global_norm.init", params)
+        trees.require_tensors("clip_by_global_norm.init", params)
         return ()
 
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
@@ -120,15 +108,15 @@ def schedule(fn: Callable[[int], float]) -> Optimizer:
         raise TypeError(f"schedule: expected a callable step -> float, got {fn!r}")
 
     def init(params: Tree) -> ScheduleState:
-        require_tensors("schedule.init", params)
+        trees.require_tensors("schedule.init", params)
         return ScheduleState(torch.zeros((), dtype=torch.int64))
 
     def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
         given = _of_trainable("schedule", params, grads)
         factor = rate_at("schedule", "fn", fn, state.step)
-        local, wrap = views(given, params, names=list(given))
+        local, wrap = trees.views(given, params, names=list(given))
         scaled = {name: wrap(params[name], factor * local(leaf)) for name, leaf in given.items()}
-        return slot_like(params, scaled), ScheduleState(state.step + 1)
+        return trees.slot_like(params, scaled), ScheduleState(state.step + 1)
 
     return _transform(init, update)
 
@@ -172,7 +160,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         states: list[Any] = []
         for member, own in zip(optimizers[:-1], state[:-1], strict=True):
             updates, after = member.update(grads, own, params)
-            grads = updates if len(updates) == len(grads) else like(grads, {**grads, **updates})
+            grads = updates if len(updates) == len(grads) else trees.like(grads, {**grads, **updates})
             states.append(after)
         return grads, states
 
@@ -185,7 +173,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         return updates, (*states, last)
 
     def step(params: Tree, grads: Tree, state: Any) -> tuple[Tree, tuple[Any, ...]]:
-        require_outside("chain.step", params, grads)
+        trees.require_outside("chain.step", params, grads)
         with torch.no_grad():
             grads, states = prepared(grads, state, params)
         params, last = optimizers[-1].step(params, grads, state[-1])
@@ -227,20 +215,20 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool])
     chosen = mask if isinstance(mask, Mapping) else ((mask,) if isinstance(mask, str) else tuple(mask))
 
     def part(params: Tree, tree: Tree) -> Tree:
-        picked = [name for name in params if _is_chosen(chosen, model_names(params, name))]
-        return like(tree, {name: tree[name] for name in picked if name in tree})
+        picked = [name for name in params if _is_chosen(chosen, trees.model_names(params, name))]
+        return trees.like(tree, {name: tree[name] for name in picked if name in tree})
 
     def init(params: Tree) -> Any:
-        require_tensors("masked.init", params)
+        trees.require_tensors("masked.init", params)
         _require_live_mask(chosen, params)
         return optimizer.init(part(params, params))
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        return optimizer.update(part(params, require_tree("masked", "grads", grads)), state, part(params, params))
+        return optimizer.update(part(params, trees.require_tree("masked", "grads", grads)), state, part(params, params))
 
     def step(params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
-        _, after = optimizer.step(part(params, params), part(params, require_tree("masked", "grads", grads)), state)
-        return params, after
+        grads = part(params, trees.require_tree("masked", "grads", grads))
+        return params, optimizer.step(part(params, params), grads, state)[1]
 
     return Optimizer(init, update, step)
 
@@ -248,18 +236,17 @@ def masked(optimizer: Optimizer, mask: str | Sequence[str] | Mapping[str, bool])
 def _is_chosen(chosen: Mapping[str, bool] | tuple[str, ...], names: tuple[str, ...]) -> bool:
     if isinstance(chosen, Mapping):
         return any(chosen.get(name, False) for name in names)
-    return pattern_of(chosen, names) is not None
+    return trees.pattern_of(chosen, names) is not None
 
 
 def _require_live_mask(chosen: Mapping[str, bool] | tuple[str, ...], params: Tree) -> None:
-    groups = [model_names(params, name) for name in params]
-    names = [name for group in groups for name in group]
     if isinstance(chosen, Mapping):
+        groups = [trees.model_names(params, name) for name in params]
+        names = [name for group in groups for name in group]
         problems = [f"the mask has no entry for {g[0]!r}" for g in groups if not any(name in chosen for name in g)]
         problems += [
             f"the mask has {n!r}, which is no parameter{did_you_mean(n, names)}" for n in chosen if n not in names
         ]
     else:
-        dead = [pattern for pattern in chosen if not any(matches(pattern, name) for name in names)]
-        problems = [f"{pattern!r} matches no parameter{did_you_mean(pattern, names)}" for pattern in dead]
+        problems = list(trees.dead_patterns(chosen, params))
     raise_problems("masked", problems)

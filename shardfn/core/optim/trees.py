@@ -1,6 +1,6 @@
 """Trees that optimizers work on: which leaves take part, and whether two trees go together. Layer 4."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import attrgetter
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import in_transform, same_layouts, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
-from shardfn.core.pattern import first_match
+from shardfn.core.pattern import first_match, matches
 from shardfn.core.tree import Params, leaves
 from shardfn.core.underway import is_differentiated
 
@@ -85,6 +85,18 @@ def require_some(verb: str, params: Tree) -> None:
             f"{verb}: none of {len(params)} parameters trains: integers, or requires_grad=False in the model. "
             f"sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there."
         )
+
+
+def other_state(verb: str, state: object, init: str) -> TypeError:
+    return TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns")
+
+
+def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
+    """What is wrong with patterns that match no parameter."""
+    names = [model_name for name in params for model_name in model_names(params, name)]
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            yield f"{pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'}"
 
 
 def require_outside(verb: str, params: Tree, grads: Tree) -> None:
@@ -161,13 +173,5 @@ def views(*trees: Tree, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     flows = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if flows or len(sharded) < len(leaves):
-        return _itself, _second
+        return lambda leaf: leaf, lambda param, result: result
     return unwrap_local, with_local
-
-
-def _itself(leaf: Tensor) -> Tensor:
-    return leaf
-
-
-def _second(param: Tensor, result: Tensor) -> Tensor:
-    return result
