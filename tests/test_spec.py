@@ -140,11 +140,7 @@ def test_names_are_inferred_across_tensors() -> None:
     assert not problems and sizes.known == {"heads": 4, "c": 7, "d": 3, "kv": 2}
     sizes, problems = solved({}, w=("(3 _ 2)", (12,)), v=("(3 _)", (12,)))
     assert not problems
-    assert (
-        sizes.of("w", 0, 1, Factor("_")) == 2
-        and sizes.of("v", 0, 1, Factor("_")) == 4
-        and sizes.of("w", 0, 0, Factor("3")) == 3
-    )
+    assert sizes.of("w", parse("(3 _ 2)")) == [3, 2, 2] and sizes.of("v", parse("(3 _)")) == [3, 4]
     sizes, problems = solved({"a": 2, "b": 3}, w=("(a + b + k)", (9,)), v=("(a + b)", (5,)))
     assert not problems and sizes.known["k"] == 4
     sizes, problems = solved({"c": 0}, w=("c d", (0, 3)))

@@ -394,12 +394,9 @@ def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | Non
     """Uninitialised memory for this rank's part of leaves (default: all); those of one bucket lie side by side."""
     wanted = {name: layout.dtype for name, (layout, _) in plan.leaves.items()} if dtypes is None else dtypes
     out: dict[str, Tensor] = {}
-    for unit in plan.units:
-        for bucket in unit.buckets:
-            for dtype in dict.fromkeys(wanted[name] for name in bucket.leaves if name in wanted):
-                names = tuple(name for name in bucket.leaves if wanted.get(name) == dtype)
-                spot = BucketOnGrid(plan, grid, replace(bucket, leaves=names), new_buffers(grid))
-                out |= dict(zip(names, spot.empty_shards(dtype), strict=True))
+    for bucket in plan.buckets_in(wanted):
+        spot = BucketOnGrid(plan, grid, bucket, new_buffers(grid))
+        out |= dict(zip(bucket.leaves, spot.empty_shards(bucket.dtype), strict=True))
     return out
 
 

@@ -97,7 +97,6 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
     Communication: none.
     """
     index, count = rank(mesh, policy)
-    leaves, structure = pytree.tree_flatten(batch)
     named = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
     for name, leaf in named:
         if isinstance(leaf, DTensor) or (hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)):
@@ -106,7 +105,7 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
             )
     tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
     raise_problems("local_batch", [why for name, leaf in tensors if (why := _indivisible(name, leaf, count))])
-    return pytree.tree_unflatten([_part(leaf, index, count) for leaf in leaves], structure)
+    return pytree.tree_map(lambda leaf: _part(leaf, index, count), batch)
 
 
 def _part(leaf: Any, index: int, count: int) -> Any:

@@ -5,8 +5,9 @@ Each looks up a plan and moves data; the thinking is in `plan`, the moving in `b
 
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -49,7 +50,7 @@ from shardfn.core.layout import (
 )
 from shardfn.core.mapped import has_members, members_of, stacked
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
-from shardfn.core.pattern import matches
+from shardfn.core.pattern import first_match
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
@@ -100,13 +101,19 @@ def shard(
 
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
-    if isinstance(model, Mapping) and is_differentiated(x for x in model.values() if isinstance(x, Tensor)):
-        raise ShardError(
-            "shard has no derivative, and the loss or transform around it asks for one of these tensors. Shard a tree "
-            "outside, and put what is made of it into sf.tree.map(fn, params)"
-        )
+    if isinstance(model, Mapping):
+        given = (x for x in model.values() if isinstance(x, Tensor))
+        instead = "Shard a tree outside, and put what is made of it into sf.tree.map(fn, params)"
+        _refuse_differentiated("shard", given, instead)
     _watch_optimizers()
     return shard_own(model, mesh, policy, init=init, src=src, alike=True)
+
+
+def _refuse_differentiated(what: str, tensors: Iterable[Tensor], instead: str) -> None:
+    if is_differentiated(tensors):
+        raise ShardError(
+            f"{what} has no derivative, and the loss or transform around it asks for one of these tensors. {instead}"
+        )
 
 
 @cache
@@ -144,23 +151,94 @@ def shard_own(
 
     With `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
+    given = _Given(model, init, src)
+    made, places, seed = _agreed(given, mesh, policy, later, lambda _: given.facts(alike))
+    tree = _Unwrapped(made, mesh, places, empty_shards(made, places), {})
+    for layout, full in _full_tensors(given, tree, seed):
+        if full.is_meta:
+            tree.shards |= {leaf.name: tree.shards[leaf.name].to("meta") for leaf in layout.leaves}
+        else:
+            tree.cut(layout, full)
+        del full  # the next tensor is not made before this one is gone
+    return tree.wrapped()
+
+
+@dataclass
+class _Unwrapped:
+    """This rank's part of a tree in the making: plain tensors, which are filled one by one."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    places: Grid
+    shards: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    def cut(self, layout: Layout, full: Tensor) -> None:
+        """Fill this rank's part of every leaf of a full tensor."""
+
+        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
+            return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
+
+        for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
+            self.shards[leaf.name].copy_(part)
+
+    def wrapped(self) -> Params:
+        """The tree."""
+        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
+        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
+        return Params(leaves, self.plan, self.mesh, self.buffers)
+
+
+class _Given(NamedTuple):
+    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`."""
+
+    model: nn.Module | Mapping[str, Tensor]
+    init: Callable[[Any], Any] | None
+    src: int | None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By every name of each."""
+        if isinstance(self.model, nn.Module):
+            return dict(self.model.named_parameters(remove_duplicate=False))
+        return dict(self.model)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """By every name of each."""
+        return dict(self.model.named_buffers(remove_duplicate=False)) if isinstance(self.model, nn.Module) else {}
+
+    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
+        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
+        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in self.buffers.items()]
+        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
+        if alike and self.src is None:
+            for name, x in {**self.tensors, **self.buffers}.items():
+                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
+                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
+        return lines
+
+
+def _agreed(
+    given: _Given,
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    later: bool,
+    facts: Callable[[Plan], list[str]],
+    verb: str = "shard",
+) -> tuple[Plan, Grid, int]:
+    """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
     made: Plan | Exception
+    lines: list[str] = []
     try:
-        made = _checked_plan(model, mesh, policy, init, src, later)
+        made = _checked_plan(given, mesh, policy, later)
+        lines = facts(made)
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
-    seed = agree(mesh, made, _facts(model, init, src, alike))
+    seed = agree(mesh, made, lines, verb)
     assert isinstance(made, Plan)
-    places = grid(mesh, made.roles.storage)
-    locals_ = empty_shards(made, places)
-    buffers: dict[str, Tensor] = {}
-    for layout, full in _full_tensors(model, made, places, init, src, seed, buffers):
-        if full.is_meta:
-            locals_ |= {leaf.name: locals_[leaf.name].to("meta") for leaf in layout.leaves}
-        else:
-            _cut(layout, full, locals_, places)
-        del full  # the next tensor is not made before this one is gone
-    return _wrapped(locals_, made, places, mesh, buffers)
+    return made, grid(mesh, made.roles.storage), seed
 
 
 class Source(Protocol):
@@ -204,27 +282,22 @@ def shard_from(
     Raises:
         ShardError: on every rank, when one of them cannot go on; `verb` is the function to name.
     """
-    made: Plan | Exception
-    facts: list[str] = []
+    given = _Given(model, init, None)
+
+    def facts(made: Plan) -> list[str]:
+        return [*source.open(made), *given.facts(not source.partial, source.held())]
+
+    made, places, seed = _agreed(given, mesh, policy, True, facts, verb)
+    tree, problem = _Unwrapped(made, mesh, places, {}, {}), None
     try:
-        made = _checked_plan(model, mesh, policy, init, None, later=True)
-        facts = [*source.open(made), *_facts(model, init, None, not source.partial, source.held())]
-    except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    seed = agree(mesh, made, facts, verb)
-    assert isinstance(made, Plan)
-    places = grid(mesh, made.roles.storage)
-    problem, locals_ = None, {}
-    buffers: dict[str, Tensor] = {}
-    try:
-        locals_ = empty_shards(made, places, _dtypes_held(source, made) if source.partial else None)
-        _fill(source, model, made, places, init, seed, locals_, buffers)
+        tree.shards = empty_shards(made, places, _dtypes_held(source, made) if source.partial else None)
+        _fill(tree, source, given, seed)
     except Exception as error:
         problem = error
     finally:
         source.close()
     require_success(mesh, problem, verb)
-    return _wrapped(locals_, made, places, mesh, buffers)
+    return tree.wrapped()
 
 
 def _dtypes_held(source: Source, made: Plan) -> dict[str, torch.dtype]:
@@ -232,31 +305,22 @@ def _dtypes_held(source: Source, made: Plan) -> dict[str, torch.dtype]:
     return {name: layout.dtype for name, (layout, _) in made.leaves.items() if layout.name in held}
 
 
-def _fill(
-    source: Source,
-    model: nn.Module | Mapping[str, Tensor],
-    made: Plan,
-    places: Grid,
-    init: Callable[[Any], Any] | None,
-    seed: int,
-    locals_: Mapping[str, Tensor],
-    buffers: dict[str, Tensor],
-) -> None:
+def _fill(tree: _Unwrapped, source: Source, given: _Given, seed: int) -> None:
     held = source.held()
-    for layout in made.layouts.values():
+    for layout in tree.plan.layouts.values():
         for leaf in layout.leaves if layout.name in held else ():
-            _fill_leaf(source, layout, leaf, places, locals_[leaf.name])
+            _fill_leaf(source, layout, leaf, tree.places, tree.shards[leaf.name])
     if source.partial:
         return
-    for layout, full in _full_tensors(model, made, places, init, None, seed, buffers, held):
-        _cut(layout, full, locals_, places)
+    for layout, full in _full_tensors(given, tree, seed, held):
+        tree.cut(layout, full)
         del full
     firsts: dict[int, Tensor] = {}
-    for name, buffer in _named_buffers(model).items():
+    for name, buffer in given.buffers.items():
         if name in held:
-            firsts[id(buffer)] = source.buffer(name, buffer).to(places.device)
+            firsts[id(buffer)] = source.buffer(name, buffer).to(tree.places.device)
         if id(buffer) in firsts:
-            buffers[name] = firsts[id(buffer)]
+            tree.buffers[name] = firsts[id(buffer)]
 
 
 def _fill_leaf(source: Source, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
@@ -272,57 +336,31 @@ def _fill_leaf(source: Source, layout: Layout, leaf: Leaf, places: Grid, local: 
     local.copy_(per_rank(places, filled, [])[0])
 
 
-def _cut(layout: Layout, full: Tensor, locals_: Mapping[str, Tensor], places: Grid) -> None:
-    """Fill this rank's part of every leaf of a full tensor."""
-
-    def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-        wholes = to_leaves(layout, given[0])
-        return [local_slice(x, w, places.sizes, coords).detach() for x, w in zip(layout.leaves, wholes, strict=True)]
-
-    for leaf, part in zip(layout.leaves, per_rank(places, cut, [full.detach()]), strict=True):
-        locals_[leaf.name].copy_(part)
-
-
-def _wrapped(
-    locals_: Mapping[str, Tensor], made: Plan, places: Grid, mesh: DeviceMesh, buffers: Mapping[str, Tensor]
-) -> Params:
-    names = [name for name in made.leaves if name in locals_]
-    leaves = {n: wrap_local(locals_[n], leaf_spec(made, places, n, locals_[n].dtype)) for n in names}
-    return Params(leaves, made, mesh, buffers)
-
-
-def _checked_plan(
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    init: Any,
-    src: int | None,
-    later: bool,
-) -> Plan:
+def _checked_plan(given: _Given, mesh: DeviceMesh, policy: Policy | Plan, later: bool) -> Plan:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
+    made = plan(given.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
     if isinstance(policy, Plan):
-        made, fresh = policy, plan(model, mesh, policy.policy)
-        if fresh != made:
-            raise ShardError(f"shard: this plan was made for another model or mesh\n{made.diff(fresh)}")
-    else:
-        made = plan(model, mesh, policy)
+        if made != policy:
+            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
+        made = policy
     if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
         raise ShardError(
             f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
             f"{mesh.device_type}"
         )
     ranks = mesh.mesh.flatten().tolist()
-    if src is not None and src not in ranks:
-        raise ShardError(f"shard: src={src} is not a rank of the mesh, which has {ranks}")
+    if given.src is not None and given.src not in ranks:
+        raise ShardError(f"shard: src={given.src} is not a rank of the mesh, which has {ranks}")
     if not later:
-        _require_values(model, made, init, src)
+        _require_values(given, made)
     return made
 
 
-def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: Any, src: int | None) -> None:
-    named, buffers = dict(_named_tensors(model)), _named_buffers(model)
-    meta = [name for name in made.layouts if named[name].is_meta] + [name for name, x in buffers.items() if x.is_meta]
+def _require_values(given: _Given, made: Plan) -> None:
+    tensors, src = given.tensors, given.src
+    named = {**{name: tensors[name] for name in made.layouts}, **given.buffers}
+    meta = [name for name, x in named.items() if x.is_meta]
     if not meta or (src is not None and dist.get_rank() != src):
         return
     if src is not None:
@@ -330,29 +368,15 @@ def _require_values(model: nn.Module | Mapping[str, Tensor], made: Plan, init: A
             f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
             "or drop src"
         )
-    if init is None:
+    if given.init is None:
         raise ShardError(
             f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
-            "to fill them. "
-            f"Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
+            "to fill them. Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
         )
-    if not isinstance(model, nn.Module):
+    if not isinstance(given.model, nn.Module):
         raise ShardError(
             f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
         )
-
-
-def _facts(model: object, init: Any, src: int | None, alike: bool, held: Container[str] = ()) -> list[str]:
-    """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
-    buffers = _named_buffers(model)
-    lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
-    lines += [f"src={src}", "an init function" if init is not None else "no init function"]
-    if alike and src is None and isinstance(model, nn.Module | Mapping):
-        found = {**dict(_named_tensors(model)), **buffers}
-        own = {n: x for n, x in found.items() if isinstance(x, Tensor) and not isinstance(x, DTensor)}
-        mine = {n: x for n, x in own.items() if n not in held and not x.is_meta}
-        lines += [f"{VALUES} '{name}' {_sampled(x)}" for name, x in mine.items()]
-    return lines
 
 
 def _sampled(tensor: Tensor) -> str:
@@ -367,65 +391,45 @@ def _sampled(tensor: Tensor) -> str:
     return found[0]
 
 
-def _named_buffers(model: object) -> dict[str, Tensor]:
-    return dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
-
-
-def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    return model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.items()
-
-
 def _full_tensors(
-    model: nn.Module | Mapping[str, Tensor],
-    made: Plan,
-    places: Grid,
-    init: Callable[[Any], Any] | None,
-    src: int | None,
-    seed: int,
-    buffers: dict[str, Tensor],
-    held: Container[str] = (),
+    given: _Given, tree: _Unwrapped, seed: int, held: Container[str] = ()
 ) -> Iterator[tuple[Layout, Tensor]]:
-    """Every parameter that is not `held`, whole, one at a time; fills `buffers` on the way."""
-    named = dict(_named_tensors(model))
-    own_buffers = _named_buffers(model)
+    """Every parameter that is not `held`, whole, one at a time; fills the buffers of `tree` on the way."""
+    (model, init, src), places, layouts = given, tree.places, tree.plan.layouts
+    named, buffers = given.tensors, given.buffers
     done: set[str] = set()
     if init is not None and isinstance(model, nn.Module) and src is None:
-        for name, full in initialized(model, init, seed, places.device, own_buffers, held):
+        for name, full in initialized(model, init, seed, places.device, buffers, held):
             if name not in held:
                 done.add(name)
-                yield made.layouts[name], full
+                yield layouts[name], full
             del full
-    for layout in made.layouts.values():
+    for layout in layouts.values():
         if layout.name not in done and layout.name not in held:
             value = named[layout.name]
             if isinstance(value, DTensor) and not value.is_meta:
                 value = whole(value)
-            yield layout, _from_src(value, layout.shape, layout.dtype, src, places)
+            yield layout, _from_src(value, src, places)
             del value
-    for name, buffer in own_buffers.items():
-        own = _from_src(buffer, tuple(buffer.shape), buffer.dtype, src, places)
-        buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
+    for name, buffer in buffers.items():
+        own = _from_src(buffer, src, places)
+        tree.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
 
 
-def _from_src(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, src: int | None, places: Grid) -> Tensor:
+def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
     """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
     if src is None or not places.exchanges:
         return part_of_rank(tensor.detach(), src or 0)
-    full = torch.empty(shape, dtype=dtype, device=places.device)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
     if dist.get_rank() == src:
         full.copy_(tensor.detach())
-    origin = _coordinates(places, src)
+    origin = places.coords_of(src)
     data = full.view(-1).view(torch.uint8)
     for i, axis in enumerate(places.sizes):
         later = list(places.sizes)[i + 1 :]
         if data.numel() and all(places.coords[other] == origin[other] for other in later):
             dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
     return full
-
-
-def _coordinates(places: Grid, rank: int) -> dict[str, int]:
-    at = (places.mesh.mesh == rank).nonzero()[0].tolist()
-    return dict(zip(places.sizes, at, strict=True))
 
 
 def gather(
@@ -469,29 +473,34 @@ def gather(
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
     layouts = _selected(tree, names)
     note_tree(tree)
-    if to != "all" and is_differentiated(tree[leaf.name] for layout in layouts for leaf in layout.leaves):
-        raise ShardError(
-            f"gather(to={to!r}) has no derivative, and the loss or transform around it asks for one. Write "
-            "sf.gather(params), and .cpu() of what it returns; or torch.no_grad() around it, to have values alone"
-        )
+    if to != "all":
+        leaves = (tree[leaf.name] for layout in layouts for leaf in layout.leaves)
+        instead = "Write sf.gather(params), and .cpu() of what it returns; or torch.no_grad() around it, to have values"
+        _refuse_differentiated(f"gather(to={to!r})", leaves, f"{instead} alone")
     places = grid(tree.mesh, tree.plan.roles.storage)
     for layout in layouts:
         for leaf in layout.leaves:
             _require_reduced("gather", leaf.name, tree[leaf.name])
     keep = to != "rank0" or dist.get_rank() == places.ranks()[0]
     out: dict[str, Tensor] = {}
-    for group in _groups(layouts, tree, 0 if to != "all" else _MAX_BUCKET_BYTES):
-        leaves = [leaf.name for layout in group for leaf in layout.leaves]
-        wholes = dict(zip(leaves, _gather_whole(tree, leaves, places), strict=True))
-        for layout in group:
-            if keep:
-                full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
-                full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
-                out[layout.name] = full if to == "all" else full.detach().cpu()
-    names_of = [(name, layout.name) for layout in layouts for name in (layout.name, *layout.aliases)]
-    order = [name for param in tree.plan.info.params for name in param.names]
-    found = {name: out[canonical] for name, canonical in names_of if canonical in out}
-    return {name: found[name] for name in order if name in found}
+    for layout, wholes in _gathered(tree, layouts, places, 0 if to != "all" else _MAX_BUCKET_BYTES):
+        if keep:
+            full = from_leaves(layout, wholes)
+            full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
+            out[layout.name] = full if to == "all" else full.detach().cpu()
+    first = tree.plan.canonical
+    order = (name for param in tree.plan.info.params for name in param.names)
+    return {name: out[first[name]] for name in order if first.get(name) in out}
+
+
+def _gathered(
+    tree: Params, layouts: Sequence[Layout], places: Grid, limit: int = _MAX_BUCKET_BYTES
+) -> Iterator[tuple[Layout, list[Tensor]]]:
+    """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
+    for group in _groups(layouts, tree, limit):
+        names = [leaf.name for layout in group for leaf in layout.leaves]
+        wholes = dict(zip(names, _gather_whole(tree, names, places), strict=True))
+        yield from ((layout, [wholes[leaf.name] for leaf in layout.leaves]) for layout in group)
 
 
 def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tensor]:
@@ -515,7 +524,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
         spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), new_buffers(places))
         gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
-        wholes = _GatherCompute.apply(spot, compute, *gathered) if compute else gathered
+        wholes = _OverCompute.apply(True, spot, compute, *gathered) if compute else gathered
         if all(places.sizes[axis] == 1 for axis in axes):
             wholes = [whole.clone() for whole in wholes]  # nothing moved: these are the shards' own memory
         out |= dict(zip(members, wholes, strict=True))
@@ -523,72 +532,51 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
 
 
 class _OverCompute(torch.autograd.Function):
-    """A function of a bucket, compute axes and tensors."""
+    """`_made_whole` and `_own_parts`, each of which is the other's transpose.
+
+    forward   [split over compute]  -> all_gather(compute) -> [whole], or this rank's part of it
+    backward  d [whole]  -> this rank's part -> d [split over compute], or all_gather(compute)
+    """
+
+    @staticmethod
+    def forward(gathers: bool, spot: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (_made_whole if gathers else _own_parts)(spot, axes, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.where = inputs[:2]
-
-
-class _GatherCompute(_OverCompute):
-    """Make leaves whole over the compute axes, for a computation that all their ranks do alike.
-
-    forward   [whole over data, split over compute]  -> all_gather(compute) -> [whole]
-    backward  d [whole]  -> this rank's part -> d [whole over data, split over compute]
-    """
-
-    @staticmethod
-    def forward(spot: BucketOnGrid, axes: Sequence[str], *parts: Tensor) -> tuple[Tensor, ...]:
-        wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
-        return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
+        ctx.gathers, *ctx.where = inputs[:3]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (None, None, *_TakePart.apply(*ctx.where, *grads))
+        return (None, None, None, *_OverCompute.apply(not ctx.gathers, *ctx.where, *grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return _GatherCompute.apply(*ctx.where, *map(materialized, tangents[2:]))
+        return _OverCompute.apply(ctx.gathers, *ctx.where, *map(materialized, tangents[3:]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _mapped(_GatherCompute, info, in_dims, args)
+        """The same of leaves with one more dim in front."""
+        gathers, spot, axes, *tensors = args
+        given = in_front(info.batch_size, in_dims[3:], tensors)
+        return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
 
 
-class _TakePart(_OverCompute):
-    """The transpose of `_GatherCompute`.
-
-    forward   [whole]  -> this rank's part -> [split over compute]
-    backward  d [split over compute]  -> all_gather(compute) -> d [whole]
-    """
-
-    @staticmethod
-    def forward(spot: BucketOnGrid, axes: Sequence[str], *wholes: Tensor) -> tuple[Tensor, ...]:
-        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            pairs = zip(spot.leaves, given, strict=True)
-            parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
-            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
-
-        return tuple(per_rank(spot.grid, cut, wholes))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (None, None, *_GatherCompute.apply(*ctx.where, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return _TakePart.apply(*ctx.where, *map(materialized, tangents[2:]))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _mapped(_TakePart, info, in_dims, args)
+def _made_whole(spot: BucketOnGrid, axes: Sequence[str], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Leaves that compute axes split, whole over these, for a computation that all their ranks do alike."""
+    wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
+    return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
 
 
-def _mapped(function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """The same function of leaves with one more dim in front."""
-    spot, axes, *tensors = args
-    given = in_front(info.batch_size, in_dims[2:], tensors)
-    return function.apply(spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
+def _own_parts(spot: BucketOnGrid, axes: Sequence[str], wholes: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """This rank's parts over compute axes of leaves that are whole."""
+
+    def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+        pairs = zip(spot.leaves, given, strict=True)
+        parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+    return tuple(per_rank(spot.grid, cut, wholes))
 
 
 def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
@@ -596,13 +584,13 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     if names is None:
         return held
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    found = [x for x in held if any(matches(pattern, name) for pattern in wanted for name in (x.name, *x.aliases))]
+    named = [(x.name, *x.aliases) for x in held]
     for pattern in wanted:
-        if not any(matches(pattern, name) for x in held for name in (x.name, *x.aliases)):
+        if first_match([pattern], chain.from_iterable(named)) is None:
             raise KeyError(
                 f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ..."
             )
-    return found
+    return [x for x, names in zip(held, named, strict=True) if first_match(wanted, names) is not None]
 
 
 def _groups(layouts: Sequence[Layout], tree: Params, limit: int) -> Iterator[list[Layout]]:
@@ -675,26 +663,18 @@ def reduce_grads(
     owner = like if like is not None else _require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sort_grads(grads, owner, places)
-    if pending and is_differentiated(grads.values()):
-        raise ShardError(
-            "reduce_grads has no derivative, and the loss or transform around it asks for one. Have gradients reduced "
-            "as they are made, which has: sf.grad(loss_fn), without reduce=None"
-        )
+    if pending:
+        instead = "Have gradients reduced as they are made, which has one: sf.grad(loss_fn), without reduce=None"
+        _refuse_differentiated("reduce_grads", grads.values(), instead)
     for name, grad in pending.items():
         if op == "mean" and not (grad.is_floating_point() or grad.is_complex()):
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, of which there is no mean; use op='sum'")
         if grad.dtype == torch.bool:
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, which cannot be added")
-    for unit in plan_.units:
-        for bucket in unit.buckets:
-            for dtype in dict.fromkeys(pending[name].dtype for name in bucket.leaves if name in pending):
-                names = tuple(name for name in bucket.leaves if name in pending and pending[name].dtype == dtype)
-                travels = replace(bucket, leaves=names, dtype=dtype)
-                spot = BucketOnGrid(plan_, places, travels, new_buffers(places))
-                reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
-                done |= {
-                    n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)
-                }
+    for bucket in plan_.buckets_in({name: grad.dtype for name, grad in pending.items()}):
+        names, spot = bucket.leaves, BucketOnGrid(plan_, places, bucket, new_buffers(places))
+        reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
+        done |= {n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
     leaves = {name: done[name] for name in plan_.leaves if name in done}
     return Params(leaves, plan_.with_reduction("mean"), owner.mesh, owner.buffers)
 
@@ -895,34 +875,24 @@ class _Resharded(torch.autograd.Function):
 
 
 def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
-    """The same values as the plan `made` stores them on a mesh."""
-    places = grid(mesh, made.roles.storage)
-    return _wrapped(_moved_locals(tree, made, places), made, places, mesh, tree.buffers)
-
-
-def _moved_locals(tree: Params, made: Plan, places: Grid) -> dict[str, Tensor]:
-    """The local parts of `tree` as the plan `made` stores them, in new memory."""
-    from_places = grid(tree.mesh, tree.plan.roles.storage)
+    """The same values as the plan `made` stores them on a mesh, in new memory."""
+    places, from_places = grid(mesh, made.roles.storage), grid(tree.mesh, tree.plan.roles.storage)
     stays = from_places.storage == places.storage
     held = _selected(tree, None)
     dtypes = {
         leaf.name: tree[layout.leaves[0].name].dtype for layout in held for leaf in made.layouts[layout.name].leaves
     }
-    locals_ = empty_shards(made, places, dtypes)
+    moved = _Unwrapped(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
     changed: list[Layout] = []
     for layout in held:
         if stays and layout.stored_as(made.layouts[layout.name]):
             for leaf in layout.leaves:
-                locals_[leaf.name].copy_(unwrap_local(tree[leaf.name]))
+                moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
             changed.append(layout)
-    for group in _groups(changed, tree, _MAX_BUCKET_BYTES):
-        names = [leaf.name for layout in group for leaf in layout.leaves]
-        wholes = dict(zip(names, _gather_whole(tree, names, from_places), strict=True))
-        for layout in group:
-            full = from_leaves(layout, [wholes[leaf.name] for leaf in layout.leaves])
-            _cut(made.layouts[layout.name], full, locals_, places)
-    return locals_
+    for layout, wholes in _gathered(tree, changed, from_places):
+        moved.cut(made.layouts[layout.name], from_leaves(layout, wholes))
+    return moved.wrapped()
 
 
 def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:

@@ -81,28 +81,20 @@ def segments(
     Returns:
         segments in order, without gaps; empty ones are left out, and neighbours with the same owners are one.
     """
-    ranks = product(*(range(sizes[axis]) for split in splits for axis in split))
-    every = (_of_rank(shape, extent, splits, sizes, coords) for coords in ranks)
+    axes = [axis for split in splits for axis in split]
+
+    def of_rank(coords: Sequence[int]) -> Iterator[Segment]:
+        index = dict(zip(axes, coords, strict=True))
+        cuts = ([(sizes[axis], index[axis]) for axis in split] for split in splits)
+        ranges = [nested_chunk(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+        return (Segment(start, start + n, tuple(index.items())) for start, n, _ in runs(extent, ranges))
+
+    every = map(of_rank, product(*(range(sizes[axis]) for axis in axes)))
     neighbours = groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at"))
     for at, run in neighbours:
         first = next(run)
         (last,) = deque(run, maxlen=1) or (first,)
         yield Segment(first.start, last.stop, at)
-
-
-def _of_rank(
-    shape: Sequence[int],
-    extent: Sequence[int],
-    splits: Sequence[Sequence[str]],
-    sizes: Mapping[str, int],
-    coords: Sequence[int],
-) -> Iterator[Segment]:
-    """Those of the ranks at `coords` of the axes in `splits`; neighbours are not joined."""
-    at = tuple(zip((axis for split in splits for axis in split), coords, strict=True))
-    index = dict(at)
-    cuts = ([(sizes[axis], index[axis]) for axis in split] for split in splits)
-    ranges = [nested_chunk(size, cut) for size, cut in zip(shape, cuts, strict=True)]
-    return (Segment(start, start + n, at) for start, n, _ in runs(extent, ranges))
 
 
 def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
@@ -262,7 +254,9 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
     leaves = layout.leaves if name in plan.canonical else (plan.leaves[name][1],)
     rule = layout.rule if name in plan.canonical else leaves[0].rule
     if isinstance(x, Plan):
-        return _plan_view(leaves, layout.block_dim, rule, layout.dtype, plan.axes, range(prod(plan.axes.values())))
+        sides = _sides(rule, leaves, layout.block_dim)
+        ranks = tuple(range(prod(plan.axes.values())))
+        return View(dtype_text(layout.dtype), str(rule), sides, tuple(plan.axes.items()), ranks)
     tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
     states = [_state(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)]
     agreed = _agreed(leaves, [state for state in states if state is not None])
@@ -272,7 +266,11 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
             raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
         return _tensor_view(tensors[0])
     kept, pending = agreed
-    view = _plan_view(leaves, layout.block_dim, rule, tensors[0].dtype, plan.axes, x.mesh.mesh.flatten().tolist(), kept)
+    rule = rule.without([axis for factor in rule.factors for axis in factor.axes if axis not in kept])
+    left = [leaf.without([axis for axis in leaf.axes if axis not in kept]) for leaf in leaves]
+    sides = _sides(rule, left, layout.block_dim)
+    ranks = tuple(x.mesh.mesh.flatten().tolist())
+    view = View(dtype_text(tensors[0].dtype), str(rule), sides, tuple(plan.axes.items()), ranks)
     return _with_pending(view, [axis for axis in plan.axes if axis in pending])
 
 
@@ -304,38 +302,17 @@ def _agreed(
     return (tuple(kept), states[0][1]) if alike and len({pending for _, pending in states}) == 1 else None
 
 
-def _plan_view(
-    leaves: Sequence[Leaf],
-    block_dim: int,
-    rule: Spec,
-    dtype: torch.dtype,
-    axes: Mapping[str, int],
-    ranks: Sequence[int],
-    kept: Sequence[str] | None = None,
-) -> View:
-    """The view of leaves that follow `rule`, split over the axes in `kept` only (default: all)."""
-    rule = rule if kept is None else _restricted(rule, kept)
+def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[SideBlock, ...], ...]:
+    """The dims of a parameter that is stored as these leaves."""
     sides = []
     for dim, written in enumerate(rule.dims):
         parts = []
         for block, leaf in zip(written.blocks, leaves, strict=True) if dim == block_dim else [(None, leaves[0])]:
             own = leaf.factors(dim)
-            splits = tuple(tuple(a for a in split if kept is None or a in kept) for split in leaf.splits[own])
             label = str(written) if block is None or len(leaves) == 1 else str(block)
-            parts.append(SideBlock(label, leaf.shape[own], leaf.extent[own], splits))
+            parts.append(SideBlock(label, leaf.shape[own], leaf.extent[own], leaf.splits[own]))
         sides.append(tuple(parts))
-    return View(dtype_text(dtype), str(rule), tuple(sides), tuple(axes.items()), tuple(ranks))
-
-
-def _restricted(rule: Spec, kept: Sequence[str]) -> Spec:
-    """The rule without the axes that are not in `kept`."""
-
-    def cut(factor: Factor) -> Factor:
-        axes = tuple(axis for axis in factor.axes if axis in kept)
-        return replace(factor, axes=axes, optional=factor.optional and bool(axes))
-
-    blocks = [tuple(replace(b, factors=tuple(map(cut, b.factors))) for b in dim.blocks) for dim in rule.dims]
-    return replace(rule, dims=tuple(replace(dim, blocks=own) for dim, own in zip(rule.dims, blocks, strict=True)))
+    return tuple(sides)
 
 
 def _with_pending(view: View, pending: Sequence[str]) -> View:
@@ -347,22 +324,21 @@ def _with_pending(view: View, pending: Sequence[str]) -> View:
 def _tensor_view(x: Tensor) -> View:
     """The view of a tensor outside a tree: sizes for names, axes as numbers when the mesh has no names for them."""
     if not isinstance(x, DTensor):
-        sides = tuple((SideBlock(str(size), (size,), (size,), ((),)),) for size in x.shape)
-        return View(dtype_text(x.dtype), " ".join(str(size) for size in x.shape), sides, (), ())
+        return _plain_view(x, [()] * x.dim(), {}, ())
     mesh = x.device_mesh
     names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
     axes = {name: mesh.size(i) for i, name in enumerate(names)}
-    splits = _splits(x, axes)
-    labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
-    sides = tuple(
-        (SideBlock(label, (size,), (size,), (split,)),)
-        for label, size, split in zip(labels, x.shape, splits, strict=True)
-    )
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    view = View(dtype_text(x.dtype), " ".join(labels), sides, tuple(axes.items()), ranks)
+    view = _plain_view(x, _splits(x, axes), axes, tuple(mesh.mesh.flatten().tolist()))
     partial = {name: p for name, p in zip(names, x.placements, strict=True) if p.is_partial()}
     kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
     return replace(_with_pending(view, tuple(partial)), reduction="".join(f" ({kind})" for kind in kinds))
+
+
+def _plain_view(x: Tensor, splits: Sequence[tuple[str, ...]], axes: Mapping[str, int], ranks: tuple[int, ...]) -> View:
+    labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
+    rows = zip(labels, x.shape, splits, strict=True)
+    sides = tuple((SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows)
+    return View(dtype_text(x.dtype), " ".join(labels), sides, tuple(axes.items()), ranks)
 
 
 def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -670,6 +646,7 @@ _INK, _QUIET, _EMPTY = "#1f2430", "#6b7280", "#eef0f3"
 _FEW = ("#7aa6d8", "#f2b36b", "#86c79a", "#e58c8a", "#b79fd9", "#c9a58b", "#ecaed0", "#a9b4bf")
 _TILE = (3.7, 2.3)  # inches of a picture
 _ROOM = (1.0, 1.35)  # inches beside and above it
+_NOTE: dict[str, Any] = {"family": "monospace", "textcoords": "offset points"}
 _FLAT = 0.35  # height of the picture of a vector, as a part of a matrix's
 
 
@@ -751,17 +728,8 @@ def _name_tile(tile: "Axes", view: View, names: Sequence[str]) -> None:
 
     def write(text: str, y: int, corner: tuple[float, float], size: float, colour: str, weight: str = "normal") -> None:
         size = min(size, 72 * (_TILE[0] + 0.6) / (0.63 * max(len(text), 1)))
-        tile.annotate(
-            text,
-            corner,
-            (0, y),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            family="monospace",
-            fontsize=size,
-            color=colour,
-            weight=weight,
-        )
+        look = {"fontsize": size, "color": colour, "weight": weight, **_NOTE}
+        tile.annotate(text, corner, (0, y), xycoords="axes fraction", **look)
 
     write(_clipped(_heading(view), 96), 22, (0, 1), 8.5, _INK)
     for i, name in enumerate(reversed(names)):
@@ -786,15 +754,6 @@ def _tick(tile: "Axes", rows: _Strip, columns: _Strip, ys: Sequence[float], xs: 
             middle = (at[bisect_left(strip.cuts, start)] + at[bisect_left(strip.cuts, stop)]) / 2
             text = _clipped(text, 44) if alone else _clipped(text.partition(":")[0], 8)  # the rule above says it all
             down = axis is tile.xaxis
-            tile.annotate(
-                text,
-                (middle, ys[-1]) if down else (0, middle),
-                (0, -10) if down else (-26, 0),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                rotation=0 if down or not alone else 90,
-                fontsize=7,
-                color=_QUIET,
-                family="monospace",
-            )
+            spot, away = ((middle, ys[-1]), (0, -10)) if down else ((0, middle), (-26, 0))
+            look = {"ha": "center", "va": "center", "fontsize": 7, "color": _QUIET, **_NOTE}
+            tile.annotate(text, spot, away, rotation=0 if down or not alone else 90, **look)

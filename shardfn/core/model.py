@@ -22,13 +22,8 @@ PLACED = f"{OWN}placed"
 Placed = tuple[tuple[str, int | None], ...]
 OUT_DIM = {"linear": 0, "transposed linear": 1}  # by the kind of a module, which dim of its weight makes its outputs
 # The same of every kind whose bias lies along one dim of its weight.
-BIAS_DIM = OUT_DIM | {
-    "convolution": 0,
-    "transposed convolution": 1,
-    "batch norm": 0,
-    "group norm": 0,
-    "instance norm": 0,
-}
+BIAS_DIM = OUT_DIM | dict.fromkeys(("convolution", "batch norm", "group norm", "instance norm"), 0)
+BIAS_DIM |= {"transposed convolution": 1}
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)  # linears whose weight is [in, out]
 
 
@@ -120,22 +115,15 @@ def _tied(
     items: Iterable[tuple[str, torch.Tensor]], noted: Mapping[str, Placed | None] = MappingProxyType({})
 ) -> tuple[ParamInfo, ...]:
     """One entry a tensor object; its later names are aliases."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in items:
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return tuple(
-        ParamInfo(
-            all_names[0],
-            tuple(tensors[key].shape),
-            tensors[key].dtype,
-            _trainable(tensors[key]),
-            tuple(all_names[1:]),
-            noted[all_names[0]] if all_names[0] in noted else _placed(all_names[0], tensors[key]),
-        )
-        for key, all_names in names.items()
-    )
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    infos = []
+    for tensor, (name, *aliases) in found.values():
+        placed = noted[name] if name in noted else _placed(name, tensor)
+        shape, trains = tuple(tensor.shape), _trainable(tensor)
+        infos.append(ParamInfo(name, shape, tensor.dtype, trains, tuple(aliases), placed))
+    return tuple(infos)
 
 
 def _placed(name: str, tensor: torch.Tensor) -> Placed | None:

@@ -6,12 +6,12 @@ moves data looks its decisions up here and never thinks.
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
-from shardfn.core.pattern import compile_pattern, first_match, matches
+from shardfn.core.pattern import compile_pattern, first_match, is_in, matches
 from shardfn.core.policy import BATCH_AXES, Policy
 from shardfn.core.registered import registered
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes, unknown_axes
@@ -66,6 +66,7 @@ class Unit:
 
 
 _Made = TypeVar("_Made")
+_Rule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
 
 
 class Home:
@@ -209,6 +210,13 @@ class Plan(_Open):
         """The bucket in which a stored leaf travels."""
         return next(bucket for unit in self.units for bucket in unit.buckets if leaf in bucket.leaves)
 
+    def buckets_in(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[Bucket]:
+        """The buckets of some leaves, which travel in these dtypes; those of several dtypes apart."""
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            names = [name for name in bucket.leaves if name in dtypes]
+            for dtype in dict.fromkeys(dtypes[name] for name in names):
+                yield replace(bucket, leaves=tuple(name for name in names if dtypes[name] == dtype), dtype=dtype)
+
     def local_shape(self, leaf: str, coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Shape of a stored leaf on the rank at `coords` (default: the first rank, which holds the most)."""
         return self.leaves[leaf][1].local_shape(self.axes, coords or dict.fromkeys(self.axes, 0))
@@ -250,7 +258,7 @@ class Plan(_Open):
     @property
     def keep_axis(self) -> str | None:
         """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
-        return next((axis for axis in reversed(self.roles.data) if self.axes[axis] > 1), None)
+        return _innermost(self.roles.data, self.axes)
 
     def kept_over(self, unit: Unit) -> int | None:
         """Over how many ranks a unit stays split between forward and backward; None when it is freed, or kept."""
@@ -294,10 +302,9 @@ class Plan(_Open):
         data = [a for a in layout.axes if a in several]
         rest = [a for a in several if a not in layout.axes]
         forward = f"all_gather over {', '.join(data)}" if data else "nothing"
-        back = [f"reduce_scatter over {', '.join(data)}"] * bool(data) + [f"all_reduce over {', '.join(rest)}"] * bool(
-            rest
-        )
-        lines.append(f"  forward: {forward}; backward: {', '.join(back) if back and layout.trainable else 'nothing'}")
+        moves = (("reduce_scatter", data), ("all_reduce", rest)) if layout.trainable else ()
+        backward = ", ".join(f"{verb} over {', '.join(axes)}" for verb, axes in moves if axes) or "nothing"
+        lines.append(f"  forward: {forward}; backward: {backward}")
         if kept := [axis for axis in layout.kept if self.axes[axis] > 1]:
             lines.append(f"  used as split over {', '.join(kept)}: what it computes with comes from all ranks there")
         return "\n".join(lines)
@@ -337,16 +344,8 @@ class Plan(_Open):
             shapes = [self.local_shape(leaf.name) for leaf in layout.leaves]
             size = sum(prod(shape) for shape in shapes) * layout.dtype.itemsize
             local = " + ".join(str(list(shape)) for shape in shapes)
-            rows.append(
-                (
-                    layout.name,
-                    str(list(layout.shape)),
-                    str(layout.rule) or "(scalar)",
-                    local,
-                    f"{size:,}",
-                    layout.unit or "(root)",
-                )
-            )
+            rule, unit = str(layout.rule) or "(scalar)", layout.unit or "(root)"
+            rows.append((layout.name, str(list(layout.shape)), rule, local, f"{size:,}", unit))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -399,26 +398,64 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
         units = (units,)
     if callable(units):
         answers = {name: units(name, module) for name, module in modules.items()}
-        return replace(policy, units={name: _settings_in(answer) for name, answer in answers.items() if answer})
+        own = {name: answer if isinstance(answer, Mapping) else {} for name, answer in answers.items() if answer}
+        return replace(policy, units=own)
     if isinstance(units, str):
         return policy
     if isinstance(units, Mapping):
-        named = {f"class:{class_name(u)}" if isinstance(u, type) else u: given for u, given in units.items()}
-        return replace(policy, units=named)
-    if not isinstance(units, Sequence) and not isinstance(units, set | frozenset):
+        return replace(policy, units={_unit_pattern(unit): given for unit, given in units.items()})
+    if not isinstance(units, Sequence | set | frozenset):
         raise TypeError(f"Policy(units={units!r}): 'auto', patterns, classes, or a callable(name, module)")
-    return replace(policy, units=tuple(f"class:{class_name(u)}" if isinstance(u, type) else u for u in units))
+    return replace(policy, units=tuple(map(_unit_pattern, units)))
 
 
-def _is_whole(module: str, layouts: Mapping[str, Layout], role: Roles) -> bool:
-    """Whether a module has parameters, of which no compute axis splits any."""
-    below = [layout for name, layout in layouts.items() if not module or name.startswith(f"{module}.")]
-    return bool(below) and not any(axis in layout.axes for layout in below for axis in role.compute)
+def _unit_pattern(unit: Any) -> Any:
+    return f"class:{class_name(unit)}" if isinstance(unit, type) else unit
 
 
-def _settings_in(answer: object) -> object:
-    """The settings that a callable returned for a unit, or none."""
-    return answer if isinstance(answer, Mapping) else {}
+@dataclass(frozen=True)
+class _Draft:
+    """A plan in the making: what it is made of, and what is wrong with that so far."""
+
+    info: ModelInfo
+    axes: dict[str, int]
+    role: Roles
+    policy: Policy
+    sizes: Sizes
+    problems: list[str]
+
+    def splitting(self, axes: Iterable[str]) -> list[str]:
+        """Those that are compute axes of several ranks."""
+        return [axis for axis in axes if axis in self.role.compute and self.axes[axis] > 1]
+
+    def ways(self, factor: Factor) -> int:
+        """How many parts a rule asks for."""
+        return prod(self.axes.get(axis, 1) for axis in factor.axes)
+
+    def padded(self, factor: Factor, size: int) -> int:
+        """The size of a factor with the padding that the policy asks for."""
+        multiple = self.policy.pad.get(factor.name, 1)
+        return -(-size // multiple) * multiple
+
+    def names(self, kind: str) -> list[str]:
+        """Of all modules, or by every name of all parameters."""
+        if kind == "module":
+            return [module.name for module in self.info.modules]
+        return [name for param in self.info.params for name in param.names]
+
+    def check_patterns(self, where: str, patterns: Iterable[str], kind: Literal["module", "parameter"]) -> None:
+        """Note the patterns that match no module, or no parameter."""
+        names = self.names(kind)
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in names):
+                self.note_unmatched(where, pattern, kind)
+
+    def note_unmatched(self, where: str, pattern: str, kind: Literal["module", "parameter"]) -> None:
+        """Note that a pattern matches nothing."""
+        names = [name for name in self.names(kind) if name]
+        hint = did_you_mean(pattern, names) or "."
+        few = f" The model has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
+        self.problems.append(f"{where} {pattern!r} matches no {kind}{hint}{few}")
 
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
@@ -426,49 +463,46 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     given = policy
     if forwards := registered(info.modules):
         policy = replace(given, compute={**given.compute, **forwards})
-    problems: list[str] = []
-    info = _without_ignored(info, policy, problems)
-    role = roles(list(axes), policy.batch)
-    rules = _rules(info, axes, role, policy, problems)
-    sizes = Sizes(policy.sizes)
+    draft = _Draft(info, axes, roles(list(axes), policy.batch), policy, Sizes(policy.sizes), [])
+    draft = replace(draft, info=_without_ignored(draft))
+    info, role, problems = draft.info, draft.role, draft.problems
+    rules = _rules(draft)
     for param in info.params:
         if param.name in rules:
-            sizes.add(param.name, rules[param.name][0], param.shape)
-    for tensor, problem in sizes.solve():
+            draft.sizes.add(param.name, rules[param.name][0], param.shape)
+    for tensor, problem in draft.sizes.solve():
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
-    unit_names = _unit_names(info, policy, problems)
-    owners, kept = _owners(info, unit_names), _kept_axes(info, rules, axes, role, policy, problems)
+    unit_names = _unit_names(draft)
+    owners, kept = _owners(info, unit_names), _kept_axes(draft, rules)
     layouts: dict[str, Layout] = {}
     for param in info.params:
         if param.name in rules:
             stays = kept.get(param.name, ())
-            build = _LayoutBuilder(param, *rules[param.name], axes, role.keeping(stays), sizes, policy, problems)
-            made = build.layout()
+            made = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
             stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
             layouts[param.name] = replace(made, unit=owners[param.name], kept=stays)
-    problems += _uncomputable(info, layouts, axes, role, policy)
-    local_sizes = _local_sizes(info, axes, policy, sizes, _split_factors(rules, role), problems)
-    problems += _settings(policy, axes, role, info)
+    problems += _uncomputable(draft, layouts)
+    local_sizes = _local_sizes(draft, _split_factors(rules, role))
+    _check_settings(draft)
     raise_problems("plan", problems)
     if forwards:  # a module whose weights are whole computes as it is
         split = [module for module in info.modules if not _is_whole(module.name, layouts, role)]
         policy = replace(given, compute={**given.compute, **registered(split)})
-    units = _units(layouts, unit_names, role, policy, info)
-    return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes)
+    return Plan(axes, role, layouts, _units(draft, layouts, unit_names), policy, info, local_sizes=local_sizes)
 
 
-def _kept_axes(
-    info: ModelInfo,
-    rules: Mapping[str, tuple[Spec, str]],
-    axes: Mapping[str, int],
-    role: Roles,
-    policy: Policy,
-    problems: list[str],
-) -> dict[str, tuple[str, ...]]:
+def _is_whole(module: str, layouts: Mapping[str, Layout], role: Roles) -> bool:
+    """Whether a module has parameters, of which no compute axis splits any."""
+    below = [layout for name, layout in layouts.items() if is_in(name, module)]
+    return bool(below) and not any(axis in layout.axes for layout in below for axis in role.compute)
+
+
+def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
     found: dict[str, tuple[str, ...]] = {}
-    for module in info.modules:
+    policy, role, problems = draft.policy, draft.role, draft.problems
+    for module in draft.info.modules:
         pattern = first_match(policy.compute, [module.name])
         asked = getattr(policy.compute[pattern], "keeps", ()) if pattern is not None else ()
         for _, name in module.params:
@@ -483,10 +517,8 @@ def _kept_axes(
                 for axis in kept
                 if axis in factor.axes and any(a in role.data for a in factor.axes[: factor.axes.index(axis)])
             ]
-    counts = [policy.regather]
-    if isinstance(policy.units, Mapping):
-        counts += [settings.get("regather", True) for settings in policy.units.values()]
-    if any(axes[axis] > 1 for kept in found.values() for axis in kept) and any(type(n) is int for n in counts):
+    splits = any(draft.axes[axis] > 1 for kept in found.values() for axis in kept)
+    if splits and any(type(count) is int for count in _regathers(policy)):
         problems.append(
             "Policy(regather=n): weights of experts differ between neighbouring ranks, which keep parts for each "
             "other; use True or False"
@@ -494,59 +526,47 @@ def _kept_axes(
     return found
 
 
-def _split_factors(rules: Mapping[str, tuple[Spec, str]], role: Roles) -> set[tuple[str, tuple[str, ...]]]:
+def _regathers(policy: Policy) -> list[bool | int]:
+    """`regather` of the policy, and of the units that have one of their own."""
+    own = policy.units.values() if isinstance(policy.units, Mapping) else ()
+    return [policy.regather, *(settings["regather"] for settings in own if "regather" in settings)]
+
+
+def _split_factors(rules: Mapping[str, _Rule], role: Roles) -> set[tuple[str, tuple[str, ...]]]:
     """Name and compute axes of the factors that have to divide."""
     factors = (factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional)
     return {(factor.name, tuple(axis for axis in factor.axes if axis in role.compute)) for factor in factors}
 
 
-def _local_sizes(
-    info: ModelInfo,
-    axes: Mapping[str, int],
-    policy: Policy,
-    sizes: Sizes,
-    split: Collection[tuple[str, tuple[str, ...]]],
-    problems: list[str],
-) -> dict[str, dict[str, int]]:
+def _local_sizes(draft: _Draft, split: Collection[tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, int]]:
     """Module -> attribute -> the size that one rank has; what the rules `split` has been checked with them."""
     found: dict[str, dict[str, int]] = {}
-    for pattern, given in policy.local_sizes.items():
-        named = [module.name for module in info.modules if matches(pattern, module.name)]
-        if not named:
-            names = [module.name for module in info.modules if module.name]
-            hint = did_you_mean(pattern, names) or "."
-            problems.append(f"Policy.local_sizes: {pattern!r} matches no module{hint} {_examples(names)}")
-        for attribute, text in given.items():
-            try:
-                size = _local_size(text, axes, policy, sizes, split)
-            except ShardError as error:
-                problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
-                continue
-            if size is None:
-                continue
-            for name in named:
-                found.setdefault(name, {}).setdefault(attribute, size)  # the first match wins
+    given = draft.policy.local_sizes
+    draft.check_patterns("Policy.local_sizes:", given, "module")
+    for pattern, attribute, text in ((p, name, text) for p, texts in given.items() for name, text in texts.items()):
+        try:
+            size = _local_size(draft, text, split)
+        except ShardError as error:
+            draft.problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
+            continue
+        for module in draft.info.modules:
+            if size is not None and matches(pattern, module.name):
+                found.setdefault(module.name, {}).setdefault(attribute, size)  # the first match wins
     return found
 
 
-def _local_size(
-    text: str,
-    axes: Mapping[str, int],
-    policy: Policy,
-    sizes: Sizes,
-    split: Collection[tuple[str, tuple[str, ...]]],
-) -> int | None:
+def _local_size(draft: _Draft, text: str, split: Collection[tuple[str, tuple[str, ...]]]) -> int | None:
     """A product or a ratio of two; None when it does not divide, which the rules that split it alike say too."""
     terms = _terms(text)
     for factor in (factor for spec in terms for factor in spec.factors):
-        size, ways = _padded_size(factor, axes, policy, sizes), _ways(factor, axes)
-        if size is not None and size % ways and (factor.name, factor.axes) in split:
+        size = _padded_size(draft, factor)
+        if size is not None and size % draft.ways(factor) and (factor.name, factor.axes) in split:
             return None
-    local = [_local_product(spec, axes, policy, sizes) for spec in terms]
+    local = [_local_product(draft, spec) for spec in terms]
     if len(local) == 1:
         return local[0]
     if pair := _paired(terms):
-        _check_pair(*pair, axes, policy, sizes)
+        _check_pair(draft, *pair)
     if local[0] % local[1]:
         raise ShardError(f"{' / '.join(map(str, local))} is no whole number")
     return local[0] // local[1]
@@ -564,15 +584,15 @@ def _paired(terms: Sequence[Spec]) -> tuple[Factor, Factor] | None:
     return (factors[0][0], factors[1][0]) if [len(term) for term in factors] == [1, 1] else None
 
 
-def _check_pair(over: Factor, under: Factor, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> None:
+def _check_pair(draft: _Draft, over: Factor, under: Factor) -> None:
     """Padding comes last, so that only equal ratios leave each group on the rank of what it belongs to.
 
     Raises:
         ShardError: on some rank groups would meet what belongs to others.
     """
-    many, few = (sizes.known[factor.name] for factor in (over, under))
-    stored = [_padded_size(factor, axes, policy, sizes) or 0 for factor in (over, under)]
-    ways = _ways(under, axes)
+    many, few = (draft.sizes.known[factor.name] for factor in (over, under))
+    stored = [_padded_size(draft, factor) or 0 for factor in (over, under)]
+    ways = draft.ways(under)
     if stored[1] % ways == 0:
         fits = stored[0] * few == many * stored[1] or stored == [many, few]
     else:  # ranks share one, which is stored without padding
@@ -584,13 +604,13 @@ def _check_pair(over: Factor, under: Factor, axes: Mapping[str, int], policy: Po
         ]
         raise ShardError(
             f"{said[0]} and {said[1]} over {ways} ranks: on some rank {over.name} would meet {under.name} of others. "
-            f"Write Policy(pad={_padding(under, ways, policy, sizes)})."
+            f"Write Policy(pad={_padding(draft, under, ways)})."
         )
 
 
-def _padding(factor: Factor, ways: int, policy: Policy, sizes: Sizes) -> dict[str, int]:
+def _padding(draft: _Draft, factor: Factor, ways: int) -> dict[str, int]:
     """What to pad so that a factor divides; a ratio in `Policy.local_sizes` pads what belongs together alike."""
-    for text in (text for given in policy.local_sizes.values() for text in given.values()):
+    for text in (text for given in draft.policy.local_sizes.values() for text in given.values()):
         try:
             pair = _paired(_terms(text))
         except ShardError:
@@ -598,7 +618,7 @@ def _padding(factor: Factor, ways: int, policy: Policy, sizes: Sizes) -> dict[st
         if pair is None or factor.name not in (pair[0].name, pair[1].name):
             continue
         over, under = pair
-        many, few = sizes.known.get(over.name, 0), sizes.known.get(under.name, 0)
+        many, few = (draft.sizes.known.get(each.name, 0) for each in pair)
         if few == 1 and under.optional:
             return {over.name: ways}  # all ranks share it
         if few and many % few == 0:
@@ -606,27 +626,22 @@ def _padding(factor: Factor, ways: int, policy: Policy, sizes: Sizes) -> dict[st
     return {factor.name: ways}
 
 
-def _padded_size(factor: Factor, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> int | None:
+def _padded_size(draft: _Draft, factor: Factor) -> int | None:
     """The size of a named or numbered factor as it is stored, unpadded on one rank; None when no rule has the name."""
-    size = factor.literal if factor.literal is not None else sizes.known.get(factor.name)
-    multiple = policy.pad.get(factor.name, 1) if _ways(factor, axes) > 1 else 1
-    return None if size is None else -(-size // multiple) * multiple
+    size = draft.sizes.get(factor.name)
+    return size if size is None or draft.ways(factor) == 1 else draft.padded(factor, size)
 
 
-def _ways(factor: Factor, axes: Mapping[str, int]) -> int:
-    return prod(axes.get(axis, 1) for axis in factor.axes)
-
-
-def _local_product(spec: Spec, axes: Mapping[str, int], policy: Policy, sizes: Sizes) -> int:
+def _local_product(draft: _Draft, spec: Spec) -> int:
     """The product of factors, each divided by the axes that split it; those with `?` have one element at least."""
     total = 1
     for factor in spec.factors:
-        size = _padded_size(factor, axes, policy, sizes)
+        size = _padded_size(draft, factor)
         if size is None:
             raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
-        if unknown := unknown_axes(spec, axes):
+        if unknown := unknown_axes(spec, draft.axes):
             raise ShardError(unknown[0])
-        ways = _ways(factor, axes)
+        ways = draft.ways(factor)
         if size % ways and not factor.optional:
             why = f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}"
             raise ShardError(f"{why}\n{spec.caret(factor.span)}")
@@ -634,18 +649,13 @@ def _local_product(spec: Spec, axes: Mapping[str, int], policy: Policy, sizes: S
     return total
 
 
-def _without_ignored(info: ModelInfo, policy: Policy, problems: list[str]) -> ModelInfo:
+def _without_ignored(draft: _Draft) -> ModelInfo:
     """The model without the parameters that `Policy.ignore` names."""
-    if not policy.ignore:
+    info, patterns = draft.info, draft.policy.ignore
+    if not patterns:
         return info
-    names = [name for param in info.params for name in param.names]
-    for pattern in policy.ignore:
-        if not any(matches(pattern, name) for name in names):
-            problems.append(
-                f"Policy.ignore: {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} "
-                f"{_examples(names)}"
-            )
-    out = [p for p in info.params if any(matches(pattern, n) for pattern in policy.ignore for n in p.names)]
+    draft.check_patterns("Policy.ignore:", patterns, "parameter")
+    out = [p for p in info.params if any(matches(pattern, n) for pattern in patterns for n in p.names)]
     ignored = {param.name for param in out}
 
     def kept(module: ModuleInfo) -> ModuleInfo:
@@ -658,12 +668,10 @@ def _without_ignored(info: ModelInfo, policy: Policy, problems: list[str]) -> Mo
     return replace(info, params=params, modules=modules, ignored=tuple(name for param in out for name in param.names))
 
 
-def _rules(
-    info: ModelInfo, axes: Mapping[str, int], role: Roles, policy: Policy, problems: list[str]
-) -> dict[str, tuple[Spec, str]]:
-    """Parameter -> (expanded rule with all axes in place, where it comes from)."""
-    found: dict[str, tuple[Spec, str]] = {}
-    used: set[str] = set()
+def _rules(draft: _Draft) -> dict[str, _Rule]:
+    """Parameter -> its rule."""
+    found: dict[str, _Rule] = {}
+    policy, problems = draft.policy, draft.problems
     lacking: dict[tuple[str, ...], list[str]] = {}  # axes that the mesh has not -> parameters with them in their rules
     for pattern in policy.rules:
         try:
@@ -672,61 +680,58 @@ def _rules(
             problems.append(str(error))
     if problems:
         return found
-    for param in info.params:
-        used |= {pattern for pattern in policy.rules if any(matches(pattern, name) for name in param.names)}
-        pattern = first_match(policy.rules, param.names)
+    for param in draft.info.params:
         problems += _conflicts(param, policy)
         try:
-            if pattern is None:
-                found[param.name] = _default(param, axes, role, policy)
-            else:
-                spec = _with_logical_axes(parse(policy.rules[pattern]), policy).expand(len(param.shape))
-                found[param.name] = (spec, f"rule {pattern!r}")
-            if param.placed is not None:
-                found[param.name] = _where_placed(param, *found[param.name], axes, role)
+            rule = _rule(draft, param)
         except ShardError as error:
             problems.append(f"{param.name} {param.shape}: {error}")
             continue
-        spec = found[param.name][0]
-        wrong = _axis_problems(spec, axes, role)
-        unknown = tuple(sorted({axis for factor in spec.factors for axis in factor.axes} - axes.keys()))
+        wrong = _axis_problems(draft, rule[0])
+        unknown = tuple(sorted({axis for factor in rule[0].factors for axis in factor.axes} - draft.axes.keys()))
         lacking.setdefault(unknown, []).append(param.name)
         if not unknown or len(lacking[unknown]) == 1:
             problems += [f"{param.name}: {why}" for why in wrong]
-        if wrong:
-            del found[param.name]
+        if not wrong:
+            found[param.name] = rule
     problems += [
         f"the rules of {len(names) - 1} more parameters name '{', '.join(unknown)}', too. "
         "from_transformers and from_parallelize_plan are told the names of axes by axis= and data_axis="
         for unknown, names in lacking.items()
         if unknown and len(names) > 1
     ]
-    found |= _bias_rules(info, found, policy, role)
-    names = [name for param in info.params for name in param.names]
-    for pattern in policy.rules:
-        if pattern not in used:
-            problems.append(
-                f"rule {pattern!r} matches no parameter{did_you_mean(pattern, names) or '.'} {_examples(names)}"
-            )
+    found |= _bias_rules(draft, found)
+    draft.check_patterns("rule", policy.rules, "parameter")
     return found
 
 
-def _where_placed(param: ParamInfo, spec: Spec, source: str, axes: Mapping[str, int], role: Roles) -> tuple[Spec, str]:
+def _rule(draft: _Draft, param: ParamInfo) -> _Rule:
+    """The rule of a parameter by the first pattern that matches one of its names, or by default."""
+    pattern = first_match(draft.policy.rules, param.names)
+    if pattern is None:
+        spec, source = _default(draft, param)
+    else:
+        spec = _with_logical_axes(parse(draft.policy.rules[pattern]), draft.policy).expand(len(param.shape))
+        source = f"rule {pattern!r}"
+    return (spec, source) if param.placed is None else _where_placed(draft, param, spec, source)
+
+
+def _where_placed(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> _Rule:
     """A rule with the splits that a DTensor has already, which are those over compute axes."""
-    dims = list(spec.dims)
+    dims, role = list(spec.dims), draft.role
     if compute := [axis for factor in spec.factors for axis in factor.axes if axis in role.compute]:
         raise ShardError(f"the rule '{spec}' splits it over '{compute[0]}', but it is a DTensor split by itself")
     for axis, dim in reversed(param.placed or ()):
         if axis in role.data and dim is None:
             continue  # its modules compute with DTensors on the whole mesh
         if axis not in role.compute:
-            why = "splits the batch" if axis in axes else f"is no axis of the mesh {dict(axes)}"
+            why = "splits the batch" if axis in draft.axes else f"is no axis of the mesh {draft.axes}"
             raise ShardError(
                 f"it is a DTensor over '{axis}', which {why}. Shard over the whole mesh, with that axis by its name, "
                 "such as sf.make_mesh(fsdp=2, tp=2) whose mesh['tp'] parallelize_module was given"
             )
         if dim is not None:
-            over = prod(axes[a] for a, d in param.placed or () if d == dim)
+            over = prod(draft.axes[a] for a, d in param.placed or () if d == dim)
             if param.shape[dim] % over:
                 raise ShardError(
                     f"it is a DTensor whose dim {dim} is split unevenly, {param.shape[dim]} % {over} = "
@@ -748,40 +753,28 @@ def _conflicts(param: ParamInfo, policy: Policy) -> list[str]:
     return [f"{param.name}: one tensor under several names needs one rule, but {said}"]
 
 
-def _bias_rules(
-    info: ModelInfo, found: Mapping[str, tuple[Spec, str]], policy: Policy, role: Roles
-) -> dict[str, tuple[Spec, str]]:
+def _bias_rules(draft: _Draft, found: Mapping[str, _Rule]) -> dict[str, _Rule]:
     """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
-    derived: dict[str, tuple[Spec, str]] = {}
-    placed = {param.name for param in info.params if param.placed is not None}
-    for module in info.modules:
+    derived: dict[str, _Rule] = {}
+    default, role = draft.policy.default, draft.role
+    placed = {param.name for param in draft.info.params if param.placed is not None}
+    for module in draft.info.modules if default != "error" else ():
         names = dict(module.params)
         fused = "in_proj_" if module.kind == "attention" else ""
         weight, bias = names.get(f"{fused}weight", ""), names.get(f"{fused}bias", "")
         at = 0 if fused else BIAS_DIM.get(module.kind)
-        if at is None or weight not in found or bias not in found or policy.default == "error":
-            continue
-        if weight in placed or bias in placed:
+        if at is None or weight not in found or bias not in found or weight in placed or bias in placed:
             continue
         dim = found[weight][0].dims[at]
-        if any(axis in role.compute for factor in dim.factors for axis in factor.axes) and found[bias][1].startswith(
-            "default"
-        ):
-            factor = dim.factors[0]
-            if (
-                len(dim.factors) == 1
-                and not factor.optional  # a `?` would then ask about more axes than the weight's does
-                and policy.default == "auto"
-                and not any(axis in role.data for axis in factor.axes)
-            ):
-                dim = Dim((Block((replace(factor, axes=(*factor.axes, *role.shardable)),)),))
-            spec = Spec((dim,))
-            derived[bias] = (parse(str(spec)), f"the rule of '{weight}'")
+        splits = {axis for factor in dim.factors for axis in factor.axes}
+        if not splits.intersection(role.compute) or not found[bias][1].startswith("default"):
+            continue
+        (factor, *others), words = dim.factors, str(dim)
+        # A `?` would then ask about more axes than the weight's does.
+        if default == "auto" and not others and not factor.optional and not splits.intersection(role.data):
+            words = str(replace(factor, axes=(*factor.axes, *role.shardable)))
+        derived[bias] = (parse(words), f"the rule of '{weight}'")
     return derived
-
-
-def _examples(names: Sequence[str]) -> str:
-    return f"The model has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}."
 
 
 def _with_logical_axes(spec: Spec, policy: Policy) -> Spec:
@@ -793,197 +786,166 @@ def _with_logical_axes(spec: Spec, policy: Policy) -> Spec:
 
     if not policy.axes:
         return spec
-    dims = tuple(
-        replace(dim, blocks=tuple(replace(block, factors=tuple(map(split, block.factors))) for block in dim.blocks))
-        for dim in spec.dims
-    )
-    out = replace(spec, dims=dims)
+    out = spec.with_factors(split)
     for problem in repeated_axes(out):
         raise ShardError(problem)
     return out
 
 
-def _default(param: ParamInfo, axes: Mapping[str, int], role: Roles, policy: Policy) -> tuple[Spec, str]:
+def _default(draft: _Draft, param: ParamInfo) -> _Rule:
     """The rule of a parameter that no pattern matches; sizes stand as numbers."""
+    policy, split = draft.policy, draft.role.shardable
     if policy.default == "error":
         raise ShardError("no rule matches it, and Policy(default='error') asks for one; add a rule, '...' replicates")
-    factors = [Factor(str(size)) for size in param.shape]
+    words = [str(size) for size in param.shape]
     numel = prod(param.shape)
-    if policy.default == "auto" and param.shape and role.shardable and numel and numel >= policy.min_size:
-        ways = prod(axes[axis] for axis in role.shardable)
+    if policy.default == "auto" and param.shape and numel and numel >= policy.min_size:
+        ways = prod(draft.axes[axis] for axis in split)
         even = [dim for dim, size in enumerate(param.shape) if size % ways == 0]
         largest = sorted(range(len(param.shape)), key=lambda dim: -param.shape[dim])
         dim = 0 if 0 in even else next((d for d in largest if d in even), largest[0])
-        factors[dim] = replace(factors[dim], axes=role.shardable)
-    spec = Spec(tuple(Dim((Block((factor,)),)) for factor in factors))
-    return parse(str(spec)), f"default {policy.default!r}"
+        words[dim] = "@".join((words[dim], *split))
+    return parse(" ".join(words)), f"default {policy.default!r}"
 
 
-def _axis_problems(spec: Spec, axes: Mapping[str, int], role: Roles) -> list[str]:
+def _axis_problems(draft: _Draft, spec: Spec) -> list[str]:
     """Axes that the mesh lacks, that may not split weights, or that nest the wrong way round."""
-    problems = unknown_axes(spec, axes)
+    role, problems = draft.role, unknown_axes(spec, draft.axes)
     if spec.partial:
         problems.append(
             f"a parameter cannot be a pending sum (+{','.join(spec.partial)})\n{spec.caret(spec.partial_span)}"
         )
     for factor in spec.factors:
-        for axis in factor.axes:
-            if axis in role.data and axis not in role.shardable:
-                why = f"weights never shard over '{axis}', which only splits the batch; leave '@{axis}' out"
-                problems.append(f"{why}\n{spec.caret(factor.span)}")
-        known = [axis for axis in factor.axes if axis in axes]
-        ordered = sorted(known, key=role.storage.index)
-        if known != ordered and all(axis in axes for axis in factor.axes):
+        marked = spec.caret(factor.span)
+        problems += [
+            f"weights never shard over '{axis}', which only splits the batch; leave '@{axis}' out\n{marked}"
+            for axis in factor.axes
+            if axis in role.data and axis not in role.shardable
+        ]
+        ordered = sorted((axis for axis in factor.axes if axis in draft.axes), key=role.storage.index)
+        if len(ordered) == len(factor.axes) and ordered != list(factor.axes):
             right = "@".join((factor.name, *ordered))
             why = f"axes nest compute axes first, then data axes, each in the mesh's order; write '{right}'"
-            problems.append(f"{why}\n{spec.caret(factor.span)}")
+            problems.append(f"{why}\n{marked}")
     return problems
 
 
-class _LayoutBuilder:
-    """The layout of one parameter, from its rule and the solved sizes; problems are collected, not raised."""
+def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
+    """The layout of one parameter, from its rule and the solved sizes."""
+    true = draft.sizes.of(param.name, spec)
+    padded = [draft.padded(factor, size) for factor, size in zip(spec.factors, true, strict=True)]
+    sizes = iter(padded)
+    rule = spec.with_factors(lambda factor: _resolve(draft, param, spec, factor, next(sizes)))
+    dims = _sized(rule, true, padded)
+    fused = next((at for at, dim in enumerate(dims) if len(dim) > 1), 0)
+    parts = rule.dims[fused].blocks if dims else ()
+    names = [f"{param.name}[{part.label or i}]" for i, part in enumerate(parts)] if len(parts) > 1 else [param.name]
+    leaves = tuple(
+        _leaf(draft, name, rule, [dim[i if at == fused else 0] for at, dim in enumerate(dims)])
+        for i, name in enumerate(names)
+    )
+    same = (param.name, param.aliases, param.shape, param.dtype, param.trainable)
+    return Layout(*same, rule, source, leaves, fused, shared=_shared(draft, spec, rule, true), placed=param.placed)
 
-    def __init__(
-        self,
-        param: ParamInfo,
-        spec: Spec,
-        source: str,
-        axes: Mapping[str, int],
-        role: Roles,
-        sizes: Sizes,
-        policy: Policy,
-        problems: list[str],
-    ) -> None:
-        self.param, self.spec, self.source = param, spec, source
-        self.axes, self.role, self.sizes, self.policy, self.problems = axes, role, sizes, policy, problems
 
-    def layout(self) -> Layout:
-        param = self.param
-        rule = replace(self.spec, dims=tuple(self._resolve(dim, at) for at, dim in enumerate(self.spec.dims)))
-        fused = next((at for at, dim in enumerate(rule.dims) if len(dim.blocks) > 1), 0)
-        blocks = rule.dims[fused].blocks if rule.dims else ()
-        if len(blocks) > 1:
-            leaves = tuple(
-                self._leaf(f"{param.name}[{block.label or i}]", rule, fused, i) for i, block in enumerate(blocks)
-            )
-        else:
-            leaves = (self._leaf(param.name, rule, fused, 0),)
-        return Layout(
-            param.name,
-            param.aliases,
-            param.shape,
-            param.dtype,
-            param.trainable,
-            rule,
-            self.source,
-            leaves,
-            fused,
-            shared=self._shared(rule),
-            placed=param.placed,
-        )
+def _shared(draft: _Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
+    if not rule.dims or len(rule.dims[0].blocks) > 1:
+        return ()
+    asked, given = spec.factors[0], rule.factors[0]
+    denied = [axis for axis in draft.splitting(asked.axes) if axis not in given.axes]
+    return tuple((axis, sizes[0]) for axis in denied if asked.optional)
 
-    def _shared(self, rule: Spec) -> tuple[tuple[str, int], ...]:
-        """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
-        if not rule.dims or len(rule.dims[0].blocks) > 1:
-            return ()
-        asked, given = self.spec.dims[0].factors[0], rule.dims[0].factors[0]
-        denied = [axis for axis in asked.axes if axis in self.role.compute and axis not in given.axes]
-        return tuple((axis, self._size(0, 0, asked)) for axis in denied if asked.optional and self.axes[axis] > 1)
 
-    def _size(self, at: int, index: int, factor: Factor) -> int:
-        return self.sizes.of(self.param.name, at, index, factor)
+def _resolve(draft: _Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:
+    """A factor of a rule with its `?` decided; what is split must divide."""
+    compute = [axis for axis in factor.axes if axis in draft.role.compute]
+    ways = prod(draft.axes[axis] for axis in (factor.axes if factor.optional else compute))
+    if size % ways == 0:
+        return factor
+    if factor.optional:
+        return replace(factor, axes=(), optional=False)
+    over = " x ".join(f"{axis}={draft.axes[axis]}" for axis in compute)
+    remedies = [] if _counted(factor, draft.policy) else [f"'{factor}?' to replicate it when it does not divide"]
+    if factor.literal is None and factor.name != "_":
+        remedies.append(f"Policy(pad={_padding(draft, factor, ways)})")
+    at = next(at for at, dim in enumerate(spec.dims) if any(each is factor for each in dim.factors))
+    draft.problems.append(
+        f"{param.name!r} has shape {param.shape}; rule '{spec.source}' splits dim {at} ({factor.name}={size}) over "
+        f"{over}, {size} % {ways} = {size % ways}.\n{spec.caret(factor.span)}\n    Write {', or '.join(remedies)}."
+    )
+    return replace(factor, axes=())
 
-    def _padded(self, at: int, index: int, factor: Factor) -> int:
-        size, multiple = self._size(at, index, factor), self.policy.pad.get(factor.name, 1)
-        return -(-size // multiple) * multiple
 
-    def _resolve(self, dim: Dim, at: int) -> Dim:
-        """Decide every `?` and check that what is split divides."""
-        blocks, index = [], 0
+def _counted(factor: Factor, policy: Policy) -> bool:
+    """Whether `Policy.local_sizes` has a module compute with the part of a factor."""
+    texts = (text for given in policy.local_sizes.values() for text in given.values())
+    return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*(?!\s*\?)", text) for text in texts)
+
+
+class _Sized(NamedTuple):
+    """A block of a dim, and the sizes of its factors, without and with padding."""
+
+    block: Block
+    true: Sequence[int]
+    padded: Sequence[int]
+
+
+def _sized(rule: Spec, true: Sequence[int], padded: Sequence[int]) -> list[list[_Sized]]:
+    """The blocks of every dim, from the sizes of all factors of the rule."""
+    dims, start = [], 0
+    for dim in rule.dims:
+        blocks = []
         for block in dim.blocks:
-            factors = []
-            for factor in block.factors:
-                factors.append(self._resolve_factor(factor, self._padded(at, index, factor), at))
-                index += 1
-            blocks.append(replace(block, factors=tuple(factors)))
-        return replace(dim, blocks=tuple(blocks))
-
-    def _resolve_factor(self, factor: Factor, size: int, at: int) -> Factor:
-        compute = [axis for axis in factor.axes if axis in self.role.compute]
-        ways = prod(self.axes[axis] for axis in (factor.axes if factor.optional else compute))
-        if size % ways == 0:
-            return factor
-        if factor.optional:
-            return replace(factor, axes=(), optional=False)
-        over = " x ".join(f"{axis}={self.axes[axis]}" for axis in compute)
-        remedies = [] if self._counted(factor) else [f"'{factor}?' to replicate it when it does not divide"]
-        if factor.literal is None and factor.name != "_":
-            remedies.append(f"Policy(pad={_padding(factor, ways, self.policy, self.sizes)})")
-        remedy = f"Write {', or '.join(remedies)}."
-        self.problems.append(
-            f"{self.param.name!r} has shape {self.param.shape}; rule '{self.spec.source}' splits dim {at} "
-            f"({factor.name}={size}) over {over}, {size} % {ways} = "
-            f"{size % ways}.\n{self.spec.caret(factor.span)}\n    {remedy}"
-        )
-        return replace(factor, axes=())
-
-    def _counted(self, factor: Factor) -> bool:
-        """Whether `Policy.local_sizes` has a module compute with the part of a factor."""
-        texts = (text for given in self.policy.local_sizes.values() for text in given.values())
-        return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*(?!\s*\?)", text) for text in texts)
-
-    def _leaf(self, name: str, rule: Spec, fused: int, which: int) -> Leaf:
-        """The stored leaf of block `which` of dim `fused`."""
-        shape: list[int] = []
-        extent: list[int] = []
-        splits: list[tuple[str, ...]] = []
-        merges: list[int] = []
-        dims: list[Dim] = []
-        for at, dim in enumerate(rule.dims):
-            block_at = which if at == fused else 0
-            block = dim.blocks[block_at]
-            first = sum(len(b.factors) for b in dim.blocks[:block_at])
-            true = [self._size(at, first + i, factor) for i, factor in enumerate(block.factors)]
-            padded = [self._padded(at, first + i, factor) for i, factor in enumerate(block.factors)]
-            if self._flat(block, true, padded):
-                inner = prod(true[1:])
-                shape.append(padded[0] * inner)
-                extent.append(true[0] * inner)
-                splits.append(block.factors[0].axes)
-                merges.append(1)
-            else:
-                shape += padded
-                extent += true
-                splits += [factor.axes for factor in block.factors]
-                merges.append(len(block.factors))
-            dims.append(replace(dim, blocks=(replace(block, label=None),)))
-        return Leaf(name, tuple(shape), tuple(extent), tuple(splits), tuple(merges), replace(rule, dims=tuple(dims)))
-
-    def _flat(self, block: Block, true: Sequence[int], padded: Sequence[int]) -> bool:
-        """Whether a plain split of the whole dim cuts only between whole outermost factors."""
-        if len(block.factors) == 1:
-            return True
-        outer, *inner = block.factors
-        if any(factor.axes for factor in inner) or true[1:] != padded[1:]:
-            return False
-        return padded[0] % prod(self.axes[axis] for axis in outer.axes) == 0
+            own = slice(start, start + len(block.factors))
+            blocks.append(_Sized(block, true[own], padded[own]))
+            start = own.stop
+        dims.append(blocks)
+    return dims
 
 
-def _unit_names(info: ModelInfo, policy: Policy, problems: list[str]) -> list[str]:
+def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[_Sized]) -> Leaf:
+    """The stored leaf that is made of one block of each dim."""
+    shape: list[int] = []
+    extent: list[int] = []
+    splits: list[tuple[str, ...]] = []
+    merges: list[int] = []
+    for sized in blocks:
+        factors, true, padded = sized.block.factors, sized.true, sized.padded
+        if _flat(draft, sized):
+            inner = prod(true[1:])
+            factors, true, padded = factors[:1], [true[0] * inner], [padded[0] * inner]
+        shape += padded
+        extent += true
+        splits += [factor.axes for factor in factors]
+        merges.append(len(factors))
+    pairs = zip(rule.dims, blocks, strict=True)
+    dims = tuple(replace(dim, blocks=(replace(sized.block, label=None),)) for dim, sized in pairs)
+    return Leaf(name, tuple(shape), tuple(extent), tuple(splits), tuple(merges), replace(rule, dims=dims))
+
+
+def _flat(draft: _Draft, sized: _Sized) -> bool:
+    """Whether a plain split of the whole dim cuts only between whole outermost factors."""
+    outer, *inner = sized.block.factors
+    if not inner:
+        return True
+    if any(factor.axes for factor in inner) or sized.true[1:] != sized.padded[1:]:
+        return False
+    return sized.padded[0] % draft.ways(outer) == 0
+
+
+def _unit_names(draft: _Draft) -> list[str]:
     """Names of the modules that `Policy.units` asks for, in the model's order."""
-    if not info.modules:
+    modules, units = draft.info.modules, draft.policy.units
+    if not modules:
         return []
-    if policy.units == "auto":
-        return _auto_units(info.modules)
-    wanted = (policy.units,) if isinstance(policy.units, str) else tuple(policy.units)
-    found = [m.name for m in info.modules if m.name and any(_is_unit(pattern, m) for pattern in wanted)]
+    if units == "auto":
+        return _auto_units(modules)
+    wanted = (units,) if isinstance(units, str) else tuple(units)
     for pattern in wanted:
-        if not any(_is_unit(pattern, m) for m in info.modules):
-            names = [m.name for m in info.modules if m.name]
-            problems.append(
-                f"Policy.units: {pattern!r} matches no module{did_you_mean(pattern, names) or '.'} {_examples(names)}"
-            )
-    return found
+        if not any(_is_unit(pattern, module) for module in modules):
+            draft.note_unmatched("Policy.units:", pattern, "module")
+    return [m.name for m in modules if m.name and any(_is_unit(pattern, m) for pattern in wanted)]
 
 
 def _is_unit(pattern: str, module: ModuleInfo) -> bool:
@@ -999,51 +961,40 @@ def _auto_units(modules: Sequence[ModuleInfo]) -> list[str]:
     the others waiting in its all-gather.
     """
     units: list[str] = []
-    lists = [m.name for m in modules if m.list_of]
-    for module in modules:
-        parent, _, leaf = module.name.rpartition(".")
-        if (
-            parent in lists
-            and module.name
-            and leaf.isdecimal()
-            and not any(_inside(module.name, unit) for unit in units)
-        ):
-            units.append(module.name)
+    lists = {m.name for m in modules if m.list_of}
+    for name in (module.name for module in modules if module.name):
+        parent, _, leaf = name.rpartition(".")
+        if parent in lists and leaf.isdecimal() and not any(is_in(name, unit) for unit in units):
+            units.append(name)
     return units
-
-
-def _inside(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")
 
 
 def _owners(info: ModelInfo, units: Sequence[str]) -> dict[str, str]:
     """Parameter -> the deepest unit that holds all of its names; the root unit when there is none."""
     return {
-        param.name: max((u for u in units if all(_inside(name, u) for name in param.names)), key=len, default="")
+        param.name: max((u for u in units if all(is_in(name, u) for name in param.names)), key=len, default="")
         for param in info.params
     }
 
 
-def _units(
-    layouts: Mapping[str, Layout], names: Sequence[str], role: Roles, policy: Policy, info: ModelInfo
-) -> tuple[Unit, ...]:
+def _units(draft: _Draft, layouts: Mapping[str, Layout], names: Sequence[str]) -> tuple[Unit, ...]:
     """The root unit first, then the others in the model's order, but none without parameters that casts nothing."""
     members: dict[str, list[Layout]] = {name: [] for name in ("", *names)}
     for layout in layouts.values():
         members[layout.unit].append(layout)
-    modules = {module.name: module for module in info.modules}
-    found = (_unit(name, own, role, policy, modules.get(name)) for name, own in members.items())
+    modules = {module.name: module for module in draft.info.modules}
+    found = (_unit(draft, name, own, modules.get(name)) for name, own in members.items())
     return tuple(unit for unit in found if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
 
 
-def _unit(name: str, own: Sequence[Layout], role: Roles, policy: Policy, module: ModuleInfo | None) -> Unit:
-    settings = _own_settings(policy, module)
-    there = replace(policy, **{"output_dtype": None} | settings)
-    buckets = _buckets(name, own, role, there)
+def _unit(draft: _Draft, name: str, own: Sequence[Layout], module: ModuleInfo | None) -> Unit:
+    settings = _own_settings(draft.policy, module)
+    there = replace(draft.policy, **{"output_dtype": None} | settings)
+    buckets = _buckets(name, own, draft.role, there)
     # The inputs of the whole model are cast already: only a unit that differs does it again. Without a dtype to compute
     # in, of the policy or its own, inputs stay as they are.
     casts = there.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
-    casts = casts and not (there.compute_dtype is None and policy.compute_dtype is None)
+    casts = casts and not (there.compute_dtype is None and draft.policy.compute_dtype is None)
     dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}
     if not own and there.compute_dtype is not None:
         dtypes = {there.compute_dtype}
@@ -1074,7 +1025,7 @@ def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) 
             groups.setdefault((axes, layout.kept, cast or layout.dtype), []).append(leaf)
     names = {key: tuple(leaf.name for leaf in sorted(leaves, key=_travels_late)) for key, leaves in groups.items()}
     return tuple(
-        Bucket(unit, names[axes, kept, dtype], axes, dtype, policy.reduce_dtype, kept) for axes, kept, dtype in groups
+        Bucket(unit, own, axes, dtype, policy.reduce_dtype, kept) for (axes, kept, dtype), own in names.items()
     )
 
 
@@ -1086,73 +1037,64 @@ def _travels_late(leaf: Leaf) -> tuple[bool, int]:
 _HOLDERS = {f"torch.nn.modules.container.Parameter{what}" for what in ("List", "Dict")}
 
 
-def _uncomputable(
-    info: ModelInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles, policy: Policy
-) -> list[str]:
+def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout]) -> list[str]:
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
     problems, read_by = [], set[str]()  # modules whose weights are read by the one that they are in
-    for module in info.modules:
+    for module in draft.info.modules:
         names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
-        if module.kind == "attention" and not any(matches(pattern, module.name) for pattern in policy.compute):
-            read_by.add(f"{module.name}.out_proj" if module.name else "out_proj")
-            problems += _unlike_heads(info, module, layouts, axes, role)
+        own_forward = any(matches(pattern, module.name) for pattern in draft.policy.compute)
+        if module.kind == "attention" and not own_forward:
+            read_by.add(_out_proj(module))
+            problems += _unlike_heads(draft, module, layouts)
         bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
         if module.kind in BIAS_DIM and bias is not None and weight is not None:
             dims = ((bias, 0), (weight, BIAS_DIM[module.kind]))
-            have, want = ([a for a in x.model_axes(dim) if a in role.compute and axes[a] > 1] for x, dim in dims)
+            have, want = (draft.splitting(layout.model_axes(dim)) for layout, dim in dims)
             if have != want:
                 problems.append(
                     f"{bias.name}: rule '{bias.rule}' must split it over the compute axes of the outputs of "
                     f"'{weight.name}' ('{weight.rule}'): {', '.join(want) or 'none'}"
                 )
-        if module.kind != "other" or any(matches(pattern, module.name) for pattern in policy.compute):
-            continue
-        if not module.classes[0].startswith("torch.nn.") or module.name in read_by:
+        if module.kind != "other" or own_forward or module.name in read_by or module.classes[0] in _HOLDERS:
+            continue  # a holder has no forward
+        if not module.classes[0].startswith("torch.nn."):
             continue  # a forward of the user's: the run without data tells whether it can work with parts
-        if module.classes[0] in _HOLDERS:
-            continue  # which has none
-        for attribute, name in names.items():
-            layout = layouts[name]
-            split = [axis for axis in layout.axes if axis in role.compute and axes[axis] > 1]
-            if split:
+        for attribute, layout in ((attribute, layouts[name]) for attribute, name in names.items()):
+            if split := draft.splitting(layout.axes):
                 where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
                 problems.append(
-                    f"{name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "
-                    f"'{attribute}' "
-                    f"in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
-                    "nn.Embedding there, or give "
-                    f"the module a parallel forward: Policy(compute={{{module.name!r}: fn}}), or @sf.register for its "
-                    f"class."
+                    f"{layout.name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "
+                    f"'{attribute}' in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
+                    "nn.Embedding there, or give the module a parallel forward: "
+                    f"Policy(compute={{{module.name!r}: fn}}), or @sf.register for its class."
                 )
     return problems
 
 
-def _unlike_heads(
-    info: ModelInfo, module: ModuleInfo, layouts: Mapping[str, Layout], axes: Mapping[str, int], role: Roles
-) -> list[str]:
+def _out_proj(attention: ModuleInfo) -> str:
+    return f"{attention.name}.out_proj" if attention.name else "out_proj"
+
+
+def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layout]) -> list[str]:
     """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
-    path = f"{module.name}.out_proj" if module.name else "out_proj"
-    after = next((other.params for other in info.modules if other.name == path), ())
+    after = next((other.params for other in draft.info.modules if other.name == _out_proj(module)), ())
     names = {**dict(module.params), **{f"out_proj.{attribute}": name for attribute, name in after}}
     found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
     complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
     if not complete or any(layout.placed is not None for layout in found.values()):
         return []
-    of_heads = {attribute: 1 if attribute == "out_proj.weight" else 0 for attribute in found}
-    of_heads = {attribute: dim for attribute, dim in of_heads.items() if attribute not in ("out_proj.bias", *_ADDED)}
-
-    def split(attribute: str, dims: Sequence[int]) -> list[str]:
-        given = [axis for dim in dims for axis in found[attribute].model_axes(dim)]
-        return [axis for axis in given if axis in role.compute and axes[axis] > 1]
-
-    wanted = split("out_proj.weight", [1])
-    alike = all(split(attribute, [dim]) == wanted for attribute, dim in of_heads.items())
-    others = {
-        attribute: set(range(len(layout.shape))) - {of_heads.get(attribute, -1)} for attribute, layout in found.items()
+    splits = {
+        attribute: [draft.splitting(layout.model_axes(dim)) for dim in range(len(layout.shape))]
+        for attribute, layout in found.items()
     }
-    if alike and not any(split(attribute, sorted(dims)) for attribute, dims in others.items()):
+    wanted = splits["out_proj.weight"][1]
+    alike = {attribute: [[] for _ in dims] for attribute, dims in splits.items()}
+    for attribute, dims in alike.items():
+        if attribute not in _WITHOUT_HEADS:
+            dims[1 if attribute == "out_proj.weight" else 0] = wanted
+    if splits == alike:
         return []
-    axis = next(axis for attribute, layout in found.items() for axis in split(attribute, range(len(layout.shape))))
+    axis = next(axis for dims in splits.values() for split in dims for axis in split)
     rules = ", ".join(f"{attribute} '{layout.rule}'" for attribute, layout in found.items())
     return [
         f"{module.name or '(the model)'}: MultiheadAttention computes with whole heads when all of its weights are "
@@ -1162,21 +1104,21 @@ def _unlike_heads(
     ]
 
 
-_ADDED = ("bias_k", "bias_v")  # keys and values of its own, [1, 1, c]
+_WITHOUT_HEADS = ("out_proj.bias", "bias_k", "bias_v")  # keys and values of its own are [1, 1, c]
 
 
-def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
+def _check_names(draft: _Draft) -> None:
     """Names in `sizes`, `pad` and `axes` that look like those of the rules misspelt; axes that the mesh does not have.
 
     Further names are fine: a policy may serve several models.
     """
-    problems = []
+    policy, axes, problems = draft.policy, draft.axes, draft.problems
     factors: set[str] = set()
     for rule in policy.rules.values():
         try:
             factors |= {factor.name for factor in parse(rule).factors}
         except (ShardError, TypeError):
-            return []  # reported with its rule
+            return  # reported with its rule
     for field_name in ("sizes", "pad", "axes"):
         for name in getattr(policy, field_name):
             typo = next(iter(get_close_matches(name, sorted(factors - {name}), 1, 0.8)), None)
@@ -1191,37 +1133,37 @@ def _unused_names(policy: Policy, axes: Mapping[str, int]) -> list[str]:
         for pattern in (pattern for pattern in policy.batch if pattern not in usual):
             if not any(fnmatchcase(axis, pattern) for axis in axes):
                 hint = did_you_mean(pattern, axes) or "."
-                problems.append(f"Policy.batch: the mesh {dict(axes)} has no axis '{pattern}'{hint}")
-    return problems
+                problems.append(f"Policy.batch: the mesh {axes} has no axis '{pattern}'{hint}")
 
 
 def _letters(name: str) -> str:
     return "".join(c for c in name if not c.isdigit())
 
 
-def _settings(policy: Policy, axes: Mapping[str, int], role: Roles, info: ModelInfo) -> list[str]:
+def _check_settings(draft: _Draft) -> None:
     """Settings that do not fit the mesh or the model."""
-    problems = _unused_names(policy, axes)
-    own = [settings.get("regather") for settings in policy.units.values()] if isinstance(policy.units, Mapping) else []
-    for count in dict.fromkeys([policy.regather, *own]):
-        axis = next((axis for axis in reversed(role.data) if axes[axis] > 1), None)
+    _check_names(draft)
+    axes, policy, problems = draft.axes, draft.policy, draft.problems
+    axis = _innermost(draft.role.data, axes)
+    for count in dict.fromkeys(_regathers(policy)):
         if count and not isinstance(count, bool) and axis is not None and axes[axis] % count:
             problems.append(
                 f"Policy(regather={count}): a part over {count} ranks is kept, which must divide "
                 f"{axis}={axes[axis]}, {axes[axis]} % {count} = {axes[axis] % count}"
             )
-    for kind in ("acts", "compute"):
-        for pattern in getattr(policy, kind):
-            if info.modules and not any(matches(pattern, m.name) for m in info.modules):
-                names = [m.name for m in info.modules if m.name]
-                problems.append(f"Policy.{kind}: {pattern!r} matches no module{did_you_mean(pattern, names) or '.'}")
+    for kind in ("acts", "compute") if draft.info.modules else ():
+        draft.check_patterns(f"Policy.{kind}:", getattr(policy, kind), "module")
     for pattern, rule in policy.acts.items():
         try:
             unknown = unknown_axes(parse(rule), axes)
         except ShardError as error:
             unknown = [str(error)]
         problems += [f"Policy.acts[{pattern!r}]: {problem}" for problem in unknown]
-    return problems
+
+
+def _innermost(data: Sequence[str], axes: Mapping[str, int]) -> str | None:
+    """The last data axis of several ranks."""
+    return next((axis for axis in reversed(data) if axes[axis] > 1), None)
 
 
 def _described(layout: Layout) -> str:

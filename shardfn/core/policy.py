@@ -19,13 +19,8 @@ _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
     "cpu_offload": "offload",
     "offload_policy": "offload",
 }
-UNIT_SETTINGS = (
-    "regather",
-    "compute_dtype",
-    "reduce_dtype",
-    "output_dtype",
-    "cast_inputs",
-)  # what one unit may have of its own
+_DTYPES = ("compute_dtype", "reduce_dtype", "output_dtype")
+UNIT_SETTINGS = ("regather", *_DTYPES, "cast_inputs")  # what one unit may have of its own
 MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  # in `a | b` both count
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
@@ -148,8 +143,7 @@ class Policy:
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
-        for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
-            _check_dtype(name, getattr(self, name))
+        _check_dtypes(vars(self))
         self._check_values()
         self._check_compile()
 
@@ -211,17 +205,18 @@ def unit_settings(given: object, unit: object) -> dict[str, Any]:
                 f"Policy(units={{'': {{{name!r}: ...}}}}): what no other unit holds may have regather; {name} of it is "
                 f"Policy({name}=...)"
             )
-    for name in ("compute_dtype", "reduce_dtype", "output_dtype"):
-        _check_dtype(name, given.get(name))
+    _check_dtypes(given)
     settings = dict(given)
     if "regather" in settings:
         settings["regather"] = _checked_regather(settings["regather"])
     return settings
 
 
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+def _check_dtypes(given: Mapping[str, Any]) -> None:
+    for name in _DTYPES:
+        dtype = given.get(name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
 
 
 def _checked_regather(regather: Any) -> bool | int:

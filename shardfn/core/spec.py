@@ -12,11 +12,13 @@ Nothing here knows about meshes or torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from math import prod
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from shardfn.core.errors import ShardError, caret, did_you_mean
 
@@ -109,17 +111,23 @@ class Spec:
         spans = [*(dim.span for dim in self.dims), *([self.partial_span] if self.partial else [])] or [(0, 1)]
         return spans[0][0], spans[-1][1]
 
-    def without(self, axes: Sequence[str]) -> "Spec":
-        """The same rule without some mesh axes."""
-
-        def whole(factor: Factor) -> Factor:
-            return replace(factor, axes=tuple(axis for axis in factor.axes if axis not in axes))
+    def with_factors(self, fn: Callable[[Factor], Factor]) -> "Spec":
+        """The same rule with what `fn` makes of each factor, left to right."""
 
         def each(dim: Dim) -> Dim:
-            blocks = (replace(block, factors=tuple(map(whole, block.factors))) for block in dim.blocks)
+            blocks = (replace(block, factors=tuple(map(fn, block.factors))) for block in dim.blocks)
             return replace(dim, blocks=tuple(blocks))
 
         return replace(self, dims=tuple(map(each, self.dims)))
+
+    def without(self, axes: Collection[str]) -> "Spec":
+        """The same rule without some mesh axes; a factor that none is left for has no `?` either."""
+
+        def whole(factor: Factor) -> Factor:
+            left = tuple(axis for axis in factor.axes if axis not in axes)
+            return replace(factor, axes=left, optional=factor.optional and bool(left))
+
+        return self.with_factors(whole)
 
     def expand(self, ndim: int) -> "Spec":
         """The same rule for a tensor of `ndim` dims: `...` becomes anonymous dims.
@@ -283,26 +291,44 @@ def unknown_axes(spec: Spec, axes: Mapping[str, int]) -> list[str]:
 
 def repeated_axes(spec: Spec) -> list[str]:
     """Problems of mesh axes that split more than one factor; the blocks of a fused dim count one by one."""
-    times: dict[str, int] = {}
+    times: Counter[str] = Counter()
     second: dict[str, Span] = {}
     for dim in spec.dims:
-        before = dict(times)
+        most: Counter[str] = Counter()
         for block in dim.blocks:
-            inside = dict(before)
-            for factor in block.factors:
-                for axis in factor.axes:
-                    inside[axis] = inside.get(axis, 0) + 1
-                    if inside[axis] > 1:
-                        second.setdefault(axis, factor.span)
-            times |= {axis: max(count, times.get(axis, 0)) for axis, count in inside.items()}
-    for axis in spec.partial:
-        times[axis] = times.get(axis, 0) + 1
-        if times[axis] > 1:
-            second.setdefault(axis, spec.partial_span)
+            inside: Counter[str] = Counter()
+            for axis, span in ((axis, factor.span) for factor in block.factors for axis in factor.axes):
+                inside[axis] += 1
+                if times[axis] + inside[axis] > 1:
+                    second.setdefault(axis, span)
+            most |= inside
+        times += most
+    times += Counter(spec.partial)
+    second = {axis: spec.partial_span for axis in spec.partial if times[axis] > 1} | second
     return [
         f"mesh axis '{axis}' is used {times[axis]} times; an axis can split at most one factor\n{spec.caret(span)}"
         for axis, span in second.items()
     ]
+
+
+class _Equation(NamedTuple):
+    """A dim of a tensor that follows a rule: the product of the factors of each block, added up, is its size.
+
+    `keys` are the names under which the sizes of these factors are known.
+    """
+
+    tensor: str
+    spec: Spec
+    at: int
+    size: int
+    keys: Sequence[Sequence[str]]
+
+    @property
+    def dim(self) -> Dim:
+        return self.spec.dims[self.at]
+
+    def problem(self, why: str) -> tuple[str, str]:
+        return self.tensor, f"{self.tensor}: {why}\n{self.spec.caret(self.dim.span)}"
 
 
 class Sizes:
@@ -314,40 +340,43 @@ class Sizes:
     def __init__(self, given: Mapping[str, int]) -> None:
         self.known: dict[str, int] = dict(given)
         self._origin: dict[str, str] = dict.fromkeys(given, "Policy.sizes")
-        self._equations: list[tuple[str, Spec, int, int]] = []  # (tensor, rule, dim, size of that dim)
+        self._equations: list[_Equation] = []
 
     def add(self, tensor: str, spec: Spec, shape: tuple[int, ...]) -> None:
         """Note that `tensor` of `shape` follows `spec` (already expanded to its dims)."""
-        self._equations += [(tensor, spec, dim, size) for dim, size in enumerate(shape)]
+        keys = iter(_keys(tensor, spec))
+        for at, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
+            of_blocks = [list(islice(keys, len(block.factors))) for block in dim.blocks]
+            self._equations.append(_Equation(tensor, spec, at, size, of_blocks))
 
-    def of(self, tensor: str, dim: int, index: int, factor: Factor) -> int:
-        """The size of factor number `index` of a dim, after `solve`."""
-        literal = factor.literal
-        return literal if literal is not None else self.known[_key(tensor, dim, index, factor)]
+    def get(self, name: str) -> int | None:
+        """The size of a name or of a number; None when it is not known."""
+        return int(name) if name.isdecimal() else self.known.get(name)
+
+    def of(self, tensor: str, spec: Spec) -> list[int]:
+        """The sizes of all factors of the rule of a tensor, left to right, after `solve`."""
+        return [int(key) if key.isdecimal() else self.known[key] for key in _keys(tensor, spec)]
 
     def solve(self) -> list[tuple[str, str]]:
         """Infer names one unknown at a time until nothing changes; the problems that remain, as (tensor, message)."""
         problems: list[tuple[str, str]] = []
-        todo = sorted(self._equations, key=lambda equation: len(equation[1].dims[equation[2]].factors))
+        todo = sorted(self._equations, key=lambda equation: len(equation.dim.factors))
         while todo:
             left = [equation for equation in todo if not self._settle(equation, problems)]
             if len(left) == len(todo):
-                return problems + [(equation[0], self._cannot_infer(equation)) for equation in left]
+                return problems + [equation.problem(self._cannot_infer(equation)) for equation in left]
             todo = left
         return problems
 
-    def _settle(self, equation: tuple[str, Spec, int, int], problems: list[tuple[str, str]]) -> bool:
+    def _settle(self, equation: _Equation, problems: list[tuple[str, str]]) -> bool:
         """Check an equation without unknowns, or solve one with a single unknown. False: too early."""
-        tensor, spec, at, size = equation
-        dim = spec.dims[at]
-        constant, coefficient, unknowns = self._linear(tensor, at, dim)
+        size, (constant, coefficient, unknowns) = equation.size, self._linear(equation)
         if not unknowns:
             if constant != size:
-                problems.append((tensor, self._clash(equation, constant)))
+                why = f"dim {equation.at} of size {size} does not match {constant}"
+                problems.append(equation.problem(f"{why}{self._origins(equation.dim)}"))
             return True
-        if len(unknowns) > 1 or coefficient is None:
-            return False
-        if coefficient == 0:
+        if len(unknowns) > 1 or coefficient == 0:
             return False
         value, rest = divmod(size - constant, coefficient)
         if rest or value < 0:
@@ -355,39 +384,28 @@ class Sizes:
             why = f"a dim of size {size} is not {coefficient} x {unknown}{f' + {constant}' if constant else ''}"
             rest_of = f"({size} - {constant})" if constant else f"{size}"
             arithmetic = f"{rest_of} % {coefficient} = {rest}" if value >= 0 else f"{size} < {constant}"
-            problems.append((tensor, f"{tensor}: {why}: {arithmetic}{self._origins(dim)}\n{spec.caret(dim.span)}"))
+            problems.append(equation.problem(f"{why}: {arithmetic}{self._origins(equation.dim)}"))
             return True
         self.known[unknowns[0]] = value
-        self._origin[unknowns[0]] = tensor
+        self._origin[unknowns[0]] = equation.tensor
         return True
 
-    def _linear(self, tensor: str, at: int, dim: Dim) -> tuple[int, int | None, list[str]]:
-        """`constant + coefficient * unknown` of a dim; the coefficient is None when it is not linear."""
-        constant, coefficient = 0, 0
+    def _linear(self, equation: _Equation) -> tuple[int, int, list[str]]:
+        """`constant + coefficient * unknown` of a dim; the coefficient is 0 when it is not linear."""
+        constant, coefficient, linear = 0, 0, True
         unknowns: list[str] = []
-        linear, index = True, 0
-        for block in dim.blocks:
-            keys = [_key(tensor, at, index + i, factor) for i, factor in enumerate(block.factors)]
-            index += len(keys)
-            sizes = [
-                f.literal if f.literal is not None else self.known.get(k)
-                for f, k in zip(block.factors, keys, strict=True)
-            ]
+        for keys in equation.keys:
+            sizes = [self.get(key) for key in keys]
             missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
             product = prod(size for size in sizes if size is not None)
-            unknowns += [key for key in missing if key not in unknowns]
+            unknowns += missing
             if not missing:
                 constant += product
             elif len(missing) == 1:
                 coefficient += product
             else:
                 linear = False
-        return constant, coefficient if linear else None, unknowns
-
-    def _clash(self, equation: tuple[str, Spec, int, int], product: int) -> str:
-        tensor, spec, at, size = equation
-        dim = spec.dims[at]
-        return f"{tensor}: dim {at} of size {size} does not match {product}{self._origins(dim)}\n{spec.caret(dim.span)}"
+        return constant, coefficient if linear else 0, list(dict.fromkeys(unknowns))
 
     def _origins(self, dim: Dim) -> str:
         """Where the sizes known in a dim come from: `": c=8 (from 'up.weight')"`."""
@@ -395,15 +413,13 @@ class Sizes:
         known = ", ".join(f"{name}={self.known[name]} (from {self._origin[name]})" for name in names)
         return f": {known}" if known else ""
 
-    def _cannot_infer(self, equation: tuple[str, Spec, int, int]) -> str:
-        tensor, spec, at, size = equation
-        dim = spec.dims[at]
-        names = list(dict.fromkeys(key.split(" ")[0] for key in self._linear(tensor, at, dim)[2]))
+    def _cannot_infer(self, equation: _Equation) -> str:
+        names = list(dict.fromkeys(key.split(" ")[0] for key in self._linear(equation)[2]))
         ask = ", ".join(f"'{name}': ..." for name in [name for name in names if name != "_"][: len(names) - 1 or 1])
         remedy = f"pass sizes={{{ask}}}" if ask else "write a number or a name for it"
-        return f"{tensor}: cannot infer {', '.join(names)} from a dim of size {size}; {remedy}\n{spec.caret(dim.span)}"
+        return f"cannot infer {', '.join(names)} from a dim of size {equation.size}; {remedy}"
 
 
-def _key(tensor: str, dim: int, index: int, factor: Factor) -> str:
-    """The name under which a factor's size is known; every `_` is its own."""
-    return f"_ {tensor} {dim} {index}" if factor.name == "_" else factor.name
+def _keys(tensor: str, spec: Spec) -> list[str]:
+    """The names under which the sizes of the factors of a rule are known; every `_` is its own."""
+    return [f"_ {tensor} {i}" if factor.name == "_" else factor.name for i, factor in enumerate(spec.factors)]

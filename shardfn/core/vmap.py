@@ -215,14 +215,11 @@ def _whole(tree: Params) -> dict[str, Tensor]:
     """The leaves, plain and whole over the data axes: one gather a bucket, differentiable."""
     places = grid(tree.mesh, tree.plan.roles.storage)
     out: dict[str, Tensor] = {}
-    for bucket in (bucket for unit in tree.plan.units for bucket in unit.buckets):
-        held = [name for name in bucket.leaves if name in tree]
+    for bucket in tree.plan.buckets_in({name: leaf.dtype for name, leaf in tree.items()}):
         axes = tuple(axis for axis in tree.plan.roles.data if axis in (*bucket.axes, *bucket.kept))
-        for dtype in dict.fromkeys(tree[name].dtype for name in held):
-            names = tuple(name for name in held if tree[name].dtype == dtype)
-            travels = replace(bucket, leaves=names, dtype=dtype, axes=axes, kept=())
-            spot = BucketOnGrid(tree.plan, places, travels, new_buffers(places))
-            out |= zip(names, GatherBucket.apply(spot, *(tree[name] for name in names)), strict=True)
+        spot = BucketOnGrid(tree.plan, places, replace(bucket, axes=axes, kept=()), new_buffers(places))
+        wholes = GatherBucket.apply(spot, *(tree[name] for name in bucket.leaves))
+        out |= zip(bucket.leaves, wholes, strict=True)
     return {name: out[name] for name in tree}
 
 
