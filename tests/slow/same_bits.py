@@ -6,6 +6,7 @@ Each trains every model on every mesh, by functions and in every class, for some
 compared. A row is one case: "same", or the largest difference, relative to the largest value.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -24,17 +25,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+import shardfn as sf
+from shardfn.compat import fsdp1, fsdp2, hfai, megatron
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, STEPS = 4, 3
 MESHES = ({"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"tp": 4}, {"replicate": 2, "fsdp": 2})
 Found = Iterator[tuple[str, Tensor]]
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
+CONTENDERS: Any = importlib.import_module("contenders")
 
 
 def decoder(width: int = 64) -> nn.Module:
     """The decoder of the benchmarks, small."""
-    from contenders import Job, make_model
-
-    return make_model(Job(width=width, layers=2, vocab=128, head=16, tokens=8))
+    return CONTENDERS.make_model(CONTENDERS.Job(width=width, layers=2, vocab=128, head=16, tokens=8))
 
 
 def llama() -> nn.Module:
@@ -72,16 +76,12 @@ def loss_of(out: Any, x: Tensor) -> Tensor:
 
 def policies(name: str, model: nn.Module, axes: dict[str, int]) -> Iterator[tuple[str, Any]]:
     """Policies for a model on a mesh, by what is told about them."""
-    from contenders import RULES
-
-    import shardfn as sf
-
     if "tp" not in axes:
         base = sf.Policy()
     elif name == "llama":
         base = sf.policies.from_transformers(model)
     else:
-        base = sf.Policy(rules=RULES, sizes={"d": 16})
+        base = sf.Policy(rules=CONTENDERS.RULES, sizes={"d": 16})
     yield "float32", base
     yield "bfloat16", base | sf.Policy(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     yield "regather=False", base | sf.Policy(regather=False)
@@ -89,8 +89,6 @@ def policies(name: str, model: nn.Module, axes: dict[str, int]) -> Iterator[tupl
 
 def by_functions(model: nn.Module, mesh: DeviceMesh, policy: Any) -> Found:
     """`value_and_grad` of `apply`, and AdamW."""
-    import shardfn as sf
-
     params = sf.shard(model, mesh, policy)
     optimizer = sf.optim.adamw(1e-2)
     state, differentiate = optimizer.init(params), sf.value_and_grad(lambda p, x: loss_of(sf.apply(model, p, x), x))
@@ -104,9 +102,6 @@ def by_functions(model: nn.Module, mesh: DeviceMesh, policy: Any) -> Found:
 
 def by_class(kind: str, model: nn.Module, mesh: DeviceMesh, policy: Any) -> Found:
     """A class, its backward and SGD."""
-    import shardfn as sf
-    from shardfn.compat import fsdp1, fsdp2, hfai, megatron
-
     layers = {type(m) for m in model.modules() if type(m).__name__ in ("Layer", "LlamaDecoderLayer")}
     wraps = {"auto_wrap_policy": ModuleWrapPolicy(layers)}
     if kind == "trainer":
@@ -135,8 +130,6 @@ def by_class(kind: str, model: nn.Module, mesh: DeviceMesh, policy: Any) -> Foun
 
 def cases() -> Iterator[tuple[str, Callable[[], Found]]]:
     """(what it is, what runs it)."""
-    import shardfn as sf
-
     for axes in MESHES:
         mesh = sf.make_mesh("cpu", **axes)
         for name, make in MODELS.items():
@@ -163,8 +156,7 @@ def work(directory: str) -> None:
 
 def results(checkout: Path, directory: str) -> list[dict[str, Any]]:
     """What the ranks of a checkout found."""
-    paths = [str(checkout), str(ROOT / "examples" / "benchmarks")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     subprocess.run([*torchrun, __file__, "--worker", directory], env=env, check=True)
     return [torch.load(f"{directory}/{rank}.pt") for rank in range(RANKS)]
