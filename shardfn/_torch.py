@@ -1033,26 +1033,11 @@ def fused(rule: str) -> Callable[..., None]:
     return getattr(torch, f"_fused_{rule}_")
 
 
-def tensor_in(
-    storage: torch.UntypedStorage, offset: int, size: Sequence[int], like: Tensor, stride: Sequence[int] = ()
-) -> Tensor:
-    """A tensor in a storage, by default contiguous, of the dtype of `like`; not a view: it has its own version."""
-    blank: Any = like.new_empty(0)
-    return blank.set_(storage, offset, size, stride) if stride else blank.set_(storage, offset, size)
-
-
-def tensors_in(
-    storage: torch.UntypedStorage, places: Iterable[tuple[int, Sequence[int]]], like: Tensor
-) -> list[Tensor]:
-    """`tensor_in` of each (offset, size)."""
-    blank: Any = like.new_empty
-    return [blank(0).set_(storage, offset, size) for offset, size in places]
-
-
 def tensor_over(address: int, numel: int, like: Tensor) -> Tensor:
     """A flat tensor over memory that others own, with dtype and device of `like`; they must outlive its use."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, like.device, numel * like.element_size())
-    return tensor_in(storage, 0, (numel,), like)
+    blank: Any = like.new_empty(0)
+    return blank.set_(storage, 0, (numel,))
 
 
 def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:

@@ -166,9 +166,10 @@ class _Call:
         self.record.calls += 1
         if inside := in_transform():
             checkpoint_nothing_in_transforms()
+        is_recorded = is_traced() and not torch.compiler.is_compiling()
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
-        elif is_traced() and not torch.compiler.is_compiling():
+        elif is_recorded:
             raise ShardError(
                 "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
                 "would be wrong; use sf.jvp or sf.vjp"

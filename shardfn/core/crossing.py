@@ -30,9 +30,7 @@ from shardfn._torch import (
     foreach,
     receive_from,
     send_to,
-    tensor_in,
     tensor_over,
-    tensors_in,
 )
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
@@ -150,7 +148,8 @@ class Crossing:
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
         storage, way = flat.untyped_storage(), self._ways.get(flat.dtype) or self._way(flat.dtype)
-        return tensors_in(storage, zip(way.wholes, self._shapes, strict=False), flat)
+        new: Any = flat.new_empty
+        return [new(0).set_(storage, start, shape) for start, shape in zip(way.wholes, self._shapes, strict=False)]
 
     def _exchange_shards(self, flat: Tensor, wholes: Sequence[Tensor], staging: Tensor) -> Works:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
@@ -324,6 +323,5 @@ class Crossing:
 def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
     """Tensors in the memory of `flat`; see [Note: parts of one memory] in storage.py."""
     storage, item = flat.untyped_storage(), flat.element_size()
-    return [
-        tensor_in(storage[offset * item : end * item], 0, size, flat, stride) for size, stride, offset, end in views
-    ]
+    new: Any = flat.new_empty
+    return [new(0).set_(storage[offset * item : end * item], 0, size, stride) for size, stride, offset, end in views]

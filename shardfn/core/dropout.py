@@ -227,6 +227,7 @@ class Stream:
 
 
 _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
+stream: Callable[[], Stream | None] = _STREAM.get  # that of the innermost `dropout_seed`
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,6 @@ def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
     if not words:
         raise TypeError(f"{verb}: pass a seed, such as the number of the step")
     return tuple(word.long() if isinstance(word, Tensor) else word for word in words)
-
-
-def stream() -> Stream | None:
-    """That of the innermost `dropout_seed`."""
-    return _STREAM.get()
 
 
 @contextmanager

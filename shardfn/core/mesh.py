@@ -214,7 +214,7 @@ class Grid:
     numbers: tuple[int, ...] = field(repr=False)  # of the ranks, in the user's order
     pure: bool = False
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where shards and gathered tensors live on this rank."""
         kind = self.mesh.device_type

@@ -1,12 +1,12 @@
 """Buffers that are used again and again: page faults of fresh memory cost more than a copy into it. Layer 1."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn._torch import address_of, storage_uses, tensor_in
+from shardfn._torch import address_of, storage_uses
 from shardfn.core.storage import apart
 
 _TURNS_KEPT = 16  # a buffer that nobody took for so many turns is given back
@@ -52,7 +52,8 @@ class Buffer:
 
     def tensor(self) -> Tensor:
         """All of it as a new tensor, which keeps the buffer from being used again."""
-        return tensor_in(self.storage, 0, self.flat.shape, self.flat)
+        blank: Any = self.flat.new_empty(0)  # no view, so that it has a version of its own
+        return blank.set_(self.storage, 0, self.flat.shape)
 
     @property
     def free(self) -> bool:

@@ -52,11 +52,7 @@ class Recording:
 
 
 _CURRENT: ContextVar[Recording | None] = ContextVar("recording", default=None)
-
-
-def recording() -> Recording | None:
-    """The one under way."""
-    return _CURRENT.get()
+recording: Callable[[], Recording | None] = _CURRENT.get  # the one under way
 
 
 @contextmanager

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import compress, count, pairwise, repeat
 from math import prod
 from operator import add, attrgetter, is_not, lt, mul, ne, not_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import tensor_in, tensor_over
+from shardfn._torch import tensor_over
 
 _GAP = 64  # bytes
 _dtype_of = attrgetter("dtype")
@@ -50,16 +51,18 @@ def apart(numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = F
         storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
     else:
         storage = torch.UntypedStorage(nbytes, device=device)
-    return tensor_in(storage, 0, (numel,), torch.empty(0, dtype=dtype, device=device))
+    blank: Any = torch.empty(0, dtype=dtype, device=device)
+    return blank.set_(storage, 0, (numel,))
 
 
 def split_flat(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Contiguous tensors over consecutive parts of a contiguous tensor's memory; see [Note: parts of one memory]."""
     storage, item, start = flat.untyped_storage(), flat.element_size(), int(flat.storage_offset())
-    blank, parts = flat.data, []
+    new: Any = flat.data.new_empty
+    parts = []
     for shape in shapes:
         end = start + prod(shape)
-        parts.append(tensor_in(storage[start * item : end * item], 0, torch.Size(shape), blank))
+        parts.append(new(0).set_(storage[start * item : end * item], 0, torch.Size(shape)))
         start = end
     return parts
 

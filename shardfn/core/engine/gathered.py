@@ -28,7 +28,6 @@ from shardfn._torch import (
     DTensorSpec,
     spec_of,
     storage_key,
-    tensor_in,
     unwrap_local,
     version_of,
     version_of_saved,
@@ -103,7 +102,7 @@ class Gathered:
         """Wait for the gather: the whole leaves."""
         flight, self._flight, self.state = self._flight, None, State.WHOLE
         if flight is not None:
-            return self.spot.wholes_of(self._runtime.finish(flight))
+            return self.spot.crossings[-1].wholes_of(self._runtime.finish(flight))
         return [whole.detach() for whole in self.spot.unmoved(self._shards)]
 
     def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -111,7 +110,8 @@ class Gathered:
         self._begins = dict(zip(map(_offset_of, wholes), versions, strict=True))
         if self._neighbours is not None and torch.is_grad_enabled():
             storage = wholes[0].untyped_storage()
-            self._flat = tensor_in(storage, 0, (storage.nbytes() // wholes[0].element_size(),), wholes[0].detach())
+            blank: Any = wholes[0].detach().new_empty(0)
+            self._flat = blank.set_(storage, 0, (storage.nbytes() // wholes[0].element_size(),))
 
     def free(self) -> None:
         """The forward of the unit is over."""

@@ -118,7 +118,7 @@ class Table(dict[str, Any]):
         call = call_of(self)
         if call is None:
             super().__setitem__(attribute, value)
-        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and call.tables[id(self)].get(attribute):
+        elif isinstance(value, Tensor) and not _is_new(value) and call.tables[id(self)].get(attribute):
             call.use_instead(self, attribute, value)
         else:
             self._require_nobody(attribute, "assigns")
@@ -142,6 +142,11 @@ class Table(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy belongs to another module, which nobody has sharded."""
         return dict, (dict(self.items()),)
+
+
+def _is_new(value: Tensor) -> bool:
+    """Whether it is a parameter that a forward has made; weights of a call only say of themselves that they are one."""
+    return issubclass(type(value), nn.Parameter)
 
 
 class Stand(StandIn):

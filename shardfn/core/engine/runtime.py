@@ -46,7 +46,7 @@ class Runtime:
         }
         self.placed = placed_specs(plan, grid)  # parameters that modules use as DTensors
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
-        self._in_the_air: list[Flight] = []
+        self.in_the_air: list[Flight] = []
         self.accumulations: list[Accumulation] = []
         self.models: dict[int, Any] = {}  # what `apply` keeps of the models that it ran, by identity
 
@@ -67,19 +67,19 @@ class Runtime:
     def start(self, steps: Steps) -> Flight:
         """A communication that `settle` knows of."""
         flight = Flight(steps, self.order.explained)
-        self._in_the_air.append(flight)
+        self.in_the_air.append(flight)
         return flight
 
     def finish(self, flight: Flight) -> Tensor:
         """The flat tensor that a gather makes."""
-        if flight in self._in_the_air:
-            self._in_the_air.remove(flight)
+        if flight in self.in_the_air:
+            self.in_the_air.remove(flight)
         return flight.finish()[0]
 
     def settle(self) -> None:
         """Nothing stays in the air: what was started for nothing, or left by an exception, is waited for."""
-        while self._in_the_air:
-            self._in_the_air.pop(0).finish()
+        while self.in_the_air:
+            self.in_the_air.pop(0).finish()
 
 
 def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:

@@ -38,7 +38,6 @@ from shardfn._torch import (
     backward_id,
     call_parameters,
     dispatch_modes,
-    grad_dtypes_of,
     has_gradient_hooks,
     in_selective_checkpoint,
     in_transform,
@@ -201,8 +200,9 @@ class Session:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
         written = next(filter(None, [self._free(unit) for unit in list(self._live)]), None)
         self._started.clear()
-        with out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
-            self.runtime.settle()
+        if self.runtime.in_the_air:
+            with out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
+                self.runtime.settle()
         if self.runtime.host is not None:
             self.runtime.host.settle()
         if written is not None:
@@ -456,7 +456,7 @@ class Session:
         nodes: Sequence[Any],
     ) -> Sequence[Tensor | None] | None:
         """The gradients of leaves, when autograd itself needs them; None when they are reduced, or held back, later."""
-        dtypes = grad_dtypes_of(leaves)
+        dtypes = [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]
         if self.scale_of_gradients is not None:
             scale = self.scale_of_gradients(event.unit)
             pending = [None if grad is None else grad * scale for grad in pending]
@@ -506,7 +506,8 @@ class Session:
         self.went_back, UNPACKED.session = True, None
         for unit in [unit for unit in self._live if not self._depth.get(unit)]:
             self._free(unit)  # which the backward has read by itself
-        self.runtime.settle()
+        if self.runtime.in_the_air:
+            self.runtime.settle()
         while self._regathered:
             self._release_oldest()
 
