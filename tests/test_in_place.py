@@ -525,13 +525,13 @@ def test_buffers_of_a_loss_that_computes_in_place_and_by_copies(mesh: DeviceMesh
         return total + sf.apply(model, p, x).sum()
 
     model = Counts().double()
-    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(0.01), loss_fn=loss)
-    for calls in (3, 6):
+    trainer = sf.Trainer(model, mesh, optimizer=sf.optim.sgd(0.01), loss_fn=loss, accumulate=3)
+    for calls in (9, 18):
         trainer.step(_own_rows()[0])
         assert model.count == calls
     trainer(_own_rows()[0])
-    assert model.count == 7
-    assert trainer.params.buffers["count"] == 7
+    assert model.count == 19
+    assert trainer.params.buffers["count"] == 19
 
 
 @every_kind

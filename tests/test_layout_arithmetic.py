@@ -17,6 +17,7 @@ from shardfn.core.layout import (
     local_slice,
     to_leaves,
 )
+from shardfn.core.ownership import runs
 
 
 def assert_arithmetic(case: Case) -> None:
@@ -104,3 +105,9 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
     cleared = torch.ones(4, 4)
     clear_padding_(layout.leaves[0], cleared, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
     assert cleared.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_runs_of_a_dim_with_padding_inside() -> None:
+    """Three of four stored elements, twice: they are no neighbours in the rank's part."""
+    assert list(runs((2, 3), [(0, 2), (0, 4)])) == [(0, 3, 0), (3, 3, 4)]
+    assert list(runs((2, 3), [(0, 2), (0, 3)])) == [(0, 6, 0)]
