@@ -1,11 +1,12 @@
-"""What forwards do between the parts of ranks, by rules or as a run without data found it. Layer 4.
+"""What forwards do between the parts of ranks, by rules or as a run without data found it. Layer 3.
 
 Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `traced_axes.py`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import or_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,7 +39,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What a run without data added to the derivation, see [Note: varying and invariant].
+    """What runs without data add to the derivation, see [Note: varying and invariant].
+
+    One run goes by what those before it have added, and adds to an empty record what it finds, by `|`.
 
     `vary`: parameters, and inputs and outputs of modules, that need a `pvary`, with the axis; `gather`: column-parallel
     modules whose output is gathered because it leaves `apply`. `sums`: which leaf of which module's output is a sum
@@ -53,22 +56,26 @@ class Adjustments:
     the axis of each dim ("" for none); None when no dim explains the size.
     """
 
-    vary: frozenset[tuple[str, str]] = frozenset()
-    gather: frozenset[str] = frozenset()
-    sums: frozenset[tuple[str, int, str]] = frozenset()
-    ready: frozenset[tuple[str, str]] = frozenset()
-    shared: frozenset[tuple[int, str]] = frozenset()
-    kept: frozenset[tuple[int, str, int]] = frozenset()
-    joined: frozenset[tuple[int, str, int]] = frozenset()
-    inputs: frozenset[Step] = frozenset()
-    outputs: frozenset[Step] = frozenset()
-    scattered: frozenset[tuple[str, str, int]] = frozenset()
-    in_shares: frozenset[str] = frozenset()
-    may_scatter: frozenset[tuple[str, str, int]] = frozenset()
-    whole: frozenset[str] = frozenset()
-    entries: frozenset[str] = frozenset()
-    several: frozenset[str] = frozenset()
-    splits: frozenset[tuple[str, int, tuple[str, ...] | None]] = frozenset()
+    vary: Set[tuple[str, str]] = frozenset()
+    gather: Set[str] = frozenset()
+    sums: Set[tuple[str, int, str]] = frozenset()
+    ready: Set[tuple[str, str]] = frozenset()
+    shared: Set[tuple[int, str]] = frozenset()
+    kept: Set[tuple[int, str, int]] = frozenset()
+    joined: Set[tuple[int, str, int]] = frozenset()
+    inputs: Set[Step] = frozenset()
+    outputs: Set[Step] = frozenset()
+    scattered: Set[tuple[str, str, int]] = frozenset()
+    in_shares: Set[str] = frozenset()
+    may_scatter: Set[tuple[str, str, int]] = frozenset()
+    whole: Set[str] = frozenset()
+    entries: Set[str] = frozenset()
+    several: Set[str] = frozenset()
+    splits: Set[tuple[str, int, tuple[str, ...] | None]] = frozenset()
+
+    def __or__(self, more: "Adjustments") -> "Adjustments":
+        """All of both."""
+        return Adjustments(*map(or_, vars(self).values(), vars(more).values()))
 
     def axes_of(self, source: str) -> list[str]:
         """The axes over which a source needs a `pvary`."""

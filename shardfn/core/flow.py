@@ -1,7 +1,7 @@
 """Which steps `Policy.acts` needs where, found by a run without data; see [Note: steps] in sequence.py. Layer 4."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardfn.core.sequence import Around, boundaries, is_split, stepping
 from shardfn.core.spec import parse
 from shardfn.core.traced_axes import TracedAxes
 
+_OF_A_CALL = ("inputs", "outputs", "scattered", "in_shares", "may_scatter")  # what is decided anew in each
 _LISTS = {class_name(nn.ModuleList), class_name(nn.ModuleDict)}  # which are not called
 
 
@@ -75,9 +76,7 @@ class Flow:
     def begin(self) -> None:
         """Another call begins: those before it filled caches, and what they decided is not for this one."""
         self._decided.clear()
-        found = self._variance.findings
-        for steps in (found.inputs, found.outputs, found.scattered, found.in_shares, found.may_scatter):
-            steps.clear()
+        self._variance.found = replace(self._variance.found, **dict.fromkeys(_OF_A_CALL, frozenset[Any]()))
 
     def around(self) -> dict[str, Around]:
         """Module path -> what finds and takes its steps."""
@@ -224,7 +223,7 @@ class Flow:
         """Note what a second run may try."""
         source = (self._variance.tag(x).source or "").removeprefix("module ")
         if source.rpartition(".")[0] == path and source in self._linears:
-            self._variance.findings.may_scatter.add((source, axis, dim))
+            self._variance.found |= Adjustments(may_scatter={(source, axis, dim)})
 
     def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
         """Over which dim the sum that a module makes is scattered, if it is."""
@@ -238,7 +237,7 @@ class Flow:
             known = [dim for dim, axes in enumerate(split) if axis in axes and x.shape[dim] % ranks == 0]
         if not known:
             return None
-        self._variance.findings.scattered.add((path, axis, known[0]))
+        self._variance.found |= Adjustments(scattered={(path, axis, known[0])})
         return known[0]
 
     def needs_whole(self, sources: Collection[str], path: str) -> None:
@@ -252,19 +251,18 @@ class Flow:
         if region is None:
             linears = {source.rpartition(".")[2] for source in sources if source in self._linears}
             alike = {rule for rule in self._rules if rule in self._linears and rule.rpartition(".")[2] in linears}
-            self._variance.findings.whole |= alike | set(sources)
+            self._variance.found |= Adjustments(whole=alike | set(sources))
             return
         same = self._structure(region)  # it will be found in each layer alike
         alike = {rule for rule in self._rules if self._structure(rule) == same}
         child = self._child(region, path)
         inside = {f"{rule}{child}" for rule in alike}
-        found = self._variance.findings
         if not child and self._several and region in self._beside and not alike <= self._adjust.several:
-            found.several |= alike
+            self._variance.found |= Adjustments(several=alike)
         elif new := inside - self._adjust.entries or alike - self._adjust.entries:
-            found.entries |= new
+            self._variance.found |= Adjustments(entries=new)
         else:
-            found.whole |= set(sources)
+            self._variance.found |= Adjustments(whole=set(sources))
 
     def _child(self, region: str, path: str) -> str:
         """The outermost module within that of an entry that leads to a path, and is called itself: no mere list."""
@@ -287,12 +285,12 @@ class Flow:
 
     def _has_news(self) -> bool:
         """Whether another run has more to leave whole than this one."""
-        found, known = self._variance.findings, self._adjust
+        found, known = self._variance.found, self._adjust
         return not (found.entries <= known.entries and found.whole <= known.whole and found.several <= known.several)
 
     def failed(self, path: str) -> bool:
         """The forward of a module failed; whether another run may do better."""
-        if self._rules and (any(self._decided.values()) or self._variance.findings.scattered):
+        if self._rules and (any(self._decided.values()) or self._variance.found.scattered):
             self.needs_whole([self._last], path)
             self.needs_whole(self._rules, path)  # if that was known
         return self._has_news()
@@ -306,10 +304,10 @@ class Flow:
                 "both; take the module out of acts, or call another one"
             )
             self._not_both(path)
-        (self._variance.findings.inputs if side == "inputs" else self._variance.findings.outputs).update(own)
+        self._variance.found |= Adjustments(inputs=own) if side == "inputs" else Adjustments(outputs=own)
         for step in steps:
             if step.how == "join" and side == "inputs" and self._only_linears(path):
-                self._variance.findings.in_shares.add(path)
+                self._variance.found |= Adjustments(in_shares={path})
 
     def _not_both(self, path: str) -> None:
         """Note what makes the calls of a module alike: whole outputs of what they come from, then whole inputs."""
@@ -318,8 +316,7 @@ class Flow:
             self.needs_whole(sources, path)
         elif not self._has_news():
             more = sources - self._adjust.whole
-            self._variance.findings.whole |= more or {path}
-            self._variance.findings.entries |= set() if more else {path}
+            self._variance.found |= Adjustments(whole=more) if more else Adjustments(whole={path}, entries={path})
 
     def _only_linears(self, path: str) -> bool:
         children = [other for other in self._split if other.rpartition(".")[0] == path]

@@ -17,7 +17,7 @@ second run tries less: the gathered input varies (backward: a reduce-scatter), a
 scattered where it is made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from math import prod
 from typing import Any
 
@@ -62,7 +62,7 @@ def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
 def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
     """Module path -> what takes the steps that a run without data found."""
 
-    def at(path: str, steps: frozenset[Step]) -> Decision:
+    def at(path: str, steps: Set[Step]) -> Decision:
         own = sorted(step for step in steps if step.path == path)
         return lambda leaves: own
 

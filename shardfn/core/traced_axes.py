@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.core.compute_axes import ComputeAxes
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.paired import local_of
 from shardfn.core.engine.tags import BY_ACTS
 from shardfn.core.engine.variance import Variance
@@ -50,7 +50,7 @@ class TracedAxes(ComputeAxes):
         if self._part(x, axis) is None:
             self._not_ready.setdefault((reader, axis), []).append(x)
             return self.vary(x, axis)
-        self._variance.findings.ready.add((reader, axis))
+        self._variance.found |= Adjustments(ready={(reader, axis)})
         return x
 
     def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
@@ -61,7 +61,7 @@ class TracedAxes(ComputeAxes):
             if part is None:
                 self._not_ready.setdefault((path, axis), []).append(x)
             elif part.kind == "same":
-                self._variance.findings.ready.add((path, axis))
+                self._variance.found |= Adjustments(ready={(path, axis)})
             else:  # a sum, maybe, that the next run has added up
                 self._variance.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
             return self._taken(x, axis, wanted, ready or part is not None)
@@ -72,7 +72,7 @@ class TracedAxes(ComputeAxes):
     def agree(self) -> None:
         """The run ends: all calls of a module get inputs that were varied before, or none does."""
         for (path, axis), inputs in self._not_ready.items():
-            for x in inputs if (path, axis) in self._variance.findings.ready else ():
+            for x in inputs if (path, axis) in self._variance.found.ready else ():
                 self._variance.require_varied(x, axis, path)
 
     def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str, dim: int | None) -> Any:

@@ -7,7 +7,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -39,7 +39,7 @@ from shardfn.core.engine.leaving import check_kept, check_outputs, same_values
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import Decision, Paired, Size, World
 from shardfn.core.engine.reached import Reached
-from shardfn.core.engine.tags import Findings, Problem, Tag
+from shardfn.core.engine.tags import Problem, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.flow import Flow
@@ -153,7 +153,7 @@ class Trial:
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
         self.names = owned_names(model, plan_)
         self.bytes_moved = 0
-        self._more: dict[str, frozenset[Any]] | None = None  # what a further run may try
+        self._more: dict[str, Set[Any]] | None = None  # what a further run may try
         self._reached = Reached(model, calls)
         self.reads = Reads()
         self._watch: Watch | None = None
@@ -275,21 +275,22 @@ class Trial:
                 raise first from first.__cause__  # it says more
 
     def _settled(self, adjust: Adjustments) -> Adjustments:
-        while (grown := _grown(adjust, found := self._run(adjust))) is not None:
+        while (grown := _grown(adjust, (run := self._run(adjust)).found)) is not None:
             self._several_tried |= grown.several != adjust.several
             adjust = grown
-        if not found.mixed and not found.vary:
+        found, problems = run.found, run.problems
+        if not problems and not found.vary:
             ended = self._ended(adjust, found)
             if self._decided:
                 self._require_values_of_a_rank(adjust, ended)
             if found.in_shares or found.may_scatter:
-                self._more = {name: frozenset(getattr(found, name)) for name in ("in_shares", "may_scatter")}
+                self._more = {"in_shares": found.in_shares, "may_scatter": found.may_scatter}
             return ended
-        for source, axis in sorted(found.vary if not found.mixed else ()):
+        for source, axis in sorted(found.vary if not problems else ()):
             what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
-            found.mixed.append(Problem(what, "gradient"))
-        failure = self._unserved(found.mixed)
-        pending = all(problem.kind in ("sums", "backward") for problem in found.mixed)  # whatever else varies
+            problems.append(Problem(what, "gradient"))
+        failure = self._unserved(problems)
+        pending = all(problem.kind in ("sums", "backward") for problem in problems)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
             if path != source and not shared_parts(self.plan, path, axis):
@@ -301,9 +302,9 @@ class Trial:
         listed = "\n".join(f"  {kind}" for kind in kinds)
         return Unserved(f"apply: {header(self.plan, problems)}\n{listed}", Failure(tuple(dict.fromkeys(problems))))
 
-    def _ended(self, adjust: Adjustments, found: Findings) -> Adjustments:
+    def _ended(self, adjust: Adjustments, found: Adjustments) -> Adjustments:
         """The same with what the last run found that is about itself."""
-        ends = {name: frozenset(getattr(found, name)) for name in _ENDS}
+        ends = {name: getattr(found, name) for name in _ENDS}
         drops = self._drops if any(tag.parts for *_, tag in self._drops) else []
         splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
         return replace(adjust, **ends, splits=splits)
@@ -352,12 +353,12 @@ class Trial:
             if self.plan.axes[axis] % parts == 0
         )
 
-    def _run(self, adjust: Adjustments) -> Findings:
-        """One forward, and what it found."""
+    def _run(self, adjust: Adjustments) -> Variance:
+        """One forward, which has found what is missing."""
         variance = self._variance("both")
         kept = self._left(adjust, variance)
         if kept is None:
-            return variance.findings
+            return variance
         output, *others = kept
         check_backwards(variance, output)
         check_outputs(variance, output, kept_by_acts(self.plan))
@@ -365,7 +366,7 @@ class Trial:
             check_kept(variance, values)
         self._axes.agree()
         self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
-        return variance.findings
+        return variance
 
     def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:
         """Check that a rank, which goes other ways than one process, makes the same values of what it has.
@@ -536,7 +537,7 @@ def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
 
 
-def _grown(adjust: Adjustments, found: Findings) -> Adjustments | None:
+def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
     """What the next run goes by; None when this one has found nothing new."""
     for name in _GROWS:
         known = getattr(adjust, name)
@@ -595,7 +596,7 @@ def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above:
             for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
-                        variance.findings.sums.add((path, at, axis))
+                        variance.found |= Adjustments(sums={(path, at, axis)})
             apart = not variance.tag(out).parts and acts_on_gradient(out) if isinstance(out, Tensor) else False
             return axes.note_source(out, f"module {path}") if owns or apart else out
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import pytree
+from shardfn.core.compute_axes import Adjustments
 from shardfn.core.engine.blanks import tensors_in
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import Size, local_of, of_world, whole_of
@@ -31,7 +32,7 @@ def check_kept(variance: Variance, values: Any) -> None:
                     f"a value of shape {shape} that ranks of '{axis}' use in shares is kept, "
                     "where its gradient would be a part of a sum: return it, or detach it"
                 )
-                variance.findings.mixed.append(Problem(what, "gradient"))
+                variance.problems.append(Problem(what, "gradient"))
 
 
 def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
@@ -44,7 +45,7 @@ def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -
                 direct = isinstance(leaf, Tensor) and not inner
                 if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
                     if tag.source is None and tag.whole_shape(shape, variance.sizes) == expected:
-                        variance.findings.joined.add((at, axis, part.dim))
+                        variance.found |= Adjustments(joined={(at, axis, part.dim)})
                         continue
                 _check_output(variance, tag, axis, part, at if direct else None, shape, kept)
 
@@ -56,7 +57,7 @@ def _check_numbers(variance: Variance, values: Any) -> None:
             if type(size) is Size:
                 rank, one = size.node.rank, size.node.one
                 what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
-                variance.findings.mixed.append(Problem(what, "sizes"))
+                variance.problems.append(Problem(what, "sizes"))
 
 
 def same_values(mine: tuple[Numbers, Any], other: tuple[Numbers, Any]) -> bool:
@@ -86,28 +87,27 @@ def _is_even_part(tag: Tag, axis: str) -> bool:
 def _check_output(
     variance: Variance, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
 ) -> None:
-    found = variance.findings
     asked = bool(tag.split_by) and tag.split_by <= set(kept)
     if asked and part.alone and at is not None:
-        found.kept.add((at, axis, part.dim))
+        variance.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
         modules = ", ".join(sorted(tag.split_by))
         what = (
             f"{modules}: Policy.acts leaves its output split over '{axis}', and what is made of it within the model "
             f"is not the same as of the whole output ({part.why or part.kind})"
         )
-        found.mixed.append(Problem(what, "acts", tag.split_by))
+        variance.problems.append(Problem(what, "acts", tag.split_by))
     elif tag.by_acts and part.alone and at is not None:
-        found.joined.add((at, axis, part.dim))
+        variance.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
-        found.whole |= tag.by_acts
+        variance.found |= Adjustments(whole=tag.by_acts)
     elif part.kind == "same" and at is not None:
-        found.shared.add((at, axis))
+        variance.found |= Adjustments(shared={(at, axis)})
     elif tag.split_by:
-        found.gather |= tag.split_by
+        variance.found |= Adjustments(gather=tag.split_by)
     else:
         why = f": {part.why}" if part.why else ""
         why += f" (in {part.where!r})" if part.where else ""
         kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
         what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
-        found.mixed.append(Problem(what, kind, at=part.where or ""))
+        variance.problems.append(Problem(what, kind, at=part.where or ""))

@@ -1,8 +1,8 @@
-"""What a run without data knows of a tensor, and what it has found. Layer 3."""
+"""What a run without data knows of a tensor, and what it cannot go on with. Layer 3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from shardfn.core.parts import Part
 
@@ -66,26 +66,3 @@ class Stuck:
 
     name: str
     inputs: tuple[tuple[tuple[int, ...], Tag], ...]
-
-
-@dataclass
-class Findings:
-    """What a run without data found: which collectives are missing, and what none can mend."""
-
-    vary: set[tuple[str, str]] = field(default_factory=set)  # (source, axis)
-    mixed: list[Problem] = field(default_factory=list)  # problems that no single source explains
-    gather: set[str] = field(default_factory=set)  # column-parallel modules whose output leaves `apply`
-    sums: set[tuple[str, int, str]] = field(default_factory=set)  # (module, leaf of its output, axis) still to add up
-    ready: set[tuple[str, str]] = field(default_factory=set)  # (module, axis): its input has been varied before
-    shared: set[tuple[int, str]] = field(default_factory=set)  # (leaf of the output, axis): the same, used in shares
-    kept: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): stays split
-    joined: set[tuple[int, str, int]] = field(default_factory=set)  # (leaf of the output, axis, dim): is gathered
-    # of activations that `Policy.acts` splits, see `Adjustments`
-    inputs: set[Any] = field(default_factory=set)
-    outputs: set[Any] = field(default_factory=set)
-    scattered: set[tuple[str, str, int]] = field(default_factory=set)
-    in_shares: set[str] = field(default_factory=set)
-    may_scatter: set[tuple[str, str, int]] = field(default_factory=set)
-    whole: set[str] = field(default_factory=set)
-    entries: set[str] = field(default_factory=set)
-    several: set[str] = field(default_factory=set)

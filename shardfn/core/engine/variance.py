@@ -36,6 +36,7 @@ from shardfn._torch import (
     users_backward,
 )
 from shardfn.core.collectives import Moved, watching
+from shardfn.core.compute_axes import Adjustments
 from shardfn.core.engine import padding
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import (
@@ -54,7 +55,7 @@ from shardfn.core.engine.paired import (
     tensors_by_local,
     whole_of,
 )
-from shardfn.core.engine.tags import Findings, Kind, Problem, Stuck, Tag
+from shardfn.core.engine.tags import Kind, Problem, Stuck, Tag
 from shardfn.core.engine.values import EMPTY, Values, leaves_of, tensors_of
 from shardfn.core.operations import MOVES, Operation, is_stored, made_here, parts_after
 from shardfn.core.parts import SAME, Cure, Part, Shape, after_collective, even
@@ -122,7 +123,7 @@ class Variance(TorchDispatchMode):
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
         self._seen = WeakIdKeyDictionary()  # how many there were when its tag was made
         self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
-        self.findings = Findings()
+        self.found, self.problems = Adjustments(), list[Problem]()  # what is missing, and what nothing can mend
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
         self.stuck: Stuck | None = None
         self.losses: list[Problem] = []  # where parts were lost, in order
@@ -343,7 +344,7 @@ class Variance(TorchDispatchMode):
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
         what = f"in {path or '(the model)'!r}: {why}{where}"
-        self.findings.mixed.append(Problem(what, kind, known.split_by, here))
+        self.problems.append(Problem(what, kind, known.split_by, here))
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -635,7 +636,7 @@ class Variance(TorchDispatchMode):
 
     def _vary(self, shared: Tag, axis: str, why: str) -> None:
         """Have a value varied where it is made; that it is not, is refused where this is not known."""
-        self.findings.vary.update((source, axis) for source in shared.sources)
+        self.found |= Adjustments(vary={(source, axis) for source in shared.sources})
         if not shared.sources:
             self.refuse(why, "gradient")
 
