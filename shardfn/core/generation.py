@@ -7,14 +7,14 @@ compute; a cache that goes from one call to the next keeps what they put into it
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardfn._torch import pytree
 from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, is_cache
-from shardfn.core.engine.blanks import snapshot
+from shardfn.core.engine.values import snapshot, tensors_in
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import submodule, unwrapped
 
@@ -114,12 +114,4 @@ _FILLED = object()
 
 def filled(cache: Any) -> bool:
     """Whether a cache holds keys and values."""
-    return any(x.is_floating_point() and x.numel() for x in _tensors(cache, 4))
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            yield from _tensors(dict(vars(leaf)), depth - 1)
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4, of_caches=True))

@@ -30,16 +30,15 @@ from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
-from shardfn.core.engine.backwards import acts_on_gradient, check_backwards
 from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, has_attribute, own_forward
-from shardfn.core.engine.blanks import to_meta
 from shardfn.core.engine.functions import Functions
 from shardfn.core.engine.guards import Place, Reads, Watch
-from shardfn.core.engine.leaving import check_kept, check_outputs, same_values
+from shardfn.core.engine.leaving import acts_on_gradient, check_backwards, check_kept, check_outputs, same_values
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import Decision, Paired, Size, World
 from shardfn.core.engine.reached import Reached
 from shardfn.core.engine.tags import Problem, Tag
+from shardfn.core.engine.values import to_meta
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.flow import Flow

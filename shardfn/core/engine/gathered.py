@@ -1,4 +1,6 @@
-"""One bucket of one gather: its bytes, the state that they are in, and what autograd keeps of them. Layer 3.
+"""What autograd keeps instead of what was gathered: of a bucket, and of an activation. Layer 3.
+
+A `Gathered` is one bucket of one gather: its bytes, and the state that they are in.
 
     IN_FLIGHT       the gather has begun, or there is nothing to send
     WHOLE           the forward computes with the leaves, which lie in one storage
@@ -9,6 +11,10 @@
 
 A bucket whose storage is not freed stays `WHOLE`; that its weights are read again is none of its business then. What
 comes next is the session's, which calls in here; only what autograd calls (`_unpack`) calls out.
+
+An `Activation` is gathered over a compute axis: with `acts={"layers.*": "b s@tp c"}` linears read inputs that were
+gathered along the sequence, and autograd saves them for the gradients of weights. It saves this rank's piece instead,
+and the first one that is asked for in the backward gathers again, for all that the forward saved of it.
 """
 
 import threading
@@ -37,11 +43,9 @@ from shardfn._torch import (
     wraps,
 )
 from shardfn.core.buckets import BucketOnGrid, Flight
-from shardfn.core.engine.activations import Activation, PackedActivation
 from shardfn.core.engine.compiled import untraced
-from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Event
-from shardfn.core.engine.runtime import Runtime
+from shardfn.core.engine.runtime import Neighbours, Runtime
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
 
@@ -186,6 +190,57 @@ class Gathered:
         self._flat = self._flight = None
         if self.state in (State.AGAIN, State.WHOLE_AGAIN):
             self.state = State.FREED
+
+
+class PackedActivation(NamedTuple):
+    """A saved view of a gathered activation, without its storage."""
+
+    activation: "Activation"
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Activation:
+    """One gathered activation."""
+
+    def __init__(self, own: Tensor, whole: Tensor, again: Callable[[Tensor], Tensor]) -> None:
+        """`again` gathers `own`, which is what was gathered as `whole`."""
+        self._own, self._own_version = own.detach(), version_of(own)  # they count changes together
+        self._first, self._version, self._dtype = weakref.ref(whole), version_of(whole), whole.dtype
+        self._again = again
+        self._saved = self._waiting = 0  # views that were saved, and that the backward under way has not asked for
+        self._whole: Tensor | None = None
+        self._changed = False
+
+    def pack(self, saved: Tensor) -> PackedActivation | None:
+        """What autograd keeps of a view; None when that is not a view of what was gathered, as it was."""
+        if saved.dtype != self._dtype or saved.is_neg() or saved.is_conj() or version_of(saved) != self._version:
+            return None
+        self._saved += 1
+        return PackedActivation(self, saved.shape, saved.stride(), int(saved.storage_offset()))
+
+    def end(self) -> None:
+        """The module that reads it has ended."""
+        first = self._first()
+        self._changed = first is not None and version_of(first) != self._version
+
+    def view(self, packed: PackedActivation) -> Tensor:
+        """The saved view."""
+        if self._changed or version_of(self._own) != self._own_version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                f"activation of shape {list(packed.shape)} that is split by Policy.acts. Write a new tensor."
+            )
+        if self._whole is None:
+            with torch.no_grad():
+                self._whole = self._again(self._own)
+            self._waiting = self._saved
+        whole = self._whole
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._whole = None
+        return whole.as_strided(packed.shape, packed.stride, packed.offset)
 
 
 class Uncopied(NamedTuple):

@@ -1,4 +1,11 @@
-"""What has to be done with the parts that leave a forward, by its outputs or in its modules. Layer 3."""
+"""How a run without data ends: parts that leave it, by outputs or in modules; what users' backwards get. Layer 3.
+
+[Note: backwards of users]
+Where ranks use a shared value in shares, the gradient of each is a part of a sum, which is added up where the value
+comes from. What torch's own operations do with it on the way there is linear, so that the sum is the same. The backward
+of an `autograd.Function` may be anything. So it runs without data, on a gradient that is a pending sum, by the rules
+that forwards follow: a clamp of it is lost.
+"""
 
 from collections.abc import Collection, Iterator
 from numbers import Number
@@ -7,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import pytree
+from shardfn._torch import blank_gradients, has_hooks, outside_dispatch, pytree, ran_backward, users_backward
+from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments
-from shardfn.core.engine.blanks import tensors_in
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import Size, local_of, of_world, whole_of
 from shardfn.core.engine.tags import Problem, Tag
+from shardfn.core.engine.values import tensors_in, tensors_of
 from shardfn.core.engine.variance import Variance
-from shardfn.core.parts import Part
+from shardfn.core.parts import SUM, Part
 
+_AXIS = ""  # any
 _PLAIN = (Number, str, range, torch.dtype)
 
 
@@ -111,3 +120,37 @@ def _check_output(
         kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
         what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
         variance.problems.append(Problem(what, kind, at=part.where or ""))
+
+
+def check_backwards(variance: Variance, output: Any) -> None:
+    """Note what users' backwards make of parts of gradients; the forward has ended, see [Note: backwards of users]."""
+    variance.note_backwards(tensors_of(pytree.tree_leaves(output)))
+    for x, path in variance.with_backwards.values():
+        axes = ", ".join(axis for axis, part in variance.tag(x).parts.items() if part.in_shares)
+        if why := why_not_linear(x):
+            with variance.inside(path):
+                variance.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
+
+
+def acts_on_gradient(x: Tensor) -> bool:
+    """Whether something of the user's is given the gradient of x that may not be given a part of it."""
+    return has_hooks(x) or bool(why_not_linear(x))
+
+
+def why_not_linear(x: Tensor) -> str:
+    """Why what a user wrote may not be given parts of the gradient of x; empty when it may, or there is nothing."""
+    function = users_backward(x)
+    if function is None:
+        return ""
+    name, run = function.__qualname__, Variance({_AXIS: 2}, "rank")
+    grads = blank_gradients(x)
+    for grad in grads:
+        run.mark(grad, Tag({_AXIS: SUM}))
+    try:
+        with outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
+            found = tensors_of(ran_backward(x, grads))
+    except Exception as error:
+        return f"the backward of {name} cannot be run without data ({error})"
+    parts = [run.tag(grad).parts.get(_AXIS) for grad in found if not run.is_zero(grad)]
+    why = next((part.why if part is not None else "it adds numbers to it" for part in parts if part != SUM), None)
+    return "" if why is None else f"the backward of {name} is not linear in it ({why})"

@@ -1,24 +1,59 @@
 """What all calls of a plan on a grid share: memory, learnt order, what is in the air. Layer 3.
 
 A plan is plain data, and `Plan.home` keeps one of these for each grid that it runs on.
+
+[Note: neighbours]
+With `Policy(regather=n)` a gathered unit stays between forward and backward, split over n neighbouring ranks.
+
+    after the forward     every rank keeps the n-th part of what it gathered     no collective
+    for the backward      one all-gather over the n ranks, into its place
+
+The ranks of one machine are neighbours on the mesh, so that the second gather need not leave it.
 """
 
 from collections.abc import Hashable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shardfn._torch import backward_id, simulated
+from shardfn._torch import all_gather_single, backward_id, group_of, simulated
 from shardfn.core.buckets import BucketOnGrid, Flight
 from shardfn.core.collectives import Steps
 from shardfn.core.engine.gradients import Accumulation
-from shardfn.core.engine.neighbours import Neighbours
 from shardfn.core.engine.order import Order
-from shardfn.core.engine.placed import placed_specs
+from shardfn.core.engine.weights import placed_specs
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import host_of
 from shardfn.core.plan import Plan
-from shardfn.core.pool import BufferPool, NoBuffers
+from shardfn.core.pool import BufferPool, Buffers, NoBuffers
+
+
+class Neighbours:
+    """The n ranks around this one along a data axis, which hold the same gathered weights; see [Note: neighbours]."""
+
+    def __init__(self, grid: Grid, axis: str, count: int) -> None:
+        """Every rank of the mesh makes its own at the same point: the process group is new."""
+        own = dist.get_process_group_ranks(grid.groups[axis])
+        first = grid.coords[axis] // count * count
+        self.count, self.index = count, grid.coords[axis] - first
+        self.group = group_of(own[first : first + count])
+
+    def part_of(self, whole: Tensor, buffers: Buffers) -> Tensor:
+        """This rank's part [part] of a flat tensor; the last one is filled up."""
+        size = -(-whole.numel() // self.count)
+        start = min(self.index * size, whole.numel())
+        mine = whole[start : start + size]
+        part = buffers.tensor(size, whole.dtype)
+        part[: mine.numel()].copy_(mine)
+        return part
+
+    def gather_steps(self, part: Tensor, buffers: Buffers) -> Steps:
+        """The parts of all, [count * part], as they lay in the flat tensor."""
+        whole = buffers.tensor(self.count * part.numel(), part.dtype)
+        yield [all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=self.group, async_op=True)]
+        return [whole]
 
 
 class Runtime:

@@ -53,8 +53,7 @@ from shardfn._torch import (
 )
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
 from shardfn.core.dropout import Masks
-from shardfn.core.engine.activations import Activation
-from shardfn.core.engine.gathered import UNPACKED, Gathered, Uncopied, saved_hooks
+from shardfn.core.engine.gathered import UNPACKED, Activation, Gathered, Uncopied, saved_hooks
 from shardfn.core.engine.gradients import (
     Accumulation,
     Gradients,
@@ -66,9 +65,9 @@ from shardfn.core.engine.gradients import (
     with_held_back,
 )
 from shardfn.core.engine.order import Event
-from shardfn.core.engine.placed import AsPlaced
 from shardfn.core.engine.remat import Borrowed
 from shardfn.core.engine.runtime import runtime_of
+from shardfn.core.engine.weights import AsPlaced
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid

@@ -1,15 +1,21 @@
-"""The values of small integer and boolean tensors, and of what is made of them alone, in a run without data. Layer 3.
+"""What a run without data computes with: blanks in the places of tensors, and values where they are known. Layer 3.
+
+[Note: known values]
+Of small integer and boolean tensors, and of what is made of them alone, the values are known.
 
 Forwards ask masks and positions for values ("does any sample have padding?") and go one way or the other. These are
 made of sizes and of integer inputs, which is cheap to do for real beside the meta tensors; what depends on weights is
 not.
 """
 
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import (
@@ -23,6 +29,7 @@ from shardfn._torch import (
     version_of,
     without_writing,
 )
+from shardfn.core.engine.binding import is_cache
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -184,3 +191,57 @@ def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
         return False
     sizes = [n for n in leaves_of(args) if isinstance(n, int) and not isinstance(n, bool)]
     return prod(max(n, 1) for n in sizes) <= _LARGEST
+
+
+def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tensor]:
+    """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable):
+            if of_caches or not is_cache(leaf):
+                yield from tensors_in(dict(vars(leaf)), depth - 1, of_caches)
+
+
+def to_meta(tree: Any, values: Values | None = None) -> Any:
+    """A tree with every tensor on the meta device, without data; gradients are asked for as before.
+
+    Integers and booleans are noted in `values`. Caches, which a forward fills, are copied; two that are one stay one.
+    """
+    caches: dict[int, Any] = {}
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _blank(leaf, values)
+        return _copied(leaf, lambda x: _blank(x, values), caches) if is_cache(leaf) else leaf
+
+    return pytree.tree_map(move, tree)
+
+
+def _blank(x: Tensor, values: Values | None) -> Tensor:
+    # Not `empty_like`, whose result would belong to the transform that `x` belongs to.
+    blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if values is not None and not x.is_meta and holds_data(x):
+        values.note(blank, x)
+    return blank.requires_grad_(x.requires_grad)
+
+
+def snapshot(cache: Any) -> Any:
+    """A cache as it is now, for a later run without data: its integers, which are lengths, keep their values."""
+    return _copied(cache, lambda x: _blank(x, None) if x.is_floating_point() else x.clone(), {})
+
+
+def _copied(value: Any, of_tensor: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
+    with _Copying(of_tensor):
+        return deepcopy(value, known)
+
+
+class _Copying(TorchFunctionMode):
+    """Within it `deepcopy` makes something else of every tensor."""
+
+    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._of_tensor = of_tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
