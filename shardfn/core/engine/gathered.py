@@ -10,7 +10,7 @@ A `Gathered` is one bucket of one gather: its bytes, and the state that they are
     (FREED)         the gradients of the bucket are here, or too many units are whole: a later view gathers again
 
 A bucket whose storage is not freed stays `WHOLE`; that its weights are read again is none of its business then. What
-comes next is the session's, which calls in here; only what autograd calls (`_unpack`) calls out.
+comes next is the session's, which calls in here; only what autograd calls (`unpack`) calls out.
 
 An `Activation` is gathered over a compute axis: with `acts={"layers.*": "b s@tp c"}` linears read inputs that were
 gathered along the sequence, and autograd saves them for the gradients of weights. It saves this rank's piece instead,
@@ -64,9 +64,7 @@ class View(NamedTuple):
     """What autograd keeps of a view of a gathered storage, without the storage."""
 
     gathered: "Gathered"
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    strided: tuple[torch.Size, tuple[int, ...], int]  # shape, stride, offset
     spec: DTensorSpec | None  # of the DTensor whose local part it is
 
 
@@ -92,7 +90,7 @@ class Gathered:
         self.frees = event.unit in runtime.frees and spot.moves
         self.state, self._flight = State.IN_FLIGHT, flight
         self._neighbours: Neighbours | None = runtime.neighbours.get(event.unit)
-        self._shards = shards
+        self._shards, self._dtype = shards, spot.bucket.dtype
         sources: Mapping[str, Tensor] | None = session.sources  # what leaves were made of, whose owner may change it
         made_of = map(sources.__getitem__, spot.bucket.leaves) if sources else leaves
         # What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter.
@@ -101,6 +99,7 @@ class Gathered:
         self._flat: Tensor | None = None
         self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
+        self.first = self.end = 0  # addresses of the storage
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather: the whole leaves."""
@@ -112,8 +111,11 @@ class Gathered:
     def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Remember where the whole leaves lie: they will be freed."""
         self._begins = dict(zip(map(_offset_of, wholes), versions, strict=True))
+        storage = wholes[0].untyped_storage()
+        if type(wholes[0]) is Tensor:
+            self.first = storage.data_ptr()
+            self.end = self.first + storage.nbytes()
         if self._neighbours is not None and torch.is_grad_enabled():
-            storage = wholes[0].untyped_storage()
             blank: Any = wholes[0].detach().new_empty(0)
             self._flat = blank.set_(storage, 0, (storage.nbytes() // wholes[0].element_size(),))
 
@@ -123,18 +125,19 @@ class Gathered:
             self._kept = self._neighbours.part_of(self._flat, self.spot.buffers)
         self._flat, self.state = None, State.FREED
 
-    def pack(self, saved: Tensor, part: Tensor) -> View | Tensor:
-        """What autograd keeps instead of a view of the gathered storage; a view in another dtype it keeps as it is.
+    def pack(self, saved: Tensor, part: Tensor) -> View | None:
+        """What autograd keeps instead of a view of the gathered storage; None when it keeps that as it is.
 
         `part` is the view: what is saved, or the local part of it.
         """
-        if part.dtype != self.spot.bucket.dtype or part.is_neg() or part.is_conj():
-            return saved
+        if part.dtype != self._dtype or (self._dtype.is_complex and (part.is_neg() or part.is_conj())):
+            return None
         offset = int(part.storage_offset())
         spec = spec_of(saved) if isinstance(saved, DTensor) else None
         if spec is not None or version_of_saved(saved) != self._begins.get(offset):
             self._require_unwritten(saved, offset)
-        return _VIEW(View, (self, part.shape, part.stride(), offset, spec))
+        strided = part.shape, part.stride(), offset
+        return _VIEW(View, (self, self._runtime.strided.setdefault(strided, strided), spec))
 
     def _require_unwritten(self, saved: Tensor, begins: int) -> None:
         """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
@@ -182,7 +185,7 @@ class Gathered:
     def view(self, of: View) -> Tensor:
         """A view that autograd kept, once the bucket is whole again."""
         assert self._flat is not None
-        part = self._flat.as_strided(of.shape, of.stride, of.offset)
+        part = self._flat.as_strided(*of.strided)
         return part if of.spec is None else wrap_local(part, of.spec)
 
     def release(self) -> None:
@@ -262,12 +265,6 @@ class _OfWeight(NamedTuple):
     tensor: Tensor
     counters: list[Tensor]
     versions: list[int]
-    session: Any
-
-
-# Any other saved tensor, detached: with its node it would be a cycle through C++, and live for ever; its version, since
-# autograd does not look at versions where there are hooks; and the session, which a checkpoint needs to compute again.
-_Saved = tuple[Tensor, int, Any]
 
 
 class _Unpacked(threading.local):
@@ -277,29 +274,6 @@ class _Unpacked(threading.local):
 
 
 UNPACKED = _Unpacked()
-
-
-def _unpack(packed: Any) -> Tensor:
-    kind = type(packed)
-    if kind is tuple:
-        tensor, version, session = packed
-        if version_of_saved(tensor) != version:
-            raise _changed("a tensor", tensor)
-        UNPACKED.session = session.ref
-        return tensor
-    if kind is _OfWeight:
-        UNPACKED.session = packed.session.ref
-        if versions_of(packed.counters) != packed.versions:
-            raise _changed("a weight", packed.tensor)
-        return packed.tensor
-    if kind is PackedActivation:
-        return packed.activation.view(packed)
-    if kind is not View:
-        return packed
-    UNPACKED.session = packed.gathered.session.ref
-    if packed.gathered.state is not State.WHOLE_AGAIN:
-        packed.gathered.session.wake(packed.gathered)
-    return packed.gathered.view(packed)
 
 
 def _changed(what: str, tensor: Tensor) -> RuntimeError:
@@ -320,35 +294,69 @@ def saved_hooks(
     """Hooks around a forward of a session that gathers these, by their storages, see `Session.hooks`.
 
     A view of a storage that is freed becomes a description, and one of a weight that is the shard itself is kept with
-    what counts its changes; everything else is kept detached, with its version.
+    what counts its changes; everything else is kept detached, and its version beside it.
     """
-    of_storage = by_storage.get
+    freed, versions = by_storage.values(), dict[int, int]()  # by identity, of what is kept
+
+    def as_it_is(saved: Tensor) -> Tensor:
+        versions.pop(id(saved), None)  # of what was there before it
+        return saved
 
     def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
-        if saved.layout is not torch.strided:
-            return saved
-        part = saved if type(saved) is Tensor else unwrap_local(saved)
-        if type(part) is Tensor:
-            try:
-                key = part.untyped_storage().data_ptr()
-            except RuntimeError:  # of a transform that the forward itself has begun: it has no storage
-                return saved
-        elif wraps(part):
-            return with_local(saved, part)  # a new DTensor, detached as `_Saved` is
-        else:
+        if type(saved) is not Tensor or activations or uncopied:
+            return pack_other(saved)
+        try:
+            at = saved.data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse, or of a transform that the forward itself has begun
+            return as_it_is(saved)
+        for gathered in freed:
+            if gathered.first <= at < gathered.end:
+                return gathered.pack(saved, saved) or as_it_is(saved)
+        return as_it_is(saved) if pure else detached(saved)
+
+    def pack_other(saved: Tensor) -> Any:
+        """The same of any tensor, in any forward."""
+        part = unwrap_local(saved)
+        if type(part) is not Tensor and wraps(part):
+            return as_it_is(with_local(saved, part))  # a new DTensor, detached as those below are
+        try:
             key = storage_key(part)
-        gathered = of_storage(key)
-        if gathered is not None:
-            return gathered.pack(saved, part)
+        except (RuntimeError, NotImplementedError):
+            return as_it_is(saved)
+        if (gathered := by_storage.get(key)) is not None:
+            return gathered.pack(saved, part) or as_it_is(saved)
         if key in activations and (packed := activations[key].pack(saved)) is not None:
             return packed
         if pure:
-            return saved
+            return as_it_is(saved)
         if key in uncopied and (counters := _counters_of(part, uncopied[key])):
-            detached = saved.detach()
-            return _OfWeight(detached, [detached, *counters], versions_of([saved, *counters]), session)
-        return saved.detach(), version_of_saved(saved), session
+            kept = saved.detach()
+            return _OfWeight(kept, [kept, *counters], versions_of([saved, *counters]))
+        return detached(saved)
+
+    def detached(saved: Tensor) -> Tensor:
+        made = saved.detach()  # together with its node it would be a cycle through C++, and live for ever
+        versions[id(made)] = version_of_saved(saved)  # autograd does not look at versions where there are hooks
+        return made
+
+    def unpack(packed: Any) -> Tensor:
+        kind = type(packed)
+        if kind is PackedActivation:
+            return packed.activation.view(packed)
+        UNPACKED.session = session.ref  # which what is kept keeps alive, too: a checkpoint computes again in it
+        if kind is View:
+            if packed.gathered.state is not State.WHOLE_AGAIN:
+                session.wake(packed.gathered)
+            return packed.gathered.view(packed)
+        if kind is _OfWeight:
+            if versions_of(packed.counters) != packed.versions:
+                raise _changed("a weight", packed.tensor)
+            return packed.tensor
+        version = versions.get(id(packed))
+        if version is not None and version_of_saved(packed) != version:
+            raise _changed("a tensor", packed)
+        return packed
 
     if traced:
-        return saved_tensors_hooks(untraced(pack), untraced(_unpack))
-    return saved_tensors_hooks(pack, _unpack)
+        return saved_tensors_hooks(untraced(pack), untraced(unpack))
+    return saved_tensors_hooks(pack, unpack)

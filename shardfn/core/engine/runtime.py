@@ -81,6 +81,7 @@ class Runtime:
         }
         self.placed = placed_specs(plan, grid)  # parameters that modules use as DTensors
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
+        self.strided: dict[Any, Any] = {}  # shapes, strides and offsets of views that autograd saves, once each
         self.in_the_air: list[Flight] = []
         self.accumulations: list[Accumulation] = []
         self.models: dict[int, Any] = {}  # what `apply` keeps of the models that it ran, by identity

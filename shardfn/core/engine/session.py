@@ -272,8 +272,7 @@ class Session:
         first = wholes[0]
         if gathered.frees and first.untyped_storage().nbytes():
             gathered.note(wholes, versions)
-            key = first.untyped_storage().data_ptr() if type(first) is Tensor else storage_key(first)
-            self._by_storage[key] = gathered
+            self._by_storage[gathered.first or storage_key(first)] = gathered
         return dict(zip(bucket.leaves, wholes, strict=True))
 
     def _note_uncopied(self, names: Sequence[str], leaves: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
