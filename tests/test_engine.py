@@ -805,6 +805,7 @@ def test_a_forward_without_a_backward_leaves_nothing(mesh: DeviceMesh, chosen: s
 
 
 # What a warm step may do; see "What a step looks up" in docs/design.md. These may only fall.
+OBJECTS = 1  # a unit, between forward and backward
 CALLS, SWITCHES, MEMORY = 390, 212, 5  # a few less, depending on which buffers are free in time
 
 
@@ -838,6 +839,25 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
                 sys.setprofile(None)
     switches = sum(a != b for a, b in pairwise(files))
     assert len(files) <= CALLS and switches <= SWITCHES and len(made) <= MEMORY, (len(files), switches, len(made))
+
+
+@on_meshes({"fsdp": 2})
+def test_a_forward_keeps_few_objects_for_its_backward(mesh: DeviceMesh) -> None:
+    """Python's collector follows each until the backward: of a saved tensor, that alone."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+    params = sf.shard(model, mesh, sf.Policy(units=["*"]))
+    kept: list[float] = []
+
+    def loss(p: sf.Params, x: Tensor) -> Tensor:
+        gc.collect()
+        before = len(gc.get_objects())
+        out = sf.apply(model, p, x)
+        kept.append((len(gc.get_objects()) - before) / len(model))
+        return out.square().sum()
+
+    for _ in range(4):
+        sf.value_and_grad(loss)(params, torch.randn(4, 8))
+    assert kept[-1] <= OBJECTS, kept
 
 
 @on_meshes({"fsdp": 2})

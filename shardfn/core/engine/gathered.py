@@ -130,7 +130,7 @@ class Gathered:
 
         `part` is the view: what is saved, or the local part of it.
         """
-        if part.dtype != self._dtype or (self._dtype.is_complex and (part.is_neg() or part.is_conj())):
+        if part.dtype != self._dtype or part.is_neg() or part.is_conj():
             return None
         offset = int(part.storage_offset())
         spec = spec_of(saved) if isinstance(saved, DTensor) else None
