@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import (
-    all_gather_single,
-    chunk_cat,
-    copy_each,
-    foreach,
-    receive_from,
-    send_to,
-    tensor_over,
-)
+from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, receive_from, send_to, tensor_over
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid

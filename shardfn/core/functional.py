@@ -1,14 +1,13 @@
 """The verbs: `shard`, `gather`, `reduce_grads`, `reshard`. Layer 3.
 
-Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`.
+Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`, the values
+that `shard` begins with in `initialize`.
 """
 
-import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardfn._torch import (
-    in_transform,
-    innermost_value,
-    materialized,
-    part_of_rank,
-    unwrap_local,
-    values_of,
-    wrap_local,
-)
-from shardfn.core.agreement import VALUES, agree, require_success
+from shardfn._torch import in_transform, innermost_value, materialized, unwrap_local, wrap_local
 from shardfn.core.buckets import (
     BucketOnGrid,
     GatherBucket,
@@ -38,25 +28,16 @@ from shardfn.core.buckets import (
     new_buffers,
 )
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.initialize import initialized
-from shardfn.core.layout import (
-    Layout,
-    Leaf,
-    compute_view_shape,
-    from_compute_view,
-    from_leaves,
-    local_slice,
-    to_leaves,
-)
+from shardfn.core.initialize import NewTree, shard_own
+from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice
 from shardfn.core.mapped import has_members, members_of, stacked
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import first_match
-from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
+from shardfn.core.plan import Bucket, Plan, decide, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
 from shardfn.core.tree import Params
 from shardfn.core.underway import is_differentiated, note_tree
-from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
 
@@ -135,301 +116,6 @@ def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 def _is_idle(leaf: Tensor) -> bool:
     leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
     return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
-
-
-def shard_own(
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    *,
-    init: Callable[[Any], Any] | None = None,
-    src: int | None = None,
-    alike: bool = False,
-    later: bool = False,
-) -> Params:
-    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
-
-    With `later`, what is on the meta device stays there, as shards that are filled some other time.
-    """
-    given = _Given(model, init, src)
-    made, places, seed = _agreed(given, mesh, policy, later, lambda _: given.facts(alike))
-    tree = _Unwrapped(made, mesh, places, empty_shards(made, places), {})
-    for layout, full in _full_tensors(given, tree, seed):
-        if full.is_meta:
-            tree.shards |= {leaf.name: tree.shards[leaf.name].to("meta") for leaf in layout.leaves}
-        else:
-            tree.cut(layout, full)
-        del full  # the next tensor is not made before this one is gone
-    return tree.wrapped()
-
-
-@dataclass
-class _Unwrapped:
-    """This rank's part of a tree in the making: plain tensors, which are filled one by one."""
-
-    plan: Plan
-    mesh: DeviceMesh
-    places: Grid
-    shards: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-    def cut(self, layout: Layout, full: Tensor) -> None:
-        """Fill this rank's part of every leaf of a full tensor."""
-
-        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
-            return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
-
-        for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
-            self.shards[leaf.name].copy_(part)
-
-    def wrapped(self) -> Params:
-        """The tree."""
-        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
-        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
-        return Params(leaves, self.plan, self.mesh, self.buffers)
-
-
-class _Given(NamedTuple):
-    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`."""
-
-    model: nn.Module | Mapping[str, Tensor]
-    init: Callable[[Any], Any] | None
-    src: int | None
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        if isinstance(self.model, nn.Module):
-            return dict(self.model.named_parameters(remove_duplicate=False))
-        return dict(self.model)
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        return dict(self.model.named_buffers(remove_duplicate=False)) if isinstance(self.model, nn.Module) else {}
-
-    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
-        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
-        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in self.buffers.items()]
-        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
-        if alike and self.src is None:
-            for name, x in {**self.tensors, **self.buffers}.items():
-                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
-                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
-        return lines
-
-
-def _agreed(
-    given: _Given,
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    later: bool,
-    facts: Callable[[Plan], list[str]],
-    verb: str = "shard",
-) -> tuple[Plan, Grid, int]:
-    """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
-    made: Plan | Exception
-    lines: list[str] = []
-    try:
-        made = _checked_plan(given, mesh, policy, later)
-        lines = facts(made)
-    except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    seed = agree(mesh, made, lines, verb)
-    assert isinstance(made, Plan)
-    return made, grid(mesh, made.roles.storage), seed
-
-
-class Source(Protocol):
-    """Where values come from, part by part."""
-
-    partial: bool  # whether the tree has the parameters that it has, and nothing else
-
-    def open(self, made: Plan) -> list[str]:
-        """Get ready for a plan; lines that must be the same on all ranks. Raises what is wrong, before any exchange."""
-        ...
-
-    def held(self) -> Container[str]:
-        """The first names of the parameters and buffers that it has."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it needed to read."""
-        ...
-
-    def fill(
-        self, layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int], out: Tensor
-    ) -> None:
-        """Put what the rank at `coords` has of a leaf into a contiguous tensor."""
-        ...
-
-    def buffer(self, name: str, like: Tensor) -> Tensor:
-        """A whole buffer."""
-        ...
-
-
-def shard_from(
-    source: Source,
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    init: Callable[[Any], Any] | None,
-    verb: str,
-) -> Params:
-    """`shard` with the values of a source; those that a whole one does not have are the model's, or made by `init`.
-
-    Raises:
-        ShardError: on every rank, when one of them cannot go on; `verb` is the function to name.
-    """
-    given = _Given(model, init, None)
-
-    def facts(made: Plan) -> list[str]:
-        return [*source.open(made), *given.facts(not source.partial, source.held())]
-
-    made, places, seed = _agreed(given, mesh, policy, True, facts, verb)
-    tree, problem = _Unwrapped(made, mesh, places, {}, {}), None
-    try:
-        tree.shards = empty_shards(made, places, _dtypes_held(source, made) if source.partial else None)
-        _fill(tree, source, given, seed)
-    except Exception as error:
-        problem = error
-    finally:
-        source.close()
-    require_success(mesh, problem, verb)
-    return tree.wrapped()
-
-
-def _dtypes_held(source: Source, made: Plan) -> dict[str, torch.dtype]:
-    held = source.held()
-    return {name: layout.dtype for name, (layout, _) in made.leaves.items() if layout.name in held}
-
-
-def _fill(tree: _Unwrapped, source: Source, given: _Given, seed: int) -> None:
-    held = source.held()
-    for layout in tree.plan.layouts.values():
-        for leaf in layout.leaves if layout.name in held else ():
-            _fill_leaf(source, layout, leaf, tree.places, tree.shards[leaf.name])
-    if source.partial:
-        return
-    for layout, full in _full_tensors(given, tree, seed, held):
-        tree.cut(layout, full)
-        del full
-    firsts: dict[int, Tensor] = {}
-    for name, buffer in given.buffers.items():
-        if name in held:
-            firsts[id(buffer)] = source.buffer(name, buffer).to(tree.places.device)
-        if id(buffer) in firsts:
-            tree.buffers[name] = firsts[id(buffer)]
-
-
-def _fill_leaf(source: Source, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
-    if not places.pure and local.is_contiguous():
-        source.fill(layout, leaf, places.sizes, places.coords, local)
-        return
-
-    def filled(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
-        part = torch.empty(leaf.local_shape(places.sizes, coords), dtype=layout.dtype, device=places.device)
-        source.fill(layout, leaf, places.sizes, coords, part)
-        return [part]
-
-    local.copy_(per_rank(places, filled, [])[0])
-
-
-def _checked_plan(given: _Given, mesh: DeviceMesh, policy: Policy | Plan, later: bool) -> Plan:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
-    made = plan(given.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
-    if isinstance(policy, Plan):
-        if made != policy:
-            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
-        made = policy
-    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
-        raise ShardError(
-            f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
-            f"{mesh.device_type}"
-        )
-    ranks = mesh.mesh.flatten().tolist()
-    if given.src is not None and given.src not in ranks:
-        raise ShardError(f"shard: src={given.src} is not a rank of the mesh, which has {ranks}")
-    if not later:
-        _require_values(given, made)
-    return made
-
-
-def _require_values(given: _Given, made: Plan) -> None:
-    tensors, src = given.tensors, given.src
-    named = {**{name: tensors[name] for name in made.layouts}, **given.buffers}
-    meta = [name for name, x in named.items() if x.is_meta]
-    if not meta or (src is not None and dist.get_rank() != src):
-        return
-    if src is not None:
-        raise ShardError(
-            f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
-            "or drop src"
-        )
-    if given.init is None:
-        raise ShardError(
-            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
-            "to fill them. Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
-        )
-    if not isinstance(given.model, nn.Module):
-        raise ShardError(
-            f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
-        )
-
-
-def _sampled(tensor: Tensor) -> str:
-    """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
-    found = []
-    for values in values_of(tensor.detach()):
-        flat = values.reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
-        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
-    if len(set(found)) > 1:
-        raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
-    return found[0]
-
-
-def _full_tensors(
-    given: _Given, tree: _Unwrapped, seed: int, held: Container[str] = ()
-) -> Iterator[tuple[Layout, Tensor]]:
-    """Every parameter that is not `held`, whole, one at a time; fills the buffers of `tree` on the way."""
-    (model, init, src), places, layouts = given, tree.places, tree.plan.layouts
-    named, buffers = given.tensors, given.buffers
-    done: set[str] = set()
-    if init is not None and isinstance(model, nn.Module) and src is None:
-        for name, full in initialized(model, init, seed, places.device, buffers, held):
-            if name not in held:
-                done.add(name)
-                yield layouts[name], full
-            del full
-    for layout in layouts.values():
-        if layout.name not in done and layout.name not in held:
-            value = named[layout.name]
-            if isinstance(value, DTensor) and not value.is_meta:
-                value = whole(value)
-            yield layout, _from_src(value, src, places)
-            del value
-    for name, buffer in buffers.items():
-        own = _from_src(buffer, src, places)
-        tree.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
-
-
-def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
-    """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
-    if src is None or not places.exchanges:
-        return part_of_rank(tensor.detach(), src or 0)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
-    if dist.get_rank() == src:
-        full.copy_(tensor.detach())
-    origin = places.coords_of(src)
-    data = full.view(-1).view(torch.uint8)
-    for i, axis in enumerate(places.sizes):
-        later = list(places.sizes)[i + 1 :]
-        if data.numel() and all(places.coords[other] == origin[other] for other in later):
-            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
-    return full
 
 
 def gather(
@@ -882,7 +568,7 @@ def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
     dtypes = {
         leaf.name: tree[layout.leaves[0].name].dtype for layout in held for leaf in made.layouts[layout.name].leaves
     }
-    moved = _Unwrapped(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
+    moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
     changed: list[Layout] = []
     for layout in held:
         if stays and layout.stored_as(made.layouts[layout.name]):

@@ -1,18 +1,234 @@
-"""Filling meta tensors one module at a time, with values that do not depend on the mesh. Layer 3."""
+"""The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors. Layer 3.
+
+Filled by `init`, they do not depend on the mesh. Those in files come from `weights`.
+"""
 
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn._torch import part_of_rank, values_of, wrap_local
+from shardfn.core.agreement import VALUES, agree
+from shardfn.core.buckets import empty_shards, leaf_spec
 from shardfn.core.errors import ShardError
+from shardfn.core.layout import Layout, local_slice, to_leaves
+from shardfn.core.mesh import Grid, grid, per_rank
+from shardfn.core.plan import Plan, plan
+from shardfn.core.policy import Policy
 from shardfn.core.shadow import shallow_copy
+from shardfn.core.tree import Params
+from shardfn.core.whole import whole
 
 
-def initialized(
+def shard_own(
+    model: nn.Module | Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    *,
+    init: Callable[[Any], Any] | None = None,
+    src: int | None = None,
+    alike: bool = False,
+    later: bool = False,
+) -> Params:
+    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
+
+    With `later`, what is on the meta device stays there, as shards that are filled some other time.
+    """
+    origin = Origin(model, init, src)
+    made, places, seed = agreed_plan(origin, mesh, policy, later, lambda _: origin.facts(alike))
+    tree = NewTree(made, mesh, places, empty_shards(made, places), {})
+    tree.fill(origin, seed)
+    return tree.wrapped()
+
+
+@dataclass
+class NewTree:
+    """This rank's part of a tree in the making: plain tensors, which are filled one by one."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    places: Grid
+    shards: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    def fill(self, origin: "Origin", seed: int, held: Container[str] = ()) -> None:
+        """Fill what is not `held`, by first names, one whole tensor at a time; what is on the meta device stays so."""
+        for layout, full in self._full_tensors(origin, seed, held):
+            if full.is_meta:
+                self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
+            else:
+                self.cut(layout, full)
+            del full  # the next tensor is not made before this one is gone
+
+    def _full_tensors(self, origin: "Origin", seed: int, held: Container[str]) -> Iterator[tuple[Layout, Tensor]]:
+        """Every parameter that is not `held`, whole, one at a time; fills the buffers on the way."""
+        (model, init, src), places, layouts = origin, self.places, self.plan.layouts
+        named, buffers = origin.tensors, origin.buffers
+        done: set[str] = set()
+        if init is not None and isinstance(model, nn.Module) and src is None:
+            for name, full in _initialized(model, init, seed, places.device, buffers, held):
+                if name not in held:
+                    done.add(name)
+                    yield layouts[name], full
+                del full
+        for layout in layouts.values():
+            if layout.name not in done and layout.name not in held:
+                value = named[layout.name]
+                if isinstance(value, DTensor) and not value.is_meta:
+                    value = whole(value)
+                yield layout, _from_src(value, src, places)
+                del value
+        for name, buffer in buffers.items():
+            own = _from_src(buffer, src, places)
+            self.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
+
+    def cut(self, layout: Layout, full: Tensor) -> None:
+        """Fill this rank's part of every leaf of a full tensor."""
+
+        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
+            return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
+
+        for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
+            self.shards[leaf.name].copy_(part)
+
+    def wrapped(self) -> Params:
+        """The tree."""
+        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
+        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
+        return Params(leaves, self.plan, self.mesh, self.buffers)
+
+
+class Origin(NamedTuple):
+    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`."""
+
+    model: nn.Module | Mapping[str, Tensor]
+    init: Callable[[Any], Any] | None
+    src: int | None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By every name of each."""
+        if isinstance(self.model, nn.Module):
+            return dict(self.model.named_parameters(remove_duplicate=False))
+        return dict(self.model)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """By every name of each."""
+        return dict(self.model.named_buffers(remove_duplicate=False)) if isinstance(self.model, nn.Module) else {}
+
+    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
+        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
+        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in self.buffers.items()]
+        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
+        if alike and self.src is None:
+            for name, x in {**self.tensors, **self.buffers}.items():
+                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
+                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
+        return lines
+
+
+def agreed_plan(
+    origin: Origin,
+    mesh: DeviceMesh,
+    policy: Policy | Plan,
+    later: bool,
+    facts: Callable[[Plan], list[str]],
+    verb: str = "shard",
+) -> tuple[Plan, Grid, int]:
+    """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
+    made: Plan | Exception
+    lines: list[str] = []
+    try:
+        made = _checked_plan(origin, mesh, policy, later)
+        lines = facts(made)
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        made = error
+    seed = agree(mesh, made, lines, verb)
+    assert isinstance(made, Plan)
+    return made, grid(mesh, made.roles.storage), seed
+
+
+def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, later: bool) -> Plan:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
+    made = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
+    if isinstance(policy, Plan):
+        if made != policy:
+            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
+        made = policy
+    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
+        raise ShardError(
+            f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
+            f"{mesh.device_type}"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if origin.src is not None and origin.src not in ranks:
+        raise ShardError(f"shard: src={origin.src} is not a rank of the mesh, which has {ranks}")
+    if not later:
+        _require_values(origin, made)
+    return made
+
+
+def _require_values(origin: Origin, made: Plan) -> None:
+    tensors, src = origin.tensors, origin.src
+    named = {**{name: tensors[name] for name in made.layouts}, **origin.buffers}
+    meta = [name for name, x in named.items() if x.is_meta]
+    if not meta or (src is not None and dist.get_rank() != src):
+        return
+    if src is not None:
+        raise ShardError(
+            f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
+            "or drop src"
+        )
+    if origin.init is None:
+        raise ShardError(
+            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
+            "to fill them. Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
+        )
+    if not isinstance(origin.model, nn.Module):
+        raise ShardError(
+            f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
+        )
+
+
+def _sampled(tensor: Tensor) -> str:
+    """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
+    found = []
+    for values in values_of(tensor.detach()):
+        flat = values.reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
+        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
+    if len(set(found)) > 1:
+        raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
+    return found[0]
+
+
+def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
+    """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
+    if src is None or not places.exchanges:
+        return part_of_rank(tensor.detach(), src or 0)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
+    if dist.get_rank() == src:
+        full.copy_(tensor.detach())
+    origin = places.coords_of(src)
+    data = full.view(-1).view(torch.uint8)
+    for i, axis in enumerate(places.sizes):
+        later = list(places.sizes)[i + 1 :]
+        if data.numel() and all(places.coords[other] == origin[other] for other in later):
+            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
+    return full
+
+
+def _initialized(
     model: nn.Module,
     init: Callable[[Any], Any],
     seed: int,
