@@ -520,46 +520,29 @@ def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     return _InGraph.apply(x.view_as(x), kind, mesh, axis, dims)
 
 
-class _OfFactor(torch.autograd.Function):
-    """A function of a tensor and a number."""
+class _Weighed(torch.autograd.Function):
+    """x times `now`. Its cotangent is multiplied by `then`, the cotangent of that by `now` again, and so on.
+
+    With `now` of 1 the identity for which losses count otherwise; see [Note: cotangents of trees] in buckets.py.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
+    def forward(x: Tensor, now: float, then: float) -> Tensor:
+        return x.view_as(x) if now == 1 else x * now
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.factor = inputs[1]
-
-
-class _Weighed(_OfFactor):
-    """The identity, whose cotangent is multiplied by a number; see [Note: cotangents of trees] in buckets.py."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.view_as(x)
+        ctx.now, ctx.then = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Scaled.apply(grads[0], ctx.factor), None
+        return _Weighed.apply(grads[0], ctx.then, ctx.now), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].view_as(tangents[0])
-
-
-class _Scaled(_OfFactor):
-    """Multiplied by a number, with the cotangent as it is: the transpose of `_Weighed`."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], ctx.factor), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0] * ctx.factor
+        return _Weighed.forward(tangents[0], ctx.now, ctx.then)
 
 
 def weighed(x: Tensor, factor: float) -> Tensor:
@@ -570,7 +553,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, factor)
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
 
 
 class _OfRank(_Weighed):
@@ -578,7 +561,7 @@ class _OfRank(_Weighed):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], ctx.factor), None
+        return _Weighed.apply(grads[0], 1, ctx.then), None, None
 
 
 def of_rank(x: Any, factor: float) -> Any:
@@ -591,7 +574,7 @@ def of_rank(x: Any, factor: float) -> Any:
     >>> slope.item(), torch.autograd.grad(slope, x)[0].item()
     (12.0, 6.0)
     """
-    return _OfRank.apply(x, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
+    return _OfRank.apply(x, 1, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
 
 
 class Moved(NamedTuple):
@@ -663,17 +646,7 @@ class RankIndex(int):
         made.axes = frozenset(axes)
         return made
 
-    def __bool__(self) -> bool:
-        raise _no_branch()
-
     __hash__ = int.__hash__
-
-
-def _no_branch() -> ShardError:
-    return ShardError(
-        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
-        "torch.where(torch.tensor(index) == 0, a, b)"
-    )
 
 
 def _follows(name: str) -> Callable[..., Any]:
@@ -685,8 +658,11 @@ def _follows(name: str) -> Callable[..., Any]:
     return operation
 
 
-def _refuses(self: RankIndex, other: object) -> bool:
-    raise _no_branch()
+def _refuses(self: RankIndex, *others: object) -> bool:
+    raise ShardError(
+        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
+        "torch.where(torch.tensor(index) == 0, a, b)"
+    )
 
 
 def _loses(self: RankIndex, *others: object) -> float:
@@ -697,7 +673,7 @@ def _loses(self: RankIndex, *others: object) -> float:
 
 for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pos and rand or ror xor rxor".split():
     setattr(RankIndex, f"__{_name}__", _follows(f"__{_name}__"))
-for _name in "eq ne lt le gt ge".split():
+for _name in "bool eq ne lt le gt ge".split():
     setattr(RankIndex, f"__{_name}__", _refuses)
 for _name in "truediv rtruediv pow rpow float divmod rdivmod lshift rlshift rshift rrshift abs invert round".split():
     setattr(RankIndex, f"__{_name}__", _loses)

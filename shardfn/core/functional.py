@@ -36,6 +36,7 @@ from shardfn.core.pattern import first_match
 from shardfn.core.plan import Bucket, Plan, decide, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
+from shardfn.core.storage import portions
 from shardfn.core.tree import Params
 from shardfn.core.underway import is_differentiated, note_tree
 
@@ -183,7 +184,7 @@ def _gathered(
     tree: Params, layouts: Sequence[Layout], places: Grid, limit: int = _MAX_BUCKET_BYTES
 ) -> Iterator[tuple[Layout, list[Tensor]]]:
     """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
-    for group in _groups(layouts, tree, limit):
+    for group in portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
         names = [leaf.name for layout in group for leaf in layout.leaves]
         wholes = dict(zip(names, _gather_whole(tree, names, places), strict=True))
         yield from ((layout, [wholes[leaf.name] for leaf in layout.leaves]) for layout in group)
@@ -277,21 +278,6 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
                 f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ..."
             )
     return [x for x, names in zip(held, named, strict=True) if first_match(wanted, names) is not None]
-
-
-def _groups(layouts: Sequence[Layout], tree: Params, limit: int) -> Iterator[list[Layout]]:
-    """Runs of parameters whose full size stays under `limit` bytes (at least one each)."""
-    run: list[Layout] = []
-    size = 0
-    for layout in layouts:
-        nbytes = layout.numel * tree[layout.leaves[0].name].element_size()
-        if run and size + nbytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(layout)
-        size += nbytes
-    if run:
-        yield run
 
 
 def _require_params(verb: str, tree: object) -> Params:

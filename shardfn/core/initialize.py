@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, values_of, wrap_local
-from shardfn.core.agreement import VALUES, agree
+from shardfn.core.agreement import VALUES, agree, digest
 from shardfn.core.buckets import empty_shards, leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout, local_slice, to_leaves
@@ -252,7 +252,7 @@ def _initialized(
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
-            filled = _filled(module, path, init, _module_seed(seed, path), device)
+            filled = _filled(module, path, init, digest([f"{seed}:{path}"]), device)
             for name, buffer in tuple(buffers.items()):
                 buffers[name] = filled.get(id(buffer), buffer)  # under all of its names
             for tensor in module.parameters(recurse=False):
@@ -305,10 +305,6 @@ def _run(init: Callable[[Any], Any], module: nn.Module, path: str, seed: int, de
         except Exception as error:
             error.add_note(f"in init of {path or '(the model)'!r}, a {type(module).__name__}")
             raise
-
-
-def _module_seed(seed: int, path: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "little")
 
 
 def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:

@@ -79,6 +79,4 @@ def stored_on(policy: Policy, device: torch.device) -> torch.device:
     return device if host is None else host.buffers.device
 
 
-@cache
-def _host(device: torch.device) -> Host:
-    return Host(device)
+_host = cache(Host)

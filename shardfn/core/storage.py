@@ -13,16 +13,18 @@ Flat tensors over a run do not own the memory, which may be several pieces that 
 long as they are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, count, pairwise, repeat
 from math import prod
 from operator import add, attrgetter, is_not, lt, mul, ne, not_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardfn._torch import tensor_over
+
+Item = TypeVar("Item")
 
 _GAP = 64  # bytes
 _dtype_of = attrgetter("dtype")
@@ -122,6 +124,25 @@ def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[T
     placed = dict(zip(order, parts, strict=True))
     filled, hollow = iter(placed[i] for i in range(len(full))), iter(results[len(runs) :])
     return [next(filled if numel else hollow) for numel in numels]
+
+
+def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """The items in order, in lists whose sizes add up to at most `limit`; one that is larger is alone.
+
+    >>> from shardfn.core.storage import portions
+    >>> list(portions([3, 4, 9, 1], int, limit=8))
+    [[3, 4], [9], [1]]
+    """
+    found: list[Item] = []
+    total = 0
+    for item in items:
+        if found and total + size(item) > limit:
+            yield found
+            found, total = [], 0
+        found.append(item)
+        total += size(item)
+    if found:
+        yield found
 
 
 def _find_runs(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> list[tuple[int, int]]:

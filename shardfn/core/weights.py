@@ -24,12 +24,11 @@ from shardfn.core.functional import gather
 from shardfn.core.initialize import NewTree, Origin, agreed_plan
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import Grid, grid, per_rank
-from shardfn.core.ownership import Box, local_boxes, without_padding
+from shardfn.core.ownership import Box, blocks, local_boxes, narrowed, without_padding
 from shardfn.core.pattern import first_match, matches
-from shardfn.core.pieces import Patchwork, Piece, blocks
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.stored_names import Model, Names
+from shardfn.core.stored_names import Model, Names, Patchwork, Piece
 from shardfn.core.tensor_files import (
     BLOCK_BYTES,
     AnyPath,
@@ -231,13 +230,13 @@ class _Files:
         if sum(_numel(local) for _, local in boxes) < out.numel():
             out.zero_()
         for box, local in boxes:
-            place = _narrowed(out, local)
+            place = narrowed(out, local)
             for piece in made_of.pieces:
                 part = piece.within(box)
                 if part is not None:
-                    inside = tuple((at - s, n) for at, n, (s, _) in zip(part.at, part.size, box, strict=True))
-                    target = part.as_in_source(_narrowed(place, inside))
-                    self._files.read(part.source, part.source_box, target)
+                    inside = tuple((at - start, n) for (at, n), (start, _) in zip(part.here, box, strict=True))
+                    target = part.as_in_source(narrowed(place, inside))
+                    self._files.read(part.source, part.there, target)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
@@ -247,10 +246,6 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _numel(box: Box) -> int:
     return torch.Size([n for _, n in box]).numel()
-
-
-def _narrowed(x: Tensor, box: Box) -> Tensor:
-    return x[tuple(slice(start, start + n) for start, n in box)]
 
 
 def _named(model: Model) -> Mapping[str, Tensor]:
@@ -457,8 +452,7 @@ class _Export:
     def write(self, names: Sequence[str], full: Tensor) -> None:
         """Write all parts of a whole tensor that are in files."""
         for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
-            part = _narrowed(full, tuple(zip(piece.at, piece.size, strict=True)))
-            self.writer.write(piece.source, piece.source_box, piece.as_in_source(part))
+            self.writer.write(piece.source, piece.there, piece.as_in_source(narrowed(full, piece.here)))
 
     def buffer(self, name: str) -> Tensor:
         """A buffer as it is written."""
@@ -489,7 +483,7 @@ class _Export:
         if me not in (owner, self._first):
             return
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
-            value = _narrowed(local, block) if me == owner else None
+            value = narrowed(local, block) if me == owner else None
             if owner != self._first:
                 data = self._parcel[: _numel(block) * dtype.itemsize]
                 parcel = data.view(dtype).view([n for _, n in block])
@@ -502,5 +496,5 @@ class _Export:
             assert target is not None and value is not None
             starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
             inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
-            place = _narrowed(target, tuple(zip(starts, inside, strict=True)))
-            place.copy_(_narrowed(value, tuple((0, n) for n in inside)))
+            place = narrowed(target, tuple(zip(starts, inside, strict=True)))
+            place.copy_(narrowed(value, tuple((0, n) for n in inside)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -12,13 +13,11 @@ from torch.autograd.graph import increment_version
 from shardfn._torch import has_no_memory, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import raise_problems
 from shardfn.core.optim import trees
-from shardfn.core.optim.base import Optimizer
-from shardfn.core.optim.options import Groups, Options, at_step, require_options
-from shardfn.core.optim.rates import Rate
+from shardfn.core.optim.base import Groups, Optimizer, Options, Rate, at_step, require_options
 from shardfn.core.optim.rules import ADAMW, LION, SGD, Rule
 from shardfn.core.optim.trees import Tree
 from shardfn.core.pattern import matches
-from shardfn.core.storage import map_runs, merged
+from shardfn.core.storage import map_runs, merged, portions
 
 _Members = list[tuple[Options, list[str]]]  # (options, names of leaves) of groups
 _CHUNK = 2**24  # elements that are widened at a time
@@ -166,7 +165,7 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
     for rows in ready.values():
         yield _transposed(rows)
     for (_, wide), rows in waiting.items():
-        for some in _chunks(rows):
+        for some in portions(chain.from_iterable(map(_pieces, rows)), lambda row: row[0].numel(), _CHUNK):
             widened = [[x.to(wide) for x in row] for row in some]
             yield _transposed(widened)
             for before, after in zip(some, widened, strict=True):
@@ -194,19 +193,6 @@ def _pieces(row: list[Tensor]) -> Iterable[list[Tensor]]:
     if row[0].numel() <= _CHUNK or not all(x.is_contiguous() for x in row):
         return [row]
     return _transposed([x.view(-1).split(_CHUNK) for x in row])
-
-
-def _chunks(rows: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    run: list[list[Tensor]] = []
-    size = 0
-    for row in (piece for whole in rows for piece in _pieces(whole)):
-        if run and size + row[0].numel() > _CHUNK:
-            yield run
-            run, size = [], 0
-        run.append(row)
-        size += row[0].numel()
-    if run:
-        yield run
 
 
 def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtype: torch.dtype | None) -> Optimizer:

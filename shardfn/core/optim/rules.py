@@ -5,7 +5,7 @@ Trees, groups, dtypes and checks are in `elementwise`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from shardfn._torch import foreach, fused
-from shardfn.core.optim.options import Options
+from shardfn.core.optim.base import Options
 from shardfn.core.optim.trees import Tree
 
+LeafUpdate: TypeAlias = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]  # (grad, param, *slots) -> (update, new slots)
+Tensors: TypeAlias = list[Tensor]
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 
 
@@ -23,7 +25,7 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 class Rule:
     """One algorithm on the leaves of one group; trees, groups, dtypes and checks are `_Elementwise`'s.
 
-    `update(options, step)` returns `leaf(grad, param, *slots) -> (update, new slots)`, where `step` counts from 1.
+    `update(options, step)` returns the update of a leaf, where `step` counts from 1.
     `step(options, step, params, grads, slots)` works in place on lists of equal dtype and device, `step` counts from 0;
     `least` is the dtype, by device type, that is wide enough for this.
     """
@@ -31,8 +33,8 @@ class Rule:
     name: str
     state: Any  # a NamedTuple class: the step counter, then one tree a slot
     slots: Callable[[Options], tuple[str, ...]]
-    update: Callable[[Options, Tensor], Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]
-    step: Callable[[Options, Tensor, list[Tensor], list[Tensor], list[list[Tensor]]], None]
+    update: Callable[[Options, Tensor], LeafUpdate]
+    step: Callable[[Options, Tensor, Tensors, Tensors, list[Tensors]], None]
     least: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -58,7 +60,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
-def _adamw_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+def _adamw_update(options: Options, step: Tensor) -> LeafUpdate:
     lr, b1, b2, eps, decay = (options[key] for key in ("lr", "b1", "b2", "eps", "weight_decay"))
     size = lr / (1 - b1**step)
     root = (1 - b2**step).sqrt()
@@ -74,9 +76,7 @@ def _adamw_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor,
     return leaf
 
 
-def _adamw_step(
-    options: Options, step: Tensor, params: list[Tensor], grads: list[Tensor], slots: list[list[Tensor]]
-) -> None:
+def _adamw_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
     mu, nu = slots
     device, lr, betas = params[0].device, options["lr"], {"beta1": options["b1"], "beta2": options["b2"]}
     common: dict[str, Any] = {"weight_decay": options["weight_decay"], "eps": options["eps"], "maximize": False}
@@ -97,7 +97,7 @@ def _is_fusable(params: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> 
     return dense and params[0].device.type in FUSED_DEVICES
 
 
-def _sgd_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+def _sgd_update(options: Options, step: Tensor) -> LeafUpdate:
     lr, factor, decay, nesterov = (options[key] for key in ("lr", "momentum", "weight_decay", "nesterov"))
 
     def leaf(grad: Tensor, param: Tensor, *slots: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -110,9 +110,7 @@ def _sgd_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor, t
     return leaf
 
 
-def _sgd_step(
-    options: Options, step: Tensor, params: list[Tensor], grads: list[Tensor], slots: list[list[Tensor]]
-) -> None:
+def _sgd_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
     fused = _is_fusable(params, slots)
     buffers: list[Tensor | None] = [*slots[0]] if slots else [None] * len(params)
     torch_sgd(
@@ -127,7 +125,7 @@ def _sgd_step(
     )
 
 
-def _lion_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+def _lion_update(options: Options, step: Tensor) -> LeafUpdate:
     lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
 
     def leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -137,9 +135,7 @@ def _lion_update(options: Options, step: Tensor) -> Callable[..., tuple[Tensor, 
     return leaf
 
 
-def _lion_step(
-    options: Options, step: Tensor, params: list[Tensor], grads: list[Tensor], slots: list[list[Tensor]]
-) -> None:
+def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
     lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
     (mu,) = slots
     direction = foreach("mul")(mu, b1)
