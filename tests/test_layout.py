@@ -32,7 +32,6 @@ LAYERS = {
     "shardfn.core.operations": 1,
     "shardfn.core.parts": 1,
     "shardfn.core.ownership": 1,
-    "shardfn.core.pool": 1,
     "shardfn.core.direct": 1,
     "shardfn.core.forward_mode": 1,
     "shardfn.core.recording": 1,

@@ -26,8 +26,7 @@ from shardfn.core.layout import Leaf, clear_padding_, local_slice
 from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host, host_of, stored_on
 from shardfn.core.plan import Bucket, Plan, Reduction
-from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.storage import split_flat
+from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers, split_flat
 
 
 def _placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str]) -> list[Placement]:
@@ -324,16 +323,14 @@ class BucketOnGrid:
         out = shards(flat)
         if kinds - {flat.dtype}:
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
-        for index in self._padded:
-            self._clear_padding_(index, out[index])
+        if self._padded:
+            per_rank(self.grid, self._clear_padding_, out)
         return out
 
-    def _clear_padding_(self, index: int, shard: Tensor) -> None:
-        def clear(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            clear_padding_(self.leaves[index], given[0], self.grid.sizes, coords)
-            return given
-
-        per_rank(self.grid, clear, [shard])
+    def _clear_padding_(self, coords: Mapping[str, int], shards: list[Tensor]) -> list[Tensor]:
+        for index in self._padded:
+            clear_padding_(self.leaves[index], shards[index], self.grid.sizes, coords)
+        return shards
 
     def new_shards(
         self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None = None

@@ -46,7 +46,7 @@ from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
-from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
+from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers
 from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
@@ -189,7 +189,7 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     backend, comes in `accumulation_dtype`.
     """
     recorded = has_no_memory()
-    if _adds_natively(parts, group):
+    if backend_of(group, parts.device) != "gloo":
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
         if recorded:
             total = scattering_sum(wide.view(-1), group)
@@ -256,7 +256,7 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return x
     target = x.detach()
     directly = direct.serves(target, group)
-    half_on_gloo = x.dtype in _HALVES and not directly and not _adds_natively(x, group)
+    half_on_gloo = x.dtype in _HALVES and not directly and backend_of(group, x.device) == "gloo"
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if directly:
         direct.sum_(wide, group.group_name)
@@ -267,11 +267,6 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if wide is not target:
         target.copy_(wide)
     return x
-
-
-def _adds_natively(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the backend that serves x scatters sums, and adds 16-bit floats, well by itself (NCCL; gloo does not)."""
-    return backend_of(group, x.device) != "gloo"
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -37,7 +37,7 @@ from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_o
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host
-from shardfn.core.pool import Buffer, Buffers, View, view_of
+from shardfn.core.storage import Buffer, Buffers, View, view_of
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
 _IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
@@ -493,9 +493,8 @@ def together(tensors: Sequence[Tensor]) -> Tensor:
 
 def apart_again(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Tensors of these shapes, which lie one after another in `flat`."""
-    sizes = [prod(shape) for shape in shapes]
-    starts = accumulate(sizes, initial=0)
-    return [flat.narrow(0, at, size).view(shape) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
+    parts = flat.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _padded(x: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

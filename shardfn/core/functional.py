@@ -376,8 +376,13 @@ def _sort_grads(
             raise ShardError(
                 f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
             )
-        whole = _checked_shape(layout, grad, owner, places)
-        parts = from_compute_view(layout, whole, plan_.gathered_axes(layout), places.sizes)
+        wanted = compute_view_shape(layout, plan_.gathered_axes(layout), places.sizes)
+        if grad.shape != wanted:
+            raise ShardError(
+                f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
+                f"whole over the data axes and split over the compute axes by '{layout.rule}': {wanted}"
+            )
+        parts = from_compute_view(layout, grad, plan_.gathered_axes(layout), places.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
 
@@ -407,17 +412,6 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
         + ". Write g.sum(0) for the mean over samples, and divide by their number"
         * (Partial("avg") in grad.placements)
     )
-
-
-def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) -> Tensor:
-    wanted = compute_view_shape(layout, owner.plan.gathered_axes(layout), places.sizes)
-    if grad.shape != wanted:
-        raise ShardError(
-            f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
-            "whole over the "
-            f"data axes and split over the compute axes by '{layout.rule}': {wanted}"
-        )
-    return grad
 
 
 def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
@@ -459,18 +453,13 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         to, mesh = tree.plan.policy, to
     target_mesh = mesh if mesh is not None else tree.mesh
     made = _target_plan(tree, to, target_mesh)
-    if target_mesh is not tree.mesh:
-        _require_same_ranks(tree.mesh, target_mesh)
+    old, new = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, target_mesh))
+    if old != new:
+        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
     asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
     return (_resharded if asks else _moved)(tree, made, target_mesh)
-
-
-def _require_same_ranks(mesh: DeviceMesh, target: DeviceMesh) -> None:
-    old, new = (sorted(each.mesh.flatten().tolist()) for each in (mesh, target))
-    if old != new:
-        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
 
 
 def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:

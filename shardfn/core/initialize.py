@@ -266,21 +266,17 @@ def _filled(
     module: nn.Module, path: str, init: Callable[[Any], Any], seed: int, device: torch.device
 ) -> dict[int, Tensor]:
     """id of a meta tensor that `module` owns -> what `init` puts in its place."""
-    own = {kind: module.__dict__[kind] for kind in ("_parameters", "_buffers")}
-    copy = shallow_copy(module, _blanks(own["_parameters"], device), _blanks(own["_buffers"], device))
+    own: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
+    # What a module leaves out (a bias that is None) stays out.
+    blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in own)
+    copy = shallow_copy(module, *blanks)
     _run(init, copy, path, seed, device)
     filled: dict[int, Tensor] = {}
-    for attribute, meta in (*own["_parameters"].items(), *own["_buffers"].items()):
-        if meta is not None and meta.is_meta:
-            filled.setdefault(
-                id(meta), _checked(f"{path}.{attribute}".removeprefix("."), getattr(copy, attribute), meta)
-            )
+    for attribute, meta in (item for tensors in own for item in tensors.items()):
+        if meta is not None and meta.is_meta and id(meta) not in filled:
+            name = f"{path}.{attribute}".removeprefix(".")
+            filled[id(meta)] = _checked(name, getattr(copy, attribute), meta)
     return filled
-
-
-def _blanks(own: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor | None]:
-    """Memory for the tensors of one module; what it leaves out (a bias that is None) stays out."""
-    return {name: None if tensor is None else _blank(tensor, device) for name, tensor in own.items()}
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.core.collectives import Steps
 from shardfn.core.policy import Policy
-from shardfn.core.pool import FreshBuffers
+from shardfn.core.storage import FreshBuffers
 
 
 class Host:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn._torch import all_gather_single, group_of
 from shardfn.core.collectives import Steps
 from shardfn.core.mesh import Grid
-from shardfn.core.pool import Buffers
+from shardfn.core.storage import Buffers
 
 
 class Neighbours:

@@ -18,7 +18,7 @@ from shardfn.core.engine.placed import placed_specs
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import host_of
 from shardfn.core.plan import Plan
-from shardfn.core.pool import BufferPool, NoBuffers
+from shardfn.core.storage import BufferPool, NoBuffers
 
 
 class Runtime:

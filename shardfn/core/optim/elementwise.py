@@ -36,7 +36,9 @@ class _Elementwise:
         verb = f"{self.rule.name}.init"
         trees.require_tensors(verb, params)
         trees.require_some(verb, params)
-        self._require_live_groups(verb, params)
+        names = [model_name for name in params for model_name in trees.model_names(params, name)]
+        known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
+        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
         for name in trees.trainable(params):
             if params[name].is_complex():
                 raise TypeError(
@@ -57,11 +59,6 @@ class _Elementwise:
         )
         made = [with_local(leaf, zeros) for leaf, zeros in zip(leaves, locals_, strict=True)]
         return trees.slot_like(params, dict(zip(names, made, strict=True)))
-
-    def _require_live_groups(self, verb: str, params: Tree) -> None:
-        names = [model_name for name in params for model_name in trees.model_names(params, name)]
-        known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
-        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
 
     def _members(self, params: Tree) -> _Members:
         """(options, names of trainable leaves) of every group that has some."""
