@@ -193,22 +193,20 @@ def _gathered(
 def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tensor]:
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
     plan_ = tree.plan
-    layouts = {name: plan_.leaves[name] for name in names}
-    for name, (_, leaf) in layouts.items():
+    alike: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    for name in names:
+        _, leaf = plan_.leaves[name]
         if tuple(tree[name].shape) != leaf.shape and not in_transform():
             raise ShardError(
                 f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}; a "
                 "function that changes shapes leaves the layouts behind: gather first, then apply it to what comes out"
             )
+        axes = tuple(axis for axis in plan_.roles.storage if axis in leaf.axes)
+        alike.setdefault((axes, tree[name].dtype), []).append(name)
     out: dict[str, Tensor] = {}
-    keys = {
-        name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype)
-        for name, (_, leaf) in layouts.items()
-    }
-    for axes, dtype in dict.fromkeys(keys.values()):
-        members = tuple(name for name in names if keys[name] == (axes, dtype))
+    for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), new_buffers(places))
+        spot = BucketOnGrid(plan_, places, Bucket("", tuple(members), data, dtype), new_buffers(places))
         gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _OverCompute.apply(True, spot, compute, *gathered) if compute else gathered
@@ -219,7 +217,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
 
 
 class _OverCompute(torch.autograd.Function):
-    """`_made_whole` and `_own_parts`, each of which is the other's transpose.
+    """Leaves that compute axes split, whole for a computation that all their ranks do alike; or the transpose of that.
 
     forward   [split over compute]  -> all_gather(compute) -> [whole], or this rank's part of it
     backward  d [whole]  -> this rank's part -> d [split over compute], or all_gather(compute)
@@ -227,7 +225,16 @@ class _OverCompute(torch.autograd.Function):
 
     @staticmethod
     def forward(gathers: bool, spot: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (_made_whole if gathers else _own_parts)(spot, axes, tensors)
+        if gathers:
+            wholes = gather_leaves(spot.leaves, tensors, axes, spot.grid, undone=spot.bucket.axes)
+            return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
+
+        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            pairs = zip(spot.leaves, given, strict=True)
+            parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
+            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+        return tuple(per_rank(spot.grid, cut, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -247,23 +254,6 @@ class _OverCompute(torch.autograd.Function):
         gathers, spot, axes, *tensors = args
         given = in_front(info.batch_size, in_dims[3:], tensors)
         return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
-
-
-def _made_whole(spot: BucketOnGrid, axes: Sequence[str], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Leaves that compute axes split, whole over these, for a computation that all their ranks do alike."""
-    wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
-    return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
-
-
-def _own_parts(spot: BucketOnGrid, axes: Sequence[str], wholes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """This rank's parts over compute axes of leaves that are whole."""
-
-    def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-        pairs = zip(spot.leaves, given, strict=True)
-        parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
-        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
-
-    return tuple(per_rank(spot.grid, cut, wholes))
 
 
 def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:

@@ -6,7 +6,7 @@ Filled by `init`, they do not depend on the mesh. Those in files come from `weig
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,15 @@ from shardfn.core.shadow import shallow_copy
 from shardfn.core.tree import Params
 from shardfn.core.whole import whole
 
+Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
+
 
 def shard_own(
     model: nn.Module | Mapping[str, Tensor],
     mesh: DeviceMesh,
     policy: Policy | Plan,
     *,
-    init: Callable[[Any], Any] | None = None,
+    init: Init | None = None,
     src: int | None = None,
     alike: bool = False,
     later: bool = False,
@@ -41,8 +43,8 @@ def shard_own(
 
     With `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
-    origin = Origin(model, init, src)
-    made, places, seed = agreed_plan(origin, mesh, policy, later, lambda _: origin.facts(alike))
+    origin = Origin(model, init, src, later)
+    made, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
     tree = NewTree(made, mesh, places, empty_shards(made, places), {})
     tree.fill(origin, seed)
     return tree.wrapped()
@@ -69,7 +71,7 @@ class NewTree:
 
     def _full_tensors(self, origin: "Origin", seed: int, held: Container[str]) -> Iterator[tuple[Layout, Tensor]]:
         """Every parameter that is not `held`, whole, one at a time; fills the buffers on the way."""
-        (model, init, src), places, layouts = origin, self.places, self.plan.layouts
+        (model, init, src, _), places, layouts = origin, self.places, self.plan.layouts
         named, buffers = origin.tensors, origin.buffers
         done: set[str] = set()
         if init is not None and isinstance(model, nn.Module) and src is None:
@@ -107,11 +109,15 @@ class NewTree:
 
 
 class Origin(NamedTuple):
-    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`."""
+    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`.
+
+    `later`: some of them come some other way, or some other time.
+    """
 
     model: nn.Module | Mapping[str, Tensor]
-    init: Callable[[Any], Any] | None
+    init: Init | None
     src: int | None
+    later: bool
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -137,18 +143,13 @@ class Origin(NamedTuple):
 
 
 def agreed_plan(
-    origin: Origin,
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    later: bool,
-    facts: Callable[[Plan], list[str]],
-    verb: str = "shard",
+    origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, facts: Callable[[Plan], list[str]], verb: str = "shard"
 ) -> tuple[Plan, Grid, int]:
     """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
     made: Plan | Exception
     lines: list[str] = []
     try:
-        made = _checked_plan(origin, mesh, policy, later)
+        made = _checked_plan(origin, mesh, policy)
         lines = facts(made)
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
@@ -157,7 +158,7 @@ def agreed_plan(
     return made, grid(mesh, made.roles.storage), seed
 
 
-def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, later: bool) -> Plan:
+def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
     made = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
@@ -173,7 +174,7 @@ def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, later
     ranks = mesh.mesh.flatten().tolist()
     if origin.src is not None and origin.src not in ranks:
         raise ShardError(f"shard: src={origin.src} is not a rank of the mesh, which has {ranks}")
-    if not later:
+    if not origin.later:
         _require_values(origin, made)
     return made
 
@@ -229,12 +230,7 @@ def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
 
 
 def _initialized(
-    model: nn.Module,
-    init: Callable[[Any], Any],
-    seed: int,
-    device: torch.device,
-    buffers: dict[str, Tensor],
-    held: Container[str] = (),
+    model: nn.Module, init: Init, seed: int, device: torch.device, buffers: dict[str, Tensor], held: Container[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every meta parameter; replaces meta tensors in `buffers`.
 
@@ -262,9 +258,7 @@ def _initialized(
             filled = {}  # or this module would still be whole while the next one is filled
 
 
-def _filled(
-    module: nn.Module, path: str, init: Callable[[Any], Any], seed: int, device: torch.device
-) -> dict[int, Tensor]:
+def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.device) -> dict[int, Tensor]:
     """id of a meta tensor that `module` owns -> what `init` puts in its place."""
     own: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
     # What a module leaves out (a bias that is None) stays out.
@@ -292,7 +286,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
 
 
-def _run(init: Callable[[Any], Any], module: nn.Module, path: str, seed: int, device: torch.device) -> None:
+def _run(init: Init, module: nn.Module, path: str, seed: int, device: torch.device) -> None:
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)

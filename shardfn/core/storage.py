@@ -316,14 +316,11 @@ class BufferPool:
         """A call begins: give back what was not taken for some turns, so that one large step does not stay."""
         self._turn += 1
         oldest = self._turn - _TURNS_KEPT
-        for key, same in list(self._buffers.items()):
-            if any(buffer.turn < oldest for buffer in same):
-                self._buffers[key] = [buffer for buffer in same if buffer.turn >= oldest]
+        self._buffers = {key: [x for x in same if x.turn >= oldest] for key, same in self._buffers.items()}
 
     def shrink(self) -> None:
         """Give back what is free."""
-        for key, same in list(self._buffers.items()):
-            self._buffers[key] = [buffer for buffer in same if not buffer.free]
+        self._buffers = {key: [x for x in same if not x.free] for key, same in self._buffers.items()}
 
     def buffers(self) -> list[Buffer]:
         """All of them, in use or not."""

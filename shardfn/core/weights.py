@@ -96,13 +96,13 @@ def load_safetensors(
 
     Communication: two small exchanges over the mesh.
     """
-    origin = Origin(model, init or stored_names.own_init(model), None)
+    origin = Origin(model, init or stored_names.own_init(model), None, later=True)
     files = _Files(path, origin, names, strict, only)
 
     def facts(made: Plan) -> list[str]:
         return [*files.open(made), *origin.facts(not files.partial, files.held)]
 
-    made, places, seed = agreed_plan(origin, mesh, policy, True, facts, "load_safetensors")
+    made, places, seed = agreed_plan(origin, mesh, policy, facts, "load_safetensors")
     tree, problem = NewTree(made, mesh, places, {}, {}), None
     try:
         files.fill(tree)
