@@ -99,6 +99,7 @@ class Flight:
 
 
 AnyCrossing = Crossing | PureCrossing
+Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat tensor
 
 
 def gather_steps(
@@ -137,8 +138,8 @@ def _crossings(
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
-            made = Crossing(leaves, grid, axis, kept, None if found else host) if not grid.pure else None
-            found.append(made or PureCrossing(leaves, grid, axis, kept))
+            kind = PureCrossing if grid.pure else partial(Crossing, host=None if found else host)
+            found.append(kind(leaves, grid, axis, kept))
     return found
 
 
@@ -276,7 +277,7 @@ class BucketOnGrid:
             flat, shards = self._reduced_by(op, wholes, dtype)
             return (yield from self._finished_shards(flat, shards, dtypes))
         tensors: Sequence[Tensor | None] = wholes
-        shards: Callable[[Tensor], list[Tensor]]
+        shards: Cut
         if self.crossings:
             *outer, last = reversed(self.crossings)
             for crossing in outer:
@@ -297,7 +298,7 @@ class BucketOnGrid:
 
     def _reduced_by(
         self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    ) -> tuple[Tensor, Cut]:
         """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
         if self.grid.pure or len(self.crossings) > 1 or (self.crossings and self._sum_axes):
             raise ShardError("a reduction of your own works over one data axis, on real ranks")
@@ -311,9 +312,7 @@ class BucketOnGrid:
         reduce(crossing.parts_for_ranks(wholes, dtype, self._results), flat)
         return flat, crossing.shards_of
 
-    def _finished_shards(
-        self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> Steps:
+    def _finished_shards(self, flat: Tensor, shards: Cut, dtypes: Sequence[torch.dtype]) -> Steps:
         """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
         kinds = set(dtypes)
         if len(kinds) == 1 and dtypes[0] != flat.dtype:
@@ -344,9 +343,7 @@ class BucketOnGrid:
 
         return per_rank(self.grid, made, [])
 
-    def _unmoved_gradients(
-        self, wholes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
         if self.grid.pure:
             zeros = self.new_shards(torch.zeros, dtype)

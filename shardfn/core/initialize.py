@@ -61,16 +61,7 @@ class NewTree:
     buffers: dict[str, Tensor]
 
     def fill(self, origin: "Origin", seed: int, held: Container[str] = ()) -> None:
-        """Fill what is not `held`, by first names, one whole tensor at a time; what is on the meta device stays so."""
-        for layout, full in self._full_tensors(origin, seed, held):
-            if full.is_meta:
-                self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
-            else:
-                self.cut(layout, full)
-            del full  # the next tensor is not made before this one is gone
-
-    def _full_tensors(self, origin: "Origin", seed: int, held: Container[str]) -> Iterator[tuple[Layout, Tensor]]:
-        """Every parameter that is not `held`, whole, one at a time; fills the buffers on the way."""
+        """Fill the parameters and buffers that are not `held`, by first names; one parameter at a time is whole."""
         (model, init, src, _), places, layouts = origin, self.places, self.plan.layouts
         named, buffers = origin.tensors, origin.buffers
         done: set[str] = set()
@@ -78,26 +69,29 @@ class NewTree:
             for name, full in _initialized(model, init, seed, places.device, buffers, held):
                 if name not in held:
                     done.add(name)
-                    yield layouts[name], full
-                del full
+                    self.cut(layouts[name], full)
+                del full  # the next tensor is not made before this one is gone
         for layout in layouts.values():
             if layout.name not in done and layout.name not in held:
                 value = named[layout.name]
                 if isinstance(value, DTensor) and not value.is_meta:
                     value = whole(value)
-                yield layout, _from_src(value, src, places)
+                self.cut(layout, _from_src(value, src, places))
                 del value
         for name, buffer in buffers.items():
             own = _from_src(buffer, src, places)
             self.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
 
     def cut(self, layout: Layout, full: Tensor) -> None:
-        """Fill this rank's part of every leaf of a full tensor."""
+        """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
 
         def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
             pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
             return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
 
+        if full.is_meta:
+            self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
+            return
         for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
             self.shards[leaf.name].copy_(part)
 

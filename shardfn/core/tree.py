@@ -7,7 +7,7 @@ context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -192,20 +192,14 @@ def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
         _PARTS.reset(token)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Context:
     """The static part of a `Params` in a pytree: equal when names and plan are."""
 
     names: tuple[str, ...]
     plan: Plan
-    mesh: DeviceMesh
-    buffers: dict[str, Tensor]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self.names == other.names and self.plan == other.plan
-
-    def __hash__(self) -> int:
-        return hash((self.names, self.plan))
+    mesh: DeviceMesh = field(compare=False)
+    buffers: dict[str, Tensor] = field(compare=False)
 
 
 def _flatten(params: Params) -> tuple[list[Tensor], _Context]:

@@ -125,12 +125,9 @@ class _Files:
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
         self.held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
-    @cached_property
-    def _files(self) -> TensorFiles:
-        return TensorFiles(self._path)
-
     def open(self, made: Plan) -> list[str]:
         """Find every tensor; what does not fit is raised at once."""
+        self._files = TensorFiles(self._path)
         stored = {name: x.shape for name, x in self._files.tensors.items()}
         found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]

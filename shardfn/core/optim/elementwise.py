@@ -294,8 +294,7 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
     if _are_alike(columns, least):
         yield columns
         return
-    ready: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
-    waiting: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}  # whether all have that dtype
     known: dict[tuple[torch.dtype, ...], torch.dtype] = {}
     for param, grad, *slots in zip(*columns, strict=True):
         if not param.numel():
@@ -303,11 +302,11 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
         dtypes = (param.dtype, *(slot.dtype for slot in slots))
         wide = known.get(dtypes) or known.setdefault(dtypes, _promoted([param, *slots], least.get(param.device.type)))
         row = [param, grad if grad.dtype == wide else grad.to(wide), *slots]
-        same = all(dtype == wide for dtype in dtypes)
-        (ready if same else waiting).setdefault((param.device, wide), []).append(row)
-    for rows in ready.values():
-        yield _transposed(rows)
-    for (_, wide), rows in waiting.items():
+        groups.setdefault((param.device, wide, all(dtype == wide for dtype in dtypes)), []).append(row)
+    for (_, wide, alike), rows in groups.items():
+        if alike:
+            yield _transposed(rows)
+            continue
         for some in portions(chain.from_iterable(map(_pieces, rows)), lambda row: row[0].numel(), _CHUNK):
             widened = [[x.to(wide) for x in row] for row in some]
             yield _transposed(widened)
