@@ -346,7 +346,7 @@ class BucketOnGrid:
     def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
         if self.grid.pure:
-            zeros = self.new_shards(torch.zeros, dtype)
+            zeros = self.new_shards(torch.zeros, dtype, self.computed)
             given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
             return together(given), partial(apart_again, shapes=self._shard_shapes)
         flat = self._results.tensor(sum(map(prod, self._shard_shapes)), dtype)

@@ -26,7 +26,7 @@ from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.layout import Layout, local_slice, to_leaves
-from shardfn.core.mesh import Grid, chunk, grid
+from shardfn.core.mesh import chunk, grid
 from shardfn.core.offload import stored_on
 from shardfn.core.storage import map_runs
 from shardfn.core.tree import Params, is_tree, path_name
@@ -67,7 +67,12 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
         value = next(state[name] for name in (layout.name, *layout.aliases) if name in state)
         own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            _require_of_this_rank(layout.name, value, places)
+            if foreign := rank_of_part(value, places.ranks()):
+                raise ShardError(
+                    f"'{layout.name}' is {foreign}: torch.save of sharded parameters writes one part a rank. "
+                    "Save whole checkpoints: trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a "
+                    "full state dict."
+                )
             if own is not None and value.device_mesh == own.mesh and tuple(value.placements) == own.placements:
                 leaves[layout.name] = wrap_local(unwrap_local(value), own)
                 continue
@@ -78,14 +83,6 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
             leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
     return like.like((name, leaves[name]) for name in like if name in leaves)
-
-
-def _require_of_this_rank(name: str, value: DTensor, places: Grid) -> None:
-    if foreign := rank_of_part(value, places.ranks()):
-        raise ShardError(
-            f"'{name}' is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints: "
-            "trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict."
-        )
 
 
 def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:

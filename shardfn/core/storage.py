@@ -343,22 +343,12 @@ class FreshBuffers:
         return apart(numel, dtype, self.device, self.pinned)
 
 
-class NoBuffers(FreshBuffers):
-    """The same where tensors have no memory of their own, see `Grid.pure`: an ordinary new tensor each time."""
+class NoBuffers(BufferPool):
+    """A pool where tensors have no memory of their own, see `Grid.pure`: an ordinary new tensor each time."""
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel]."""
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def buffers(self) -> list[Buffer]:
-        """None is kept."""
-        return []
-
-    def turn(self) -> None:
-        """Nothing is kept from call to call."""
-
-    def shrink(self) -> None:
-        """Nor within one."""
 
 
 Buffers = BufferPool | FreshBuffers
