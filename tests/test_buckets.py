@@ -14,7 +14,7 @@ from shardfn.core import crossing
 from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
 from shardfn.core.crossing import Crossing
 from shardfn.core.mesh import Grid, grid
-from shardfn.core.pool import BufferPool, FreshBuffers
+from shardfn.core.storage import BufferPool, FreshBuffers
 from shardfn.testing import count_collectives, run
 
 SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0), "e": (9, 2), "f": (3,)}

@@ -28,7 +28,8 @@ from transformers.core_model_loading import Interleave, WeightConverter
 import shardfn as sf
 from shardfn._torch import unwrap_local
 from shardfn.core import tensor_files, weights
-from shardfn.core.pieces import Patchwork, blocks
+from shardfn.core.ownership import blocks
+from shardfn.core.stored_names import Patchwork
 from shardfn.testing import on_meshes, run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -634,13 +635,13 @@ def test_patchworks_follow_what_moves_parts() -> None:
         got = torch.full(want.shape, -1)
         back = {name: torch.full(x.shape, -1) for name, x in ids.items()}
         for piece in patchwork.pieces:
-            place = got[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.size, strict=True))]
-            there = tuple(slice(a, a + n) for a, n in piece.source_box)
+            place = got[tuple(slice(a, a + n) for a, n in piece.here)]
+            there = tuple(slice(a, a + n) for a, n in piece.there)
             piece.as_in_source(place).copy_(ids[piece.source][there])
             assert piece.inverse("whole").inverse(piece.source) == piece
             inverse = piece.inverse("whole")
-            box = tuple(slice(a, a + n) for a, n in zip(inverse.at, inverse.size, strict=True))
-            whole = want[tuple(slice(a, a + n) for a, n in inverse.source_box)]
+            box = tuple(slice(a, a + n) for a, n in inverse.here)
+            whole = want[tuple(slice(a, a + n) for a, n in inverse.there)]
             inverse.as_in_source(back[piece.source][box]).copy_(whole)
         assert torch.equal(got, want)
         assert all(bool(((x == ids[name]) | (x == -1)).all()) for name, x in back.items())

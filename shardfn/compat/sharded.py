@@ -19,7 +19,7 @@ from shardfn.compat.meshes import spread
 from shardfn.core.engine.compiled import GraphBreak
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import shard_own
+from shardfn.core.initialize import shard_own
 from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
 from shardfn.core.plan import Reduction, plan

@@ -43,8 +43,8 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
             raise problem
         return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
-    rows = exchange_numbers(mesh, [_digest(lines), problem is not None, torch.initial_seed() - 2**63])
-    if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
+    rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
+    if len({made for made, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
         described = [] if isinstance(made, Exception) else [*_mesh_lines(mesh), *_lines(made), *facts]
         difference = _first_difference(_told(mesh, problem, verb, described))
         seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
@@ -114,7 +114,8 @@ def _exchange(mesh: DeviceMesh, value: Any, gather: Callable[[list[Any], dist.Pr
     return values
 
 
-def _digest(lines: Sequence[str]) -> int:
+def digest(lines: Sequence[str]) -> int:
+    """A hash of lines of text that is the same on all ranks."""
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
 
 
@@ -189,14 +190,14 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
 
 def _fingerprint(batch: Any) -> int:
     """A hash of the bytes of every tensor in a batch."""
-    digest = hashlib.blake2b(digest_size=7)
+    found = hashlib.blake2b(digest_size=7)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
-            digest.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
+            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
-            digest.update(repr(leaf).encode())
-    return int.from_bytes(digest.digest(), "little")
+            found.update(repr(leaf).encode())
+    return int.from_bytes(found.digest(), "little")
 
 
 @contextmanager

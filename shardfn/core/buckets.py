@@ -9,7 +9,7 @@ communication that goes on while something else is done.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from math import prod
 from typing import Any, Literal
 
@@ -20,18 +20,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wrap_local
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, finished, sum_steps
-from shardfn.core.crossing import Crossing
+from shardfn.core.crossing import Crossing, PureCrossing, apart_again, together
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Leaf, clear_padding_, local_slice
 from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host, host_of, stored_on
 from shardfn.core.plan import Bucket, Plan, Reduction
-from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.pure_crossing import PureCrossing, apart_again, together
-from shardfn.core.storage import split_flat
+from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers, split_flat
 
 
-def placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str] = ()) -> list[Placement]:
+def _placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str]) -> list[Placement]:
     """DTensor placements of a leaf on the storage mesh; `pending` axes hold partial sums of the gathered value."""
     out: list[Placement] = []
     for axis in order:
@@ -41,16 +39,25 @@ def placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str] = ()) ->
 
 
 def leaf_spec(
-    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False
+    plan: Plan,
+    grid: Grid,
+    name: str,
+    dtype: torch.dtype | None = None,
+    pending: bool = False,
+    batch: tuple[int, ...] = (),
 ) -> DTensorSpec:
-    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
+    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan.
+
+    `batch`: dims in front of it, by `vmap`, outermost first.
+    """
 
     def make() -> DTensorSpec:
         layout, leaf = plan.leaves[name]
-        placed = placements(leaf, plan.roles.storage, plan.gathered_axes(layout) if pending else ())
+        leaf = reduce(Leaf.stacked, reversed(batch), leaf)
+        placed = _placements(leaf, plan.roles.storage, plan.gathered_axes(layout) if pending else ())
         return dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
 
-    return plan.home.once((grid, name, dtype, pending), make)
+    return plan.home.once((grid, name, dtype, pending, batch), make)
 
 
 def new_buffers(grid: Grid) -> Buffers:
@@ -92,6 +99,7 @@ class Flight:
 
 
 AnyCrossing = Crossing | PureCrossing
+Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat tensor
 
 
 def gather_steps(
@@ -130,8 +138,8 @@ def _crossings(
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
         if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
-            made = Crossing(leaves, grid, axis, kept, None if found else host) if not grid.pure else None
-            found.append(made or PureCrossing(leaves, grid, axis, kept))
+            kind = PureCrossing if grid.pure else partial(Crossing, host=None if found else host)
+            found.append(kind(leaves, grid, axis, kept))
     return found
 
 
@@ -149,10 +157,7 @@ class BucketOnGrid:
     @cached_property
     def leaves(self) -> list[Leaf]:
         """The stored leaves, in bucket order."""
-        leaves = [self.plan.leaves[name][1] for name in self.bucket.leaves]
-        for size in reversed(self.batch):
-            leaves = [leaf.stacked(size) for leaf in leaves]
-        return leaves
+        return [reduce(Leaf.stacked, reversed(self.batch), self.plan.leaves[name][1]) for name in self.bucket.leaves]
 
     def batched(self, size: int) -> "BucketOnGrid":
         """The same bucket with one more dim in front of every leaf."""
@@ -162,12 +167,7 @@ class BucketOnGrid:
 
     def spec(self, index: int, dtype: torch.dtype, pending: bool) -> DTensorSpec:
         """The DTensor metadata of a leaf, or of its unreduced gradient."""
-        if not self.batch:
-            return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending)
-        leaf = self.leaves[index]
-        axes = [axis for axis in self.plan.roles.data if axis not in self.bucket.kept]
-        placed = placements(leaf, self.plan.roles.storage, axes if pending else ())
-        return dtensor_spec(self.grid.storage, placed, leaf.shape, dtype)
+        return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending, self.batch)
 
     @cached_property
     def host(self) -> Host | None:
@@ -201,11 +201,6 @@ class BucketOnGrid:
     @cached_property
     def _shard_shapes(self) -> list[tuple[int, ...]]:
         return [leaf.local_shape(self.grid.sizes, self.grid.coords) for leaf in self.leaves]
-
-    @cached_property
-    def _whole_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of pending gradients: whole over the data axes."""
-        return [leaf.local_shape(self.grid.sizes, self.grid.coords, self.computed) for leaf in self.leaves]
 
     @cached_property
     def computed(self) -> tuple[str, ...]:
@@ -252,7 +247,7 @@ class BucketOnGrid:
             crossing = self.crossings[0]
             assert isinstance(crossing, Crossing)
             return crossing.shards_of(memory.tensor(crossing.numel, dtype))
-        return _side_by_side(self._shard_shapes, dtype, memory)[1]
+        return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
         """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
@@ -282,7 +277,7 @@ class BucketOnGrid:
             flat, shards = self._reduced_by(op, wholes, dtype)
             return (yield from self._finished_shards(flat, shards, dtypes))
         tensors: Sequence[Tensor | None] = wholes
-        shards: Callable[[Tensor], list[Tensor]]
+        shards: Cut
         if self.crossings:
             *outer, last = reversed(self.crossings)
             for crossing in outer:
@@ -290,12 +285,8 @@ class BucketOnGrid:
                 tensors, dtype = crossing.shards_of(flat), flat.dtype
             (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
             shards = last.shards_of
-        elif self.grid.pure:
-            flat, shards = self._unmoved_gradients(wholes, dtype)
         else:
-            flat, places = _side_by_side(self._whole_shapes, dtype, self._results)
-            _fill(places, wholes)
-            shards = partial(split_flat, shapes=self._shard_shapes)
+            flat, shards = self._unmoved_gradients(wholes, dtype)
         for axis in self._sum_axes:
             group = self.grid.groups[axis]
             if backend_of(group, self.grid.device) == "gloo":
@@ -307,24 +298,21 @@ class BucketOnGrid:
 
     def _reduced_by(
         self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    ) -> tuple[Tensor, Cut]:
         """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
         if self.grid.pure or len(self.crossings) > 1 or (self.crossings and self._sum_axes):
             raise ShardError("a reduction of your own works over one data axis, on real ranks")
         if not self.crossings:
-            flat, places = _side_by_side(self._whole_shapes, dtype, self._results)
-            _fill(places, wholes)
+            flat, shards = self._unmoved_gradients(wholes, dtype)
             reduce(flat, None)
-            return flat, partial(split_flat, shapes=self._shard_shapes)
+            return flat, shards
         crossing = self.crossings[0]
         assert isinstance(crossing, Crossing)
         flat = self._results.tensor(crossing.numel, dtype)
         reduce(crossing.parts_for_ranks(wholes, dtype, self._results), flat)
         return flat, crossing.shards_of
 
-    def _finished_shards(
-        self, flat: Tensor, shards: Callable[[Tensor], list[Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> Steps:
+    def _finished_shards(self, flat: Tensor, shards: Cut, dtypes: Sequence[torch.dtype]) -> Steps:
         """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
         kinds = set(dtypes)
         if len(kinds) == 1 and dtypes[0] != flat.dtype:
@@ -334,16 +322,14 @@ class BucketOnGrid:
         out = shards(flat)
         if kinds - {flat.dtype}:
             out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
-        for index in self._padded:
-            self._clear_padding_(index, out[index])
+        if self._padded:
+            per_rank(self.grid, self._clear_padding_, out)
         return out
 
-    def _clear_padding_(self, index: int, shard: Tensor) -> None:
-        def clear(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            clear_padding_(self.leaves[index], given[0], self.grid.sizes, coords)
-            return given
-
-        per_rank(self.grid, clear, [shard])
+    def _clear_padding_(self, coords: Mapping[str, int], shards: list[Tensor]) -> list[Tensor]:
+        for index in self._padded:
+            clear_padding_(self.leaves[index], shards[index], self.grid.sizes, coords)
+        return shards
 
     def new_shards(
         self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None = None
@@ -357,37 +343,25 @@ class BucketOnGrid:
 
         return per_rank(self.grid, made, [])
 
-    def _unmoved_gradients(
-        self, wholes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
-        zeros = self.new_shards(torch.zeros, dtype, self.computed)
-        given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
-        return together(given), lambda flat: apart_again(flat, self._whole_shapes)
+        if self.grid.pure:
+            zeros = self.new_shards(torch.zeros, dtype, self.computed)
+            given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
+            return together(given), partial(apart_again, shapes=self._shard_shapes)
+        flat = self._results.tensor(sum(map(prod, self._shard_shapes)), dtype)
+        pairs = list(zip(split_flat(flat, self._shard_shapes), wholes, strict=True))
+        for place in (place for place, whole in pairs if whole is None):
+            place.zero_()
+        if given := [(place, whole) for place, whole in pairs if whole is not None]:
+            foreach("copy_")([place for place, _ in given], [whole for _, whole in given])
+        return flat, partial(split_flat, shapes=self._shard_shapes)
 
     def reduce(
         self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
     ) -> list[Tensor]:
         """`reduce_steps`, waited for."""
         return finished(self.reduce_steps(wholes, dtypes, op))
-
-
-def _side_by_side(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, buffers: Buffers
-) -> tuple[Tensor, list[Tensor]]:
-    """A flat tensor and tensors of these shapes that fill it."""
-    flat = buffers.tensor(sum(prod(shape) for shape in shapes), dtype)
-    return flat, split_flat(flat, shapes)
-
-
-def _fill(places: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
-    """Copy the values to their places; a missing one is zeros."""
-    given = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-    for place, value in zip(places, values, strict=True):
-        if value is None:
-            place.zero_()
-    if given:
-        foreach("copy_")([place for place, _ in given], [value for _, value in given])
 
 
 def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
@@ -473,12 +447,9 @@ class ReduceBucket(torch.autograd.Function):
         spot: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
     ) -> tuple[Tensor, ...]:
         if op is None:
-            kept = [
-                None if grad is None else grad.detach().to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
-            ]
-            locals_ = [
-                _or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in enumerate(zip(kept, dtypes, strict=True))
-            ]
+            kept = (None if grad is None else grad.detach().to(want) for grad, want in zip(grads, dtypes, strict=True))
+            pairs = enumerate(zip(kept, dtypes, strict=True))
+            locals_ = [_or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in pairs]
         else:
             locals_ = spot.reduce(grads, dtypes, op)
         if spot.plan.vmaps is not None:
@@ -504,8 +475,8 @@ class ReduceBucket(torch.autograd.Function):
             given = list(map(partial(_own_part, spot.grid), spot.leaves, given))
         wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
         ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "sum" else 1
-        out = [None if d is None else _times(w.to(d), ranks) for w, d in zip(wholes, ctx.dtypes, strict=True)]
-        return (None, None, None, *out)
+        out = [None if d is None else w.to(d) for w, d in zip(wholes, ctx.dtypes, strict=True)]
+        return (None, None, None, *(x if x is None or ranks == 1 else x * ranks for x in out))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -529,10 +500,6 @@ def _own_part(grid: Grid, leaf: Leaf, x: Tensor) -> Tensor:
     """This rank's part of a plain cotangent of a whole leaf: those of unused shards, `torch.func` fills in so."""
     whole = not isinstance(x, DTensor) and tuple(x.shape) == tuple(leaf.shape)
     return local_slice(leaf, x, grid.sizes, grid.coords) if whole else x
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    return x if factor == 1 else x * factor
 
 
 def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

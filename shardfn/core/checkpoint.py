@@ -26,10 +26,10 @@ from shardfn.core.buckets import leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.layout import Layout, local_slice, to_leaves
-from shardfn.core.mesh import Grid, chunk, grid
+from shardfn.core.mesh import chunk, grid
 from shardfn.core.offload import stored_on
 from shardfn.core.storage import map_runs
-from shardfn.core.tree import Params
+from shardfn.core.tree import Params, is_tree, path_name
 from shardfn.core.whole import whole
 
 STEP = "step-{:08d}"
@@ -67,7 +67,12 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
         value = next(state[name] for name in (layout.name, *layout.aliases) if name in state)
         own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            _require_of_this_rank(layout.name, value, places)
+            if foreign := rank_of_part(value, places.ranks()):
+                raise ShardError(
+                    f"'{layout.name}' is {foreign}: torch.save of sharded parameters writes one part a rank. "
+                    "Save whole checkpoints: trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a "
+                    "full state dict."
+                )
             if own is not None and value.device_mesh == own.mesh and tuple(value.placements) == own.placements:
                 leaves[layout.name] = wrap_local(unwrap_local(value), own)
                 continue
@@ -78,14 +83,6 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
             spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
             leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
     return like.like((name, leaves[name]) for name in like if name in leaves)
-
-
-def _require_of_this_rank(name: str, value: DTensor, places: Grid) -> None:
-    if foreign := rank_of_part(value, places.ranks()):
-        raise ShardError(
-            f"'{name}' is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints: "
-            "trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict."
-        )
 
 
 def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
@@ -190,11 +187,11 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     if not found:
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
     reader = FileSystemReader(str(path))
-    state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=_is_params))
+    state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=is_tree))
     _require_same(str(path), reader.read_metadata(), state, whole)
     state_dict_loader.load(state, storage_reader=reader)
-    flat, spec = pytree.tree_flatten_with_path(like, is_leaf=_is_params)
-    return pytree.tree_unflatten([_restored(_name(key), leaf, state) for key, leaf in flat], spec)
+    flat, spec = pytree.tree_flatten_with_path(like, is_leaf=is_tree)
+    return pytree.tree_unflatten([_restored(path_name(key), leaf, state) for key, leaf in flat], spec)
 
 
 def notes(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -209,19 +206,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return max(found, key=lambda p: int(p.name[5:]), default=None)
 
 
-def _is_params(node: Any) -> bool:
-    return isinstance(node, Params)
-
-
-def _name(path: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-
-
 def _flat_state(tree: Any) -> dict[str, Tensor]:
     """One flat dict of tensors: `params.layers.0.wq.weight`, `optimizer.mu.layers.0...`, `step`."""
     state: dict[str, Tensor] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_params)[0]:
-        name = _name(path)
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_tree)[0]:
+        name = path_name(path)
         if isinstance(leaf, Params):
             own = {f"{name}.{key}" if name else key: value for key, value in to_state_dict(leaf).items()}
             state |= {key: value.detach() for key, value in own.items()}
@@ -279,7 +268,7 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], wh
 def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
     """Whether this is the rank that makes and renames directories; checks that all ranks take part."""
     if mesh is None:
-        leaves = pytree.tree_leaves(tree, is_leaf=_is_params)
+        leaves = pytree.tree_leaves(tree, is_leaf=is_tree)
         mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Params)), None)
     if mesh is not None and dist.is_initialized() and mesh.size() != dist.get_world_size():
         raise ShardError(

@@ -46,7 +46,7 @@ from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
-from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
+from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers
 from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
@@ -189,7 +189,7 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     backend, comes in `accumulation_dtype`.
     """
     recorded = has_no_memory()
-    if _adds_natively(parts, group):
+    if backend_of(group, parts.device) != "gloo":
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
         if recorded:
             total = scattering_sum(wide.view(-1), group)
@@ -256,7 +256,7 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return x
     target = x.detach()
     directly = direct.serves(target, group)
-    half_on_gloo = x.dtype in _HALVES and not directly and not _adds_natively(x, group)
+    half_on_gloo = x.dtype in _HALVES and not directly and backend_of(group, x.device) == "gloo"
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if directly:
         direct.sum_(wide, group.group_name)
@@ -267,11 +267,6 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if wide is not target:
         target.copy_(wide)
     return x
-
-
-def _adds_natively(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the backend that serves x scatters sums, and adds 16-bit floats, well by itself (NCCL; gloo does not)."""
-    return backend_of(group, x.device) != "gloo"
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -520,46 +515,29 @@ def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     return _InGraph.apply(x.view_as(x), kind, mesh, axis, dims)
 
 
-class _OfFactor(torch.autograd.Function):
-    """A function of a tensor and a number."""
+class _Weighed(torch.autograd.Function):
+    """x times `now`. Its cotangent is multiplied by `then`, the cotangent of that by `now` again, and so on.
+
+    With `now` of 1 the identity for which losses count otherwise; see [Note: cotangents of trees] in buckets.py.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
+    def forward(x: Tensor, now: float, then: float) -> Tensor:
+        return x.view_as(x) if now == 1 else x * now
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.factor = inputs[1]
-
-
-class _Weighed(_OfFactor):
-    """The identity, whose cotangent is multiplied by a number; see [Note: cotangents of trees] in buckets.py."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.view_as(x)
+        ctx.now, ctx.then = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Scaled.apply(grads[0], ctx.factor), None
+        return _Weighed.apply(grads[0], ctx.then, ctx.now), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].view_as(tangents[0])
-
-
-class _Scaled(_OfFactor):
-    """Multiplied by a number, with the cotangent as it is: the transpose of `_Weighed`."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], ctx.factor), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0] * ctx.factor
+        return _Weighed.forward(tangents[0], ctx.now, ctx.then)
 
 
 def weighed(x: Tensor, factor: float) -> Tensor:
@@ -570,7 +548,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, factor)
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
 
 
 class _OfRank(_Weighed):
@@ -578,7 +556,7 @@ class _OfRank(_Weighed):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Weighed.apply(grads[0], ctx.factor), None
+        return _Weighed.apply(grads[0], 1, ctx.then), None, None
 
 
 def of_rank(x: Any, factor: float) -> Any:
@@ -591,7 +569,7 @@ def of_rank(x: Any, factor: float) -> Any:
     >>> slope.item(), torch.autograd.grad(slope, x)[0].item()
     (12.0, 6.0)
     """
-    return _OfRank.apply(x, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
+    return _OfRank.apply(x, 1, factor) if factor != 1 and isinstance(x, Tensor) and x.requires_grad else x
 
 
 class Moved(NamedTuple):
@@ -663,17 +641,7 @@ class RankIndex(int):
         made.axes = frozenset(axes)
         return made
 
-    def __bool__(self) -> bool:
-        raise _no_branch()
-
     __hash__ = int.__hash__
-
-
-def _no_branch() -> ShardError:
-    return ShardError(
-        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
-        "torch.where(torch.tensor(index) == 0, a, b)"
-    )
 
 
 def _follows(name: str) -> Callable[..., Any]:
@@ -685,8 +653,11 @@ def _follows(name: str) -> Callable[..., Any]:
     return operation
 
 
-def _refuses(self: RankIndex, other: object) -> bool:
-    raise _no_branch()
+def _refuses(self: RankIndex, *others: object) -> bool:
+    raise ShardError(
+        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
+        "torch.where(torch.tensor(index) == 0, a, b)"
+    )
 
 
 def _loses(self: RankIndex, *others: object) -> float:
@@ -697,7 +668,7 @@ def _loses(self: RankIndex, *others: object) -> float:
 
 for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pos and rand or ror xor rxor".split():
     setattr(RankIndex, f"__{_name}__", _follows(f"__{_name}__"))
-for _name in "eq ne lt le gt ge".split():
+for _name in "bool eq ne lt le gt ge".split():
     setattr(RankIndex, f"__{_name}__", _refuses)
 for _name in "truediv rtruediv pow rpow float divmod rdivmod lshift rlshift rshift rrshift abs invert round".split():
     setattr(RankIndex, f"__{_name}__", _loses)

@@ -1,47 +1,94 @@
 """How the leaves of a bucket cross one mesh axis: pack, communicate, unpack, in steps that wait for nothing. Layer 3.
 
-A rank holds the shards of all leaves side by side in one flat tensor, `[n]`, each padded to the chunk of the first
-rank. Two ways lead to the whole leaves:
+A rank holds the shards of all leaves side by side in one flat tensor:
+
+    flat     [n]       this rank's shards, each padded to the chunk of the first rank
+    parts    [W, n]    the flat tensors of all ranks
+    whole    [m]       the whole leaves, each beginning at a multiple of 64 bytes
+
+Two ways lead to the whole leaves:
 
     together    one collective moves `[n]` of every rank to `[W, n]`; one call copies the parts to their places
     in place    large leaves split on their first dim travel rank to rank, straight from the flat shards into the whole
                 leaf, and gradients straight out of it; what is small travels together, in one message a rank
 
 The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `Crossing.in_place` chooses,
-by measurements that are in docs/performance.md. NCCL takes the first.
+by measurements that are in docs/performance.md. NCCL takes the first. `PureCrossing` does the same for tensors without
+memory of their own.
 
 Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
 decides what to do in between (see `Flight` in buckets.py).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
 from math import prod
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from shardfn._torch import (
-    all_gather_single,
-    chunk_cat,
-    copy_each,
-    foreach,
-    receive_from,
-    send_to,
-    tensor_over,
-)
-from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
+from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, receive_from, send_to, tensor_over
+from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, gather_flat_steps, scatter_sum_steps
 from shardfn.core.layout import Leaf
-from shardfn.core.mesh import Grid
+from shardfn.core.mesh import Grid, per_rank
 from shardfn.core.offload import Host
-from shardfn.core.places import Copies, Move, places_of
-from shardfn.core.pool import Buffer, Buffers, View
+from shardfn.core.storage import Buffer, Buffers, View, view_of
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
 _IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
+_ALIGNMENT = 64  # bytes: where whole leaves begin, for vector instructions
+_dtype_of = attrgetter("dtype")
+_is_there = partial(is_not, None)
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
+
+    `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
+    without the split.
+    """
+
+    dim: int
+    shard: tuple[int, ...]
+    chunk: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a chunk."""
+        return prod(self.chunk)
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether every rank's part of the whole leaf is one piece of memory."""
+        return prod(self.whole[: self.dim]) == 1
+
+    def lengths(self, ranks: int) -> list[int]:
+        """Elements of each rank's part."""
+        rest = prod(self.whole) // max(self.whole[self.dim], 1)
+        step, size = self.chunk[self.dim], self.whole[self.dim]
+        return [rest * max(0, min(step, size - rank * step)) for rank in range(ranks)]
+
+    def pairs(self, parts: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """([W, *chunk], whole) -> (view of the parts, view of the whole leaf) that hold the same elements."""
+        joined = parts.movedim(0, self.dim)  # [..., W, chunk, ...]
+        step, size = self.chunk[self.dim], self.whole[self.dim]
+        full, rest = divmod(size, step) if step else (0, 0)
+        out = []
+        if full:
+            place = whole.narrow(self.dim, 0, full * step).unflatten(self.dim, (full, step))
+            out.append((joined.narrow(self.dim, 0, full), place))
+        if rest:
+            last = joined.select(self.dim, full).narrow(self.dim, 0, rest)
+            out.append((last, whole.narrow(self.dim, full * step, rest)))
+        return out
 
 
 def moves_of(
@@ -59,10 +106,6 @@ def moves_of(
     return moves
 
 
-_dtype_of = attrgetter("dtype")
-_is_there = partial(is_not, None)
-
-
 class Way(NamedTuple):
     """How the leaves travel in a dtype: worked out once, so that a step only looks it up."""
 
@@ -71,8 +114,58 @@ class Way(NamedTuple):
     shards: list[int]  # where each shard begins in the flat tensor [n], in bytes
     wholes: list[int]  # where each whole leaf begins, and the size m of all, in elements
     staging: int  # elements that travel together, of all ranks
-    copies: Copies  # of these, between the parts of ranks and whole leaves
-    even: bool  # whether these are cut into equal parts on their first dim
+    even: bool  # whether the leaves that do are cut into equal parts on their first dim
+    # Copies of these between the parts of all ranks and the whole leaves, as parallel lists.
+    leaves: list[int]
+    parts: list[View]
+    in_leaf: list[View]
+    in_whole: list[View]
+
+
+class Places:
+    """How some leaves lie, worked out once for all buckets that are alike; see `places_of`."""
+
+    def __init__(self, moves: Sequence[Move], ranks: int) -> None:
+        self.moves, self.ranks = moves, ranks
+        self.starts = list(accumulate((move.numel for move in moves), initial=0))  # of each shard in the flat tensor
+        self.numel = self.starts[-1]  # n
+        self.contiguous = all(prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in moves)
+        self.full = all(move.shard == move.chunk and move.numel for move in moves)  # no shard is padded, none empty
+        self.shards = [self._shard(move, start) for move, start in zip(moves, self.starts, strict=False)]
+        self._ways: dict[tuple[int, int | None], Way] = {}
+
+    def _shard(self, move: Move, start: int) -> View:
+        chunk = torch.empty(self.numel, device="meta").narrow(0, start, move.numel).view(move.chunk)
+        return view_of(chunk.narrow(move.dim, 0, move.shard[move.dim]))
+
+    def way(self, itemsize: int, alone: int | None = None) -> Way:
+        """How they travel when so many, the first ones, do so alone; with None one collective moves all together."""
+        if (itemsize, alone) not in self._ways:
+            self._ways[itemsize, alone] = self._new_way(itemsize, alone)
+        return self._ways[itemsize, alone]
+
+    def _new_way(self, itemsize: int, alone: int | None) -> Way:
+        first, unit = alone or 0, max(1, _ALIGNMENT // itemsize)
+        wholes = list(accumulate((-(-prod(move.whole) // unit) * unit for move in self.moves), initial=0))
+        parts = torch.empty(self.ranks, self.numel - self.starts[first], device="meta")
+        shards, together = [start * itemsize for start in self.starts[:-1]], self.moves[first:]
+        even = all(x.numel and not x.dim and x.whole[0] == x.chunk[0] * self.ranks for x in together)
+        made = Way(alone is not None, first, shards, wholes, parts.numel(), even, [], [], [], [])
+        for index, move in enumerate(together, first):
+            part = parts.narrow(1, self.starts[index] - self.starts[first], move.numel).view(self.ranks, *move.chunk)
+            for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
+                place = view_of(to)
+                made.leaves.append(index)
+                made.parts.append(view_of(from_))
+                made.in_leaf.append(place)
+                made.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
+        return made
+
+
+@lru_cache(maxsize=2**10)
+def places_of(moves: tuple[Move, ...], ranks: int) -> Places:
+    """The same object for buckets that are alike, such as those of the layers of a model: buffers keep its views."""
+    return Places(moves, ranks)
 
 
 class Crossing:
@@ -92,16 +185,7 @@ class Crossing:
         self._over: tuple[Any, Any, Any] = None, None, None  # address, dtype, and the flat tensor there
 
     def _way(self, dtype: torch.dtype) -> Way:
-        item, places = dtype.itemsize, self.places
-        one_by_one = self._in_place(item)
-        alone = one_by_one or 0
-        shards = [start * item for start in places.starts[:-1]]
-        staging = self.ranks * (places.numel - places.starts[alone])
-        copies = places.copies(alone, item)
-        made = Way(
-            one_by_one is not None, alone, shards, places.whole_starts(item), staging, copies, places.even(alone)
-        )
-        self._ways[dtype] = made
+        made = self._ways[dtype] = self.places.way(dtype.itemsize, self._in_place(dtype.itemsize))
         return made
 
     def _in_place(self, itemsize: int) -> int | None:
@@ -127,8 +211,8 @@ class Crossing:
                 yield self._exchange_shards(flat, alone, staging.flat.view(self.ranks, -1))
             elif self.numel and not flat.is_meta:
                 yield self._all_gather(flat, staging.flat)
-            if way.copies.parts:
-                copy_each(whole.views(way.copies.in_whole), staging.views(way.copies.parts))
+            if way.parts:
+                copy_each(whole.views(way.in_whole), staging.views(way.parts))
             return [whole.tensor()]
         finally:
             for buffer in (whole, staging, *taken):
@@ -238,7 +322,7 @@ class Crossing:
         """
         way = self._ways.get(dtype) or self._way(dtype)
         if way.one_by_one and not dtype.is_floating_point:
-            way = self._together(way, dtype.itemsize)
+            way = self.places.way(dtype.itemsize)
         staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
         try:
             self._fill(staging, wholes, way)
@@ -257,13 +341,8 @@ class Crossing:
     def parts_for_ranks(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Tensor:
         """Gradients as one flat tensor [W * n], part i for rank i: what a reduction of the user's own begins with."""
         staging = buffers.take(self.ranks * self.numel, dtype)
-        self._fill(staging, wholes, self._together(self._ways.get(dtype) or self._way(dtype), dtype.itemsize))
+        self._fill(staging, wholes, self.places.way(dtype.itemsize))
         return staging.flat
-
-    def _together(self, way: Way, itemsize: int) -> Way:
-        """The same with one collective for all leaves."""
-        copies, even = self.places.copies(0, itemsize), self.places.even(0)
-        return way._replace(one_by_one=False, alone=0, staging=self.ranks * self.numel, copies=copies, even=even)
 
     def _sendable(self, index: int, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A gradient that can be sent from where it is."""
@@ -279,9 +358,8 @@ class Crossing:
         if way.even and len(given) == len(self.moves) - way.alone:
             chunk_cat(given, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
             return
-        copies = way.copies
         into, from_ = [], []
-        for index, place, view in zip(copies.leaves, staging.views(copies.parts), copies.in_leaf, strict=True):
+        for index, place, view in zip(way.leaves, staging.views(way.parts), way.in_leaf, strict=True):
             whole = wholes[index]
             if whole is None:
                 place.zero_()
@@ -325,3 +403,106 @@ def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
     storage, item = flat.untyped_storage(), flat.element_size()
     new: Any = flat.new_empty
     return [new(0).set_(storage[offset * item : end * item], 0, size, stride) for size, stride, offset, end in views]
+
+
+class PureCrossing:
+    """`Crossing` for tensors that have no memory of their own: recorded ones, and those of simulated ranks.
+
+    Leaves are put together, sent and taken apart by operations that return new tensors: a graph can hold them. Nothing
+    is written in place, and a part that depends on the rank is made by `per_rank`.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...]) -> None:
+        """The leaves are split over `axis` innermost, and over the axes in `keep`."""
+        self._leaves, self._grid, self._axis, self._keep = leaves, grid, axis, keep
+        self.group, self.ranks = grid.groups[axis], grid.sizes[axis]
+        self._moves: dict[tuple[int, ...], list[Move]] = {}
+
+    def _moves_at(self, coords: Mapping[str, int]) -> list[Move]:
+        key = tuple(coords.values())
+        if key not in self._moves:
+            self._moves[key] = moves_of(self._leaves, self._grid, coords, self._axis, self._keep)
+        return self._moves[key]
+
+    # -- shards -> whole leaves ---------------------------------------------------------------------------------------
+
+    def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
+        """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
+        (flat,) = per_rank(self._grid, partial(self._packed, dtype), shards)  # [n]
+        (parts,) = yield from gather_flat_steps(flat, self.group)  # [W * n]
+        return per_rank(self._grid, self._joined, [parts])
+
+    def _packed(self, dtype: torch.dtype, coords: Mapping[str, int], shards: Sequence[Tensor]) -> list[Tensor]:
+        """[n]: every shard padded to the chunk of the first rank."""
+        moves = self._moves_at(coords)
+        padded = [_padded(shard.to(dtype), move.dim, move.chunk) for move, shard in zip(moves, shards, strict=True)]
+        return [together(padded)]
+
+    def _joined(self, coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+        """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
+        moves = self._moves_at(coords)
+        parts = given[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
+        return [together([_whole(part, move) for part, move in zip(parts, moves, strict=True)])]
+
+    def wholes_of(self, flat: Tensor) -> list[Tensor]:
+        """The whole leaves in what `gather` made."""
+
+        def cut(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+            return apart_again(given[0], [move.whole for move in self._moves_at(coords)])
+
+        return per_rank(self._grid, cut, [flat])
+
+    # -- gradients of whole leaves -> their sum, of which every rank keeps its shards ---------------------------------
+
+    def reduce(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers, results: Buffers) -> Steps:
+        """The sum over ranks as one flat tensor [n]; wholes travel in `dtype`, missing ones are zeros."""
+        (parts,) = per_rank(self._grid, partial(self._spread, dtype), wholes)  # [W, n]
+        if self.ranks == 1 or not parts.numel():
+            return [parts.view(-1)]
+        return (yield from scatter_sum_steps(parts, self.group, buffers, results))
+
+    def _spread(self, dtype: torch.dtype, coords: Mapping[str, int], wholes: Sequence[Tensor | None]) -> list[Tensor]:
+        """[W, n]: row i is for rank i."""
+        device, rows = self._grid.device, []
+        for move, whole in zip(self._moves_at(coords), wholes, strict=True):
+            given = torch.zeros(move.whole, dtype=dtype, device=device) if whole is None else whole.to(dtype)
+            length = move.chunk[move.dim]
+            shape = (*move.whole[: move.dim], self.ranks * length, *move.whole[move.dim + 1 :])
+            apart = _padded(given, move.dim, shape).unflatten(move.dim, (self.ranks, length))
+            rows.append(apart.movedim(move.dim, 0).reshape(self.ranks, -1))
+        return [torch.cat(rows, dim=1)]
+
+    def shards_of(self, flat: Tensor) -> list[Tensor]:
+        """This rank's shards in a flat tensor [n]."""
+
+        def cut(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+            moves = self._moves_at(coords)
+            chunks = apart_again(given[0], [move.chunk for move in moves])
+            return [
+                chunk.narrow(move.dim, 0, move.shard[move.dim]).contiguous()
+                for chunk, move in zip(chunks, moves, strict=True)
+            ]
+
+        return per_rank(self._grid, cut, [flat])
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    """[n]: the elements of all, one after another."""
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def apart_again(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of these shapes, which lie one after another in `flat`."""
+    parts = flat.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _padded(x: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    missing = shape[dim] - x.shape[dim]
+    return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def _whole(parts: Tensor, move: Move) -> Tensor:
+    """[W, chunk] -> whole."""
+    joined = parts.reshape(-1, *move.chunk).movedim(0, move.dim).flatten(move.dim, move.dim + 1)
+    return joined.narrow(move.dim, 0, move.whole[move.dim])

@@ -1,14 +1,13 @@
 """The verbs: `shard`, `gather`, `reduce_grads`, `reshard`. Layer 3.
 
-Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`.
+Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`, the values
+that `shard` begins with in `initialize`.
 """
 
-import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardfn._torch import (
-    in_transform,
-    innermost_value,
-    materialized,
-    part_of_rank,
-    unwrap_local,
-    values_of,
-    wrap_local,
-)
-from shardfn.core.agreement import VALUES, agree, require_success
+from shardfn._torch import in_transform, innermost_value, materialized, unwrap_local, wrap_local
 from shardfn.core.buckets import (
     BucketOnGrid,
     GatherBucket,
@@ -38,25 +28,17 @@ from shardfn.core.buckets import (
     new_buffers,
 )
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.initialize import initialized
-from shardfn.core.layout import (
-    Layout,
-    Leaf,
-    compute_view_shape,
-    from_compute_view,
-    from_leaves,
-    local_slice,
-    to_leaves,
-)
+from shardfn.core.initialize import NewTree, shard_own
+from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice
 from shardfn.core.mapped import has_members, members_of, stacked
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import first_match
-from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
+from shardfn.core.plan import Bucket, Plan, decide, replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.relayout import relayout
+from shardfn.core.storage import portions
 from shardfn.core.tree import Params
 from shardfn.core.underway import is_differentiated, note_tree
-from shardfn.core.whole import whole
 
 _MAX_BUCKET_BYTES = 64 * 2**20
 
@@ -137,301 +119,6 @@ def _is_idle(leaf: Tensor) -> bool:
     return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
 
 
-def shard_own(
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    *,
-    init: Callable[[Any], Any] | None = None,
-    src: int | None = None,
-    alike: bool = False,
-    later: bool = False,
-) -> Params:
-    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
-
-    With `later`, what is on the meta device stays there, as shards that are filled some other time.
-    """
-    given = _Given(model, init, src)
-    made, places, seed = _agreed(given, mesh, policy, later, lambda _: given.facts(alike))
-    tree = _Unwrapped(made, mesh, places, empty_shards(made, places), {})
-    for layout, full in _full_tensors(given, tree, seed):
-        if full.is_meta:
-            tree.shards |= {leaf.name: tree.shards[leaf.name].to("meta") for leaf in layout.leaves}
-        else:
-            tree.cut(layout, full)
-        del full  # the next tensor is not made before this one is gone
-    return tree.wrapped()
-
-
-@dataclass
-class _Unwrapped:
-    """This rank's part of a tree in the making: plain tensors, which are filled one by one."""
-
-    plan: Plan
-    mesh: DeviceMesh
-    places: Grid
-    shards: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-    def cut(self, layout: Layout, full: Tensor) -> None:
-        """Fill this rank's part of every leaf of a full tensor."""
-
-        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
-            return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
-
-        for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
-            self.shards[leaf.name].copy_(part)
-
-    def wrapped(self) -> Params:
-        """The tree."""
-        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
-        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
-        return Params(leaves, self.plan, self.mesh, self.buffers)
-
-
-class _Given(NamedTuple):
-    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`."""
-
-    model: nn.Module | Mapping[str, Tensor]
-    init: Callable[[Any], Any] | None
-    src: int | None
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        if isinstance(self.model, nn.Module):
-            return dict(self.model.named_parameters(remove_duplicate=False))
-        return dict(self.model)
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        return dict(self.model.named_buffers(remove_duplicate=False)) if isinstance(self.model, nn.Module) else {}
-
-    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
-        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
-        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in self.buffers.items()]
-        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
-        if alike and self.src is None:
-            for name, x in {**self.tensors, **self.buffers}.items():
-                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
-                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
-        return lines
-
-
-def _agreed(
-    given: _Given,
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    later: bool,
-    facts: Callable[[Plan], list[str]],
-    verb: str = "shard",
-) -> tuple[Plan, Grid, int]:
-    """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
-    made: Plan | Exception
-    lines: list[str] = []
-    try:
-        made = _checked_plan(given, mesh, policy, later)
-        lines = facts(made)
-    except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    seed = agree(mesh, made, lines, verb)
-    assert isinstance(made, Plan)
-    return made, grid(mesh, made.roles.storage), seed
-
-
-class Source(Protocol):
-    """Where values come from, part by part."""
-
-    partial: bool  # whether the tree has the parameters that it has, and nothing else
-
-    def open(self, made: Plan) -> list[str]:
-        """Get ready for a plan; lines that must be the same on all ranks. Raises what is wrong, before any exchange."""
-        ...
-
-    def held(self) -> Container[str]:
-        """The first names of the parameters and buffers that it has."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it needed to read."""
-        ...
-
-    def fill(
-        self, layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int], out: Tensor
-    ) -> None:
-        """Put what the rank at `coords` has of a leaf into a contiguous tensor."""
-        ...
-
-    def buffer(self, name: str, like: Tensor) -> Tensor:
-        """A whole buffer."""
-        ...
-
-
-def shard_from(
-    source: Source,
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    init: Callable[[Any], Any] | None,
-    verb: str,
-) -> Params:
-    """`shard` with the values of a source; those that a whole one does not have are the model's, or made by `init`.
-
-    Raises:
-        ShardError: on every rank, when one of them cannot go on; `verb` is the function to name.
-    """
-    given = _Given(model, init, None)
-
-    def facts(made: Plan) -> list[str]:
-        return [*source.open(made), *given.facts(not source.partial, source.held())]
-
-    made, places, seed = _agreed(given, mesh, policy, True, facts, verb)
-    tree, problem = _Unwrapped(made, mesh, places, {}, {}), None
-    try:
-        tree.shards = empty_shards(made, places, _dtypes_held(source, made) if source.partial else None)
-        _fill(tree, source, given, seed)
-    except Exception as error:
-        problem = error
-    finally:
-        source.close()
-    require_success(mesh, problem, verb)
-    return tree.wrapped()
-
-
-def _dtypes_held(source: Source, made: Plan) -> dict[str, torch.dtype]:
-    held = source.held()
-    return {name: layout.dtype for name, (layout, _) in made.leaves.items() if layout.name in held}
-
-
-def _fill(tree: _Unwrapped, source: Source, given: _Given, seed: int) -> None:
-    held = source.held()
-    for layout in tree.plan.layouts.values():
-        for leaf in layout.leaves if layout.name in held else ():
-            _fill_leaf(source, layout, leaf, tree.places, tree.shards[leaf.name])
-    if source.partial:
-        return
-    for layout, full in _full_tensors(given, tree, seed, held):
-        tree.cut(layout, full)
-        del full
-    firsts: dict[int, Tensor] = {}
-    for name, buffer in given.buffers.items():
-        if name in held:
-            firsts[id(buffer)] = source.buffer(name, buffer).to(tree.places.device)
-        if id(buffer) in firsts:
-            tree.buffers[name] = firsts[id(buffer)]
-
-
-def _fill_leaf(source: Source, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
-    if not places.pure and local.is_contiguous():
-        source.fill(layout, leaf, places.sizes, places.coords, local)
-        return
-
-    def filled(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
-        part = torch.empty(leaf.local_shape(places.sizes, coords), dtype=layout.dtype, device=places.device)
-        source.fill(layout, leaf, places.sizes, coords, part)
-        return [part]
-
-    local.copy_(per_rank(places, filled, [])[0])
-
-
-def _checked_plan(given: _Given, mesh: DeviceMesh, policy: Policy | Plan, later: bool) -> Plan:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
-    made = plan(given.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
-    if isinstance(policy, Plan):
-        if made != policy:
-            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
-        made = policy
-    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
-        raise ShardError(
-            f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
-            f"{mesh.device_type}"
-        )
-    ranks = mesh.mesh.flatten().tolist()
-    if given.src is not None and given.src not in ranks:
-        raise ShardError(f"shard: src={given.src} is not a rank of the mesh, which has {ranks}")
-    if not later:
-        _require_values(given, made)
-    return made
-
-
-def _require_values(given: _Given, made: Plan) -> None:
-    tensors, src = given.tensors, given.src
-    named = {**{name: tensors[name] for name in made.layouts}, **given.buffers}
-    meta = [name for name, x in named.items() if x.is_meta]
-    if not meta or (src is not None and dist.get_rank() != src):
-        return
-    if src is not None:
-        raise ShardError(
-            f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
-            "or drop src"
-        )
-    if given.init is None:
-        raise ShardError(
-            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
-            "to fill them. Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
-        )
-    if not isinstance(given.model, nn.Module):
-        raise ShardError(
-            f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
-        )
-
-
-def _sampled(tensor: Tensor) -> str:
-    """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
-    found = []
-    for values in values_of(tensor.detach()):
-        flat = values.reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
-        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
-    if len(set(found)) > 1:
-        raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
-    return found[0]
-
-
-def _full_tensors(
-    given: _Given, tree: _Unwrapped, seed: int, held: Container[str] = ()
-) -> Iterator[tuple[Layout, Tensor]]:
-    """Every parameter that is not `held`, whole, one at a time; fills the buffers of `tree` on the way."""
-    (model, init, src), places, layouts = given, tree.places, tree.plan.layouts
-    named, buffers = given.tensors, given.buffers
-    done: set[str] = set()
-    if init is not None and isinstance(model, nn.Module) and src is None:
-        for name, full in initialized(model, init, seed, places.device, buffers, held):
-            if name not in held:
-                done.add(name)
-                yield layouts[name], full
-            del full
-    for layout in layouts.values():
-        if layout.name not in done and layout.name not in held:
-            value = named[layout.name]
-            if isinstance(value, DTensor) and not value.is_meta:
-                value = whole(value)
-            yield layout, _from_src(value, src, places)
-            del value
-    for name, buffer in buffers.items():
-        own = _from_src(buffer, src, places)
-        tree.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
-
-
-def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
-    """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
-    if src is None or not places.exchanges:
-        return part_of_rank(tensor.detach(), src or 0)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
-    if dist.get_rank() == src:
-        full.copy_(tensor.detach())
-    origin = places.coords_of(src)
-    data = full.view(-1).view(torch.uint8)
-    for i, axis in enumerate(places.sizes):
-        later = list(places.sizes)[i + 1 :]
-        if data.numel() and all(places.coords[other] == origin[other] for other in later):
-            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
-    return full
-
-
 def gather(
     params: Mapping[str, Tensor],
     names: str | Sequence[str] | None = None,
@@ -497,7 +184,7 @@ def _gathered(
     tree: Params, layouts: Sequence[Layout], places: Grid, limit: int = _MAX_BUCKET_BYTES
 ) -> Iterator[tuple[Layout, list[Tensor]]]:
     """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
-    for group in _groups(layouts, tree, limit):
+    for group in portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
         names = [leaf.name for layout in group for leaf in layout.leaves]
         wholes = dict(zip(names, _gather_whole(tree, names, places), strict=True))
         yield from ((layout, [wholes[leaf.name] for leaf in layout.leaves]) for layout in group)
@@ -506,22 +193,20 @@ def _gathered(
 def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tensor]:
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
     plan_ = tree.plan
-    layouts = {name: plan_.leaves[name] for name in names}
-    for name, (_, leaf) in layouts.items():
+    alike: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    for name in names:
+        _, leaf = plan_.leaves[name]
         if tuple(tree[name].shape) != leaf.shape and not in_transform():
             raise ShardError(
                 f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}; a "
                 "function that changes shapes leaves the layouts behind: gather first, then apply it to what comes out"
             )
+        axes = tuple(axis for axis in plan_.roles.storage if axis in leaf.axes)
+        alike.setdefault((axes, tree[name].dtype), []).append(name)
     out: dict[str, Tensor] = {}
-    keys = {
-        name: (tuple(a for a in plan_.roles.storage if a in leaf.axes), tree[name].dtype)
-        for name, (_, leaf) in layouts.items()
-    }
-    for axes, dtype in dict.fromkeys(keys.values()):
-        members = tuple(name for name in names if keys[name] == (axes, dtype))
+    for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", members, data, dtype), new_buffers(places))
+        spot = BucketOnGrid(plan_, places, Bucket("", tuple(members), data, dtype), new_buffers(places))
         gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _OverCompute.apply(True, spot, compute, *gathered) if compute else gathered
@@ -532,7 +217,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
 
 
 class _OverCompute(torch.autograd.Function):
-    """`_made_whole` and `_own_parts`, each of which is the other's transpose.
+    """Leaves that compute axes split, whole for a computation that all their ranks do alike; or the transpose of that.
 
     forward   [split over compute]  -> all_gather(compute) -> [whole], or this rank's part of it
     backward  d [whole]  -> this rank's part -> d [split over compute], or all_gather(compute)
@@ -540,7 +225,16 @@ class _OverCompute(torch.autograd.Function):
 
     @staticmethod
     def forward(gathers: bool, spot: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (_made_whole if gathers else _own_parts)(spot, axes, tensors)
+        if gathers:
+            wholes = gather_leaves(spot.leaves, tensors, axes, spot.grid, undone=spot.bucket.axes)
+            return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
+
+        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
+            pairs = zip(spot.leaves, given, strict=True)
+            parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
+            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+        return tuple(per_rank(spot.grid, cut, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -562,23 +256,6 @@ class _OverCompute(torch.autograd.Function):
         return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
 
 
-def _made_whole(spot: BucketOnGrid, axes: Sequence[str], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Leaves that compute axes split, whole over these, for a computation that all their ranks do alike."""
-    wholes = gather_leaves(spot.leaves, parts, axes, spot.grid, undone=spot.bucket.axes)
-    return tuple(w.detach() if w is p else w for w, p in zip(wholes, parts, strict=True))
-
-
-def _own_parts(spot: BucketOnGrid, axes: Sequence[str], wholes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """This rank's parts over compute axes of leaves that are whole."""
-
-    def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-        pairs = zip(spot.leaves, given, strict=True)
-        parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
-        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
-
-    return tuple(per_rank(spot.grid, cut, wholes))
-
-
 def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     held = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
     if names is None:
@@ -591,21 +268,6 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
                 f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ..."
             )
     return [x for x, names in zip(held, named, strict=True) if first_match(wanted, names) is not None]
-
-
-def _groups(layouts: Sequence[Layout], tree: Params, limit: int) -> Iterator[list[Layout]]:
-    """Runs of parameters whose full size stays under `limit` bytes (at least one each)."""
-    run: list[Layout] = []
-    size = 0
-    for layout in layouts:
-        nbytes = layout.numel * tree[layout.leaves[0].name].element_size()
-        if run and size + nbytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(layout)
-        size += nbytes
-    if run:
-        yield run
 
 
 def _require_params(verb: str, tree: object) -> Params:
@@ -704,8 +366,13 @@ def _sort_grads(
             raise ShardError(
                 f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
             )
-        whole = _checked_shape(layout, grad, owner, places)
-        parts = from_compute_view(layout, whole, plan_.gathered_axes(layout), places.sizes)
+        wanted = compute_view_shape(layout, plan_.gathered_axes(layout), places.sizes)
+        if grad.shape != wanted:
+            raise ShardError(
+                f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
+                f"whole over the data axes and split over the compute axes by '{layout.rule}': {wanted}"
+            )
+        parts = from_compute_view(layout, grad, plan_.gathered_axes(layout), places.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
 
@@ -735,17 +402,6 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
         + ". Write g.sum(0) for the mean over samples, and divide by their number"
         * (Partial("avg") in grad.placements)
     )
-
-
-def _checked_shape(layout: Layout, grad: Tensor, owner: Params, places: Grid) -> Tensor:
-    wanted = compute_view_shape(layout, owner.plan.gathered_axes(layout), places.sizes)
-    if grad.shape != wanted:
-        raise ShardError(
-            f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
-            "whole over the "
-            f"data axes and split over the compute axes by '{layout.rule}': {wanted}"
-        )
-    return grad
 
 
 def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
@@ -787,18 +443,13 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         to, mesh = tree.plan.policy, to
     target_mesh = mesh if mesh is not None else tree.mesh
     made = _target_plan(tree, to, target_mesh)
-    if target_mesh is not tree.mesh:
-        _require_same_ranks(tree.mesh, target_mesh)
+    old, new = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, target_mesh))
+    if old != new:
+        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
     asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
     return (_resharded if asks else _moved)(tree, made, target_mesh)
-
-
-def _require_same_ranks(mesh: DeviceMesh, target: DeviceMesh) -> None:
-    old, new = (sorted(each.mesh.flatten().tolist()) for each in (mesh, target))
-    if old != new:
-        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
 
 
 def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
@@ -882,7 +533,7 @@ def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
     dtypes = {
         leaf.name: tree[layout.leaves[0].name].dtype for layout in held for leaf in made.layouts[layout.name].leaves
     }
-    moved = _Unwrapped(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
+    moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
     changed: list[Layout] = []
     for layout in held:
         if stays and layout.stored_as(made.layouts[layout.name]):

@@ -10,23 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
-from shardfn.core.buckets import in_layout, leaf_spec, placements
+from shardfn._torch import DTensorSpec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
+from shardfn.core.buckets import in_layout, leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.mapped import inside, outside
 from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan
-from shardfn.core.tree import Params
+from shardfn.core.tree import Params, is_tree
 
 
 def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
     """`fn` on every tree of shards in a pytree."""
     return pytree.tree_map(lambda x: fn(x) if is_tree(x) else x, tree, is_leaf=is_tree)
-
-
-def is_tree(x: object) -> bool:
-    """Whether it is a tree of shards."""
-    return isinstance(x, Params)
 
 
 def lower(params: Params, vmaps: int) -> Params:
@@ -75,13 +70,8 @@ def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
     places = grid(params.mesh, plan.roles.storage)
 
     def spec(name: str, x: Tensor) -> DTensorSpec:
-        _, leaf = plan.leaves[name]
-        sizes = x.shape[: max(x.dim() - len(leaf.shape), 0)]
-        if not sizes:
-            return leaf_spec(plan, places, name, x.dtype)
-        for size in reversed(sizes):
-            leaf = leaf.stacked(size)
-        return dtensor_spec(places.storage, placements(leaf, plan.roles.storage), leaf.shape, x.dtype)
+        stacked = max(x.dim() - len(plan.leaves[name][1].shape), 0)
+        return leaf_spec(plan, places, name, x.dtype, batch=tuple(x.shape[:stacked]))
 
     return [spec(name, leaf) for name, leaf in params.items()]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.core.collectives import Steps
 from shardfn.core.policy import Policy
-from shardfn.core.pool import FreshBuffers
+from shardfn.core.storage import FreshBuffers
 
 
 class Host:
@@ -79,6 +79,4 @@ def stored_on(policy: Policy, device: torch.device) -> torch.device:
     return device if host is None else host.buffers.device
 
 
-@cache
-def _host(device: torch.device) -> Host:
-    return Host(device)
+_host = cache(Host)

@@ -5,7 +5,7 @@
     abstract   `Part`              blocks along one dim, of which each rank of an axis has a part        parts.py
 
 A layout is what there is; everything here makes one of the others of it. What a `Part` becomes in a view, a slice or a
-product stands in parts.py, and where boxes lie in tensors that are joined and cut (files, checkpoints) in pieces.py.
+product stands in parts.py, and where boxes lie in tensors of files that are joined and cut in stored_names.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +59,34 @@ def local_boxes(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Iterat
         along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[own], ranges[own])])
     for chosen in product(*along):
         yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
+
+
+def blocks(size: Sequence[int], limit: int, whole: Sequence[int] | None = None) -> Iterator[Box]:
+    """Boxes that fill a tensor, in order, each at most `limit` elements from its first to its last.
+
+    With `whole`, the tensor is a part of one of that shape, in whose memory the elements are counted.
+
+        >>> from shardfn.core.ownership import blocks
+        >>> list(blocks((3, 4), 8))
+        [((0, 2), (0, 4)), ((2, 1), (0, 4))]
+    """
+    shape = tuple(size if whole is None else whole)
+    if 0 in size:
+        return
+    dim = next((d for d, n in enumerate(size) if n > 1), None)
+    if dim is None or prod(size[: dim + 1]) * prod(shape[dim + 1 :]) <= limit:
+        yield tuple((0, n) for n in size)
+        return
+    step = max(1, limit // prod(shape[dim + 1 :]))
+    for start in range(0, size[dim], step):
+        part = (*size[:dim], min(step, size[dim] - start), *size[dim + 1 :])
+        inner = blocks(part, limit, shape) if step == 1 else iter([tuple((0, n) for n in part)])
+        yield from ((*box[:dim], (start, box[dim][1]), *box[dim + 1 :]) for box in inner)
+
+
+def narrowed(x: Tensor, box: Box) -> Tensor:
+    """The view of a tensor that a box is."""
+    return x[tuple(slice(start, start + length) for start, length in box)]
 
 
 def without_padding(layout: Layout, leaf: Leaf, full: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Tensors side by side in memory: laid out, found again, worked on as one. Local tensors only. Layer 1.
+"""Memory: tensors side by side in it, found again and worked on as one; buffers that are used again. Layer 1.
+
+Local tensors only. Buffers are used again and again because page faults of fresh memory cost more than a copy into it.
 
     run       tensors of one dtype that fill a stretch of memory: each begins where the one before it ends
     flat      a 1-D tensor: the memory of a run
@@ -13,18 +15,21 @@ Flat tensors over a run do not own the memory, which may be several pieces that 
 long as they are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, count, pairwise, repeat
 from math import prod
 from operator import add, attrgetter, is_not, lt, mul, ne, not_
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import tensor_over
+from shardfn._torch import address_of, storage_uses, tensor_over
+
+Item = TypeVar("Item")
 
 _GAP = 64  # bytes
+_TURNS_KEPT = 16  # a buffer that nobody took for so many turns is given back
 _dtype_of = attrgetter("dtype")
 _PLAIN = {Tensor, nn.Parameter}  # other classes may keep their values elsewhere
 
@@ -124,6 +129,25 @@ def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[T
     return [next(filled if numel else hollow) for numel in numels]
 
 
+def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """The items in order, in lists whose sizes add up to at most `limit`; one that is larger is alone.
+
+    >>> from shardfn.core.storage import portions
+    >>> list(portions([3, 4, 9, 1], int, limit=8))
+    [[3, 4], [9], [1]]
+    """
+    found: list[Item] = []
+    total = 0
+    for item in items:
+        if found and total + size(item) > limit:
+            yield found
+            found, total = [], 0
+        found.append(item)
+        total += size(item)
+    if found:
+        yield found
+
+
 def _find_runs(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> list[tuple[int, int]]:
     """Where runs of rows start and stop; rows that belong to none are alone. `numels` are those of the first column.
 
@@ -195,3 +219,136 @@ def _flats(tensors: Sequence[Tensor], numels: Sequence[int], runs: Sequence[tupl
             first = tensor_over(first.data_ptr(), sum(numels[start:stop]), first.data)
         flats.append(first)
     return flats
+
+
+class View(NamedTuple):
+    """A strided view of a flat tensor: elements from `offset` up to `end`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    end: int
+
+
+def view_of(tensor: Tensor) -> View:
+    """How a tensor lies in its storage."""
+    offset = int(tensor.storage_offset())
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return View(tuple(tensor.shape), tensor.stride(), offset, offset + last + 1 if tensor.numel() else offset)
+
+
+class Buffer:
+    """Uninitialised memory of `numel` elements, with views of it that are made once.
+
+    It is free for others when it is `held` no more, and no tensor but its own views refers to the storage.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> None:
+        self.flat = apart(numel, dtype, device, pinned)  # [numel]
+        self.storage = self.flat.untyped_storage()
+        self.address = address_of(self.storage)
+        self.held, self.turn = True, 0  # until `held` is False, it is its taker's
+        self._views: dict[int, tuple[Sequence[View], list[Tensor]]] = {}
+        self.own_uses = 2  # the handle and `flat`
+
+    def views(self, views: Sequence[View]) -> list[Tensor]:
+        """Tensors for views; the same tensors for the same sequence object."""
+        if id(views) not in self._views:
+            made = [self.flat.as_strided(*view[:3]) for view in views]
+            self._views[id(views)] = views, made  # keeps the sequence, so that its id is not given to another one
+            self.own_uses += len(made)
+        return self._views[id(views)][1]
+
+    def tensor(self) -> Tensor:
+        """All of it as a new tensor, which keeps the buffer from being used again."""
+        blank: Any = self.flat.new_empty(0)  # no view, so that it has a version of its own
+        return blank.set_(self.storage, 0, self.flat.shape)
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody would notice other contents."""
+        return not self.held and storage_uses(self.address) == self.own_uses
+
+
+class BufferPool:
+    """Buffers on one device, handed out again when nobody refers to them any more.
+
+    Whoever keeps a view of a gathered weight therefore keeps its values, and the pool makes another buffer.
+
+        >>> import torch
+        >>> from shardfn.core.storage import BufferPool
+        >>> pool = BufferPool(torch.device("cpu"))
+        >>> first = pool.tensor(1000, torch.float32)
+        >>> where = first.data_ptr()
+        >>> view, first = first[:10], None
+        >>> pool.tensor(1000, torch.float32).data_ptr() == where
+        False
+        >>> view = None
+        >>> where in [pool.tensor(1000, torch.float32).data_ptr() for _ in range(2)]
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[tuple[int, torch.dtype], list[Buffer]] = {}  # the one taken last at the end
+        self._turn = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """A buffer that is the caller's until it is `held` no more."""
+        same = self._buffers.setdefault((numel, dtype), [])
+        for index, buffer in enumerate(same):
+            if not buffer.held and storage_uses(buffer.address) == buffer.own_uses:
+                same.append(same.pop(index))
+                break
+        else:
+            same.append(Buffer(numel, dtype, self.device))
+        same[-1].held, same[-1].turn = True, self._turn
+        return same[-1]
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor [numel]; its buffer is free again when no tensor uses its storage."""
+        buffer = self.take(numel, dtype)
+        out = buffer.tensor()
+        buffer.held = False
+        return out
+
+    def turn(self) -> None:
+        """A call begins: give back what was not taken for some turns, so that one large step does not stay."""
+        self._turn += 1
+        oldest = self._turn - _TURNS_KEPT
+        self._buffers = {key: [x for x in same if x.turn >= oldest] for key, same in self._buffers.items()}
+
+    def shrink(self) -> None:
+        """Give back what is free."""
+        self._buffers = {key: [x for x in same if not x.free] for key, same in self._buffers.items()}
+
+    def buffers(self) -> list[Buffer]:
+        """All of them, in use or not."""
+        return [buffer for same in self._buffers.values() for buffer in same]
+
+
+class FreshBuffers:
+    """The same interface without memory of its own: every buffer is new, and belongs to whoever took it."""
+
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        """`pinned`: host memory that a device reads and writes by itself."""
+        self.device, self.pinned = device, pinned
+
+    def take(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """A new buffer."""
+        return Buffer(numel, dtype, self.device, self.pinned)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor [numel]."""
+        return apart(numel, dtype, self.device, self.pinned)
+
+
+class NoBuffers(BufferPool):
+    """A pool where tensors have no memory of their own, see `Grid.pure`: an ordinary new tensor each time."""
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor [numel]."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+Buffers = BufferPool | FreshBuffers

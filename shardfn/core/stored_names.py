@@ -1,24 +1,190 @@
 """What the tensors of a model are called in files, and what of them lies where. Layer 2.
 
 A model of the transformers library may have other tensors than its files: one for all experts where a file has one for
-each, say. Its own conversions say so. They are run here on patchworks, which have no values.
+each, say. Its own conversions say so. They are run here on `Patchwork`s, which go through the code that stacks, joins,
+cuts and transposes tensors and remember where everything came from, without a value in them.
+
+    file     experts.0.w1 [ff, c]   experts.0.w3 [ff, c]   experts.1.w1 [ff, c]   ...
+    model    experts.gate_up_proj [experts, 2*ff, c]
 """
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from shardfn._torch import init_of, names_left_out
 from shardfn.core.errors import ShardError
-from shardfn.core.pieces import Patchwork
+from shardfn.core.ownership import Box
 
 Model = nn.Module | Mapping[str, Tensor]
 Names = Callable[[str], str] | Mapping[str, str]
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, its box `here`, that is a part of the tensor `source`, the box `there`.
+
+    Dim d here is dim `dims[d]` there, or, with None, a dim of one element which the source does not have; of the
+    source's other dims it has one element.
+    """
+
+    source: str
+    there: Box
+    here: Box
+    dims: tuple[int | None, ...]
+
+    def inverse(self, name: str) -> "Piece":
+        """The same part as one of the source, which comes from the tensor `name`."""
+        dims = tuple(self.dims.index(dim) if dim in self.dims else None for dim in range(len(self.there)))
+        return Piece(name, self.here, self.there, dims)
+
+    def within(self, box: Box) -> "Piece | None":
+        """What of it lies in a box."""
+        here, there = list(self.here), list(self.there)
+        for dim, ((first, length), (start, size)) in enumerate(zip(box, self.here, strict=True)):
+            low, high = max(first, start), min(first + length, start + size)
+            if high <= low:
+                return None
+            here[dim] = low, high - low
+            if (at := self.dims[dim]) is not None:
+                there[at] = there[at][0] + low - start, high - low
+        return replace(self, there=tuple(there), here=tuple(here))
+
+    def moved(self, dim: int, by: int) -> "Piece":
+        """The same part, further on along a dim."""
+        start, length = self.here[dim]
+        return replace(self, here=_with(self.here, dim, (start + by, length)))
+
+    def as_in_source(self, part: Tensor) -> Tensor:
+        """A view of this part, with the dims of the source."""
+        for dim in reversed(range(len(self.dims))):
+            if self.dims[dim] is None:
+                part = part.squeeze(dim)
+        there = [dim for dim in self.dims if dim is not None]
+        part = part.permute([there.index(dim) for dim in sorted(there)])
+        for dim in range(len(self.there)):
+            if dim not in there:
+                part = part.unsqueeze(dim)
+        return part
+
+
+@dataclass(frozen=True)
+class Patchwork:
+    """A tensor without values, made of pieces; takes the place of one in code that moves elements."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> "Patchwork":
+        """The tensor `name` itself."""
+        box = tuple((0, n) for n in shape)
+        return cls(tuple(shape), (Piece(name, box, box, tuple(range(len(shape)))),))
+
+    def size(self, dim: int) -> int:
+        """As a tensor's."""
+        return self.shape[dim]
+
+    def contiguous(self) -> "Patchwork":
+        """Itself."""
+        return self
+
+    def squeeze(self, dim: int) -> "Patchwork":
+        """Without a dim of one element."""
+        dim %= len(self.shape)
+        if self.shape[dim] != 1:
+            return self
+        pieces = (replace(p, here=_out(p.here, dim), dims=_out(p.dims, dim)) for p in self.pieces)
+        return Patchwork(_out(self.shape, dim), tuple(pieces))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _FUNCTIONS:
+            raise TypeError(f"parts are not followed through {func.__name__}")
+        return _FUNCTIONS[func](*args, **(kwargs or {}))
+
+
+def _out(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _in(values: tuple[Any, ...], dim: int, new: Any) -> tuple[Any, ...]:
+    return (*values[:dim], new, *values[dim:])
+
+
+def _with(values: tuple[Any, ...], dim: int, new: Any) -> tuple[Any, ...]:
+    return (*values[:dim], new, *values[dim + 1 :])
+
+
+def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
+    dim %= len(tensors[0].shape) + 1
+    return _cat([_unsqueezed(tensor, dim) for tensor in tensors], dim)
+
+
+def _unsqueezed(tensor: Patchwork, dim: int) -> Patchwork:
+    pieces = (replace(p, here=_in(p.here, dim, (0, 1)), dims=_in(p.dims, dim, None)) for p in tensor.pieces)
+    return Patchwork(_in(tensor.shape, dim, 1), tuple(pieces))
+
+
+def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
+    dim %= len(tensors[0].shape)
+    pieces: list[Piece] = []
+    end = 0
+    for tensor in tensors:
+        if _out(tensor.shape, dim) != _out(tensors[0].shape, dim):
+            raise ValueError(f"tensors of shapes {tensors[0].shape} and {tensor.shape} do not join on dim {dim}")
+        pieces += (piece.moved(dim, end) for piece in tensor.pieces)
+        end += tensor.shape[dim]
+    return Patchwork(_with(tensors[0].shape, dim, end), tuple(pieces))
+
+
+def _split(tensor: Patchwork, sizes: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
+    dim %= len(tensor.shape)
+    whole = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
+    if sum(sizes) != whole:
+        raise ValueError(f"a dim of {whole} elements is not split into {list(sizes)}")
+    parts, start = [], 0
+    for length in sizes:
+        box = _with(tuple((0, n) for n in tensor.shape), dim, (start, length))
+        found = (piece.within(box) for piece in tensor.pieces)
+        pieces = (piece.moved(dim, -start) for piece in found if piece is not None)
+        parts.append(Patchwork(_with(tensor.shape, dim, length), tuple(pieces)))
+        start += length
+    return tuple(parts)
+
+
+def _chunk(tensor: Patchwork, chunks: int, dim: int = 0) -> tuple[Patchwork, ...]:
+    return _split(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim)
+
+
+def _transpose(tensor: Patchwork, dim0: int, dim1: int) -> Patchwork:
+    def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        out = list(values)
+        out[dim0], out[dim1] = out[dim1], out[dim0]
+        return tuple(out)
+
+    pieces = (replace(p, here=swapped(p.here), dims=swapped(p.dims)) for p in tensor.pieces)
+    return Patchwork(swapped(tensor.shape), tuple(pieces))
+
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
 
 
 def persistent_names(model: Model) -> list[str]:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core.errors import ShardError
-from shardfn.core.ownership import Box
-from shardfn.core.pieces import blocks
+from shardfn.core.ownership import Box, blocks, narrowed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_BYTES = 4 * 2**20
@@ -101,7 +100,7 @@ class TensorFiles:
         for block in blocks(out.shape, BLOCK_BYTES // stored.dtype.itemsize, stored.shape):
             first = tuple(start + at for (start, _), (at, _) in zip(box, block, strict=True))
             value = self._value(stored, first, tuple(n for _, n in block))
-            out[tuple(slice(at, at + n) for at, n in block)].copy_(value)
+            narrowed(out, block).copy_(value)
 
     def _value(self, stored: Stored, first: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """A small part of a tensor, in memory that the next one takes."""
@@ -303,7 +302,7 @@ class TensorWriter:
         stored, item = self._places[name], value.element_size()
         descriptor = self._descriptors[stored.file.name]
         for block in blocks(value.shape, BLOCK_BYTES // item):
-            part = value[tuple(slice(at, at + n) for at, n in block)].contiguous()
+            part = narrowed(value, block).contiguous()
             data, at = part.view(-1).view(torch.uint8).numpy().data, 0
             first = [begin + within for (begin, _), (within, _) in zip(box, block, strict=True)]
             for there, length in _segments(stored.shape, first, part.shape, item):

@@ -7,7 +7,7 @@ context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -159,8 +159,13 @@ class Params(dict[str, Any]):
         return f"Params on {mesh}, {len(self)} leaves{rows}"
 
 
+def is_tree(x: object) -> bool:
+    """Whether it is a tree of shards."""
+    return isinstance(x, Params)
+
+
 def _trees(given: Any) -> list[Params]:
-    found = pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, Params))
+    found = pytree.tree_leaves(given, is_leaf=is_tree)
     return [tree for tree in found if isinstance(tree, Params)]
 
 
@@ -187,20 +192,14 @@ def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
         _PARTS.reset(token)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Context:
     """The static part of a `Params` in a pytree: equal when names and plan are."""
 
     names: tuple[str, ...]
     plan: Plan
-    mesh: DeviceMesh
-    buffers: dict[str, Tensor]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self.names == other.names and self.plan == other.plan
-
-    def __hash__(self) -> int:
-        return hash((self.names, self.plan))
+    mesh: DeviceMesh = field(compare=False)
+    buffers: dict[str, Tensor] = field(compare=False)
 
 
 def _flatten(params: Params) -> tuple[list[Tensor], _Context]:
@@ -464,14 +463,12 @@ def paths(tree: Any) -> list[str]:
     >>> sf.tree.paths({"mu": {"a": torch.zeros(1)}, "step": torch.zeros(1)})
     ['mu.a', 'step']
     """
-    return [".".join(_key(key) for key in path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    return [path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
-def _key(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+def path_name(path: Sequence[Any]) -> str:
+    """The keys of a path into a pytree, joined by dots."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:

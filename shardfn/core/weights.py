@@ -4,7 +4,7 @@ Reading, every rank reads what it keeps. Writing, the first rank gets one parame
 so that it never has more than one whole.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import part_of_rank, unwrap_local
 from shardfn.core import stored_names
 from shardfn.core.agreement import agree, require_success
+from shardfn.core.buckets import empty_shards
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.functional import gather, shard_from
+from shardfn.core.functional import gather
+from shardfn.core.initialize import NewTree, Origin, agreed_plan
 from shardfn.core.layout import Layout, Leaf
-from shardfn.core.mesh import grid
-from shardfn.core.ownership import Box, local_boxes, without_padding
+from shardfn.core.mesh import Grid, grid, per_rank
+from shardfn.core.ownership import Box, blocks, local_boxes, narrowed, without_padding
 from shardfn.core.pattern import first_match, matches
-from shardfn.core.pieces import Patchwork, Piece, blocks
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.stored_names import Model, Names
+from shardfn.core.stored_names import Model, Names, Patchwork, Piece
 from shardfn.core.tensor_files import (
     BLOCK_BYTES,
     AnyPath,
@@ -95,35 +96,48 @@ def load_safetensors(
 
     Communication: two small exchanges over the mesh.
     """
-    source = _Files(path, model, names, strict, init, only)
-    return shard_from(source, model, mesh, policy, init or stored_names.own_init(model), "load_safetensors")
+    origin = Origin(model, init or stored_names.own_init(model), None, later=True)
+    files = _Files(path, origin, names, strict, only)
+
+    def facts(made: Plan) -> list[str]:
+        return [*files.open(made), *origin.facts(not files.partial, files.held)]
+
+    made, places, seed = agreed_plan(origin, mesh, policy, facts, "load_safetensors")
+    tree, problem = NewTree(made, mesh, places, {}, {}), None
+    try:
+        files.fill(tree)
+        if not files.partial:
+            tree.fill(origin, seed, files.held)
+            files.fill_buffers(tree)
+    except Exception as error:
+        problem = error
+    finally:
+        files.close()
+    require_success(mesh, problem, "load_safetensors")
+    return tree.wrapped()
 
 
 class _Files:
     """The tensors of a model that are in files."""
 
-    def __init__(self, path: Any, model: Any, names: Names | None, strict: bool, init: Any, only: Any) -> None:
-        self._path, self._model, self._names, self._strict = path, model, names, strict
+    def __init__(self, path: Any, origin: Origin, names: Names | None, strict: bool, only: Any) -> None:
+        self._path, self._model, self._init, self._names, self._strict = path, origin.model, origin.init, names, strict
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
-        self._init = init or stored_names.own_init(model)
-        self._held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
-
-    @cached_property
-    def _files(self) -> TensorFiles:
-        return TensorFiles(self._path)
+        self.held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
     def open(self, made: Plan) -> list[str]:
         """Find every tensor; what does not fit is raised at once."""
+        self._files = TensorFiles(self._path)
         stored = {name: x.shape for name, x in self._files.tensors.items()}
         found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
         for names, shape, dtype in self._asked_for(made):
-            self._held[names[0]] = [found[name] for name in names if name in found]
-            if not self._held[names[0]]:
+            self.held[names[0]] = [found[name] for name in names if name in found]
+            if not self.held[names[0]]:
                 problems += self._missing(names)
-            for patchwork in self._held[names[0]]:
+            for patchwork in self.held[names[0]]:
                 problems += self._misfits(names[0], patchwork, shape, dtype)
-        self._held = {name: patchworks for name, patchworks in self._held.items() if patchworks}
+        self.held = {name: patchworks for name, patchworks in self.held.items() if patchworks}
         if problems:
             more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
             listed = "\n  ".join(problems[:_MOST])
@@ -161,30 +175,42 @@ class _Files:
         bad = next((x for x in have if x != dtype and not (_is_wide(x) and _is_wide(dtype))), None)
         return [f"'{name}'{several} is {bad} in the files, {dtype} in the model"] if bad is not None else []
 
-    def held(self) -> Container[str]:
-        """The first names of what the files have."""
-        return self._held
-
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
-    def fill(
-        self, layout: Layout, leaf: Leaf, sizes: Mapping[str, int], coords: Mapping[str, int], out: Tensor
-    ) -> None:
-        """Read a rank's part of a leaf."""
-        boxes = list(local_boxes(layout, leaf, sizes, coords))
-        self._read(layout.name, boxes, out.view(leaf.merged(leaf.local_shape(sizes, coords))))
+    def fill(self, tree: NewTree) -> None:
+        """Read what this rank has of the parameters; a `partial` tree has no others."""
+        layouts = [layout for layout in tree.plan.layouts.values() if layout.name in self.held]
+        dtypes = {leaf.name: layout.dtype for layout in layouts for leaf in layout.leaves}
+        tree.shards = empty_shards(tree.plan, tree.places, dtypes if self.partial else None)
+        for layout in layouts:
+            for leaf in layout.leaves:
+                self._fill_leaf(layout, leaf, tree.places, tree.shards[leaf.name])
 
-    def buffer(self, name: str, like: Tensor) -> Tensor:
-        """A whole buffer."""
-        box = tuple((0, n) for n in like.shape)
-        value = torch.empty(like.shape, dtype=like.dtype)
-        self._read(name, [(box, box)], value)
-        return value
+    def _fill_leaf(self, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
+        def read(coords: Mapping[str, int], into: Sequence[Tensor]) -> list[Tensor]:
+            shape = leaf.local_shape(places.sizes, coords)
+            out = into[0] if into else torch.empty(shape, dtype=layout.dtype, device=places.device)
+            self._read(layout.name, list(local_boxes(layout, leaf, places.sizes, coords)), out.view(leaf.merged(shape)))
+            return [out]
+
+        if not places.pure and local.is_contiguous():
+            read(places.coords, [local])
+        else:
+            local.copy_(per_rank(places, read, [])[0])
+
+    def fill_buffers(self, tree: NewTree) -> None:
+        """Read the buffers that are in the files."""
+        for names, like in _buffers(self._model).items():
+            if names[0] in self.held:
+                box = tuple((0, n) for n in like.shape)
+                value = torch.empty(like.shape, dtype=like.dtype)
+                self._read(names[0], [(box, box)], value)
+                tree.buffers |= dict.fromkeys(names, value.to(tree.places.device))
 
     def _read(self, name: str, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
-        first, *others = self._held[name]
+        first, *others = self.held[name]
         self._assemble(first, boxes, out)
         for other in others:
             again = torch.empty_like(out)
@@ -201,13 +227,13 @@ class _Files:
         if sum(_numel(local) for _, local in boxes) < out.numel():
             out.zero_()
         for box, local in boxes:
-            place = _narrowed(out, local)
+            place = narrowed(out, local)
             for piece in made_of.pieces:
                 part = piece.within(box)
                 if part is not None:
-                    inside = tuple((at - s, n) for at, n, (s, _) in zip(part.at, part.size, box, strict=True))
-                    target = part.as_in_source(_narrowed(place, inside))
-                    self._files.read(part.source, part.source_box, target)
+                    inside = tuple((at - start, n) for (at, n), (start, _) in zip(part.here, box, strict=True))
+                    target = part.as_in_source(narrowed(place, inside))
+                    self._files.read(part.source, part.there, target)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
@@ -217,10 +243,6 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _numel(box: Box) -> int:
     return torch.Size([n for _, n in box]).numel()
-
-
-def _narrowed(x: Tensor, box: Box) -> Tensor:
-    return x[tuple(slice(start, start + n) for start, n in box)]
 
 
 def _named(model: Model) -> Mapping[str, Tensor]:
@@ -427,8 +449,7 @@ class _Export:
     def write(self, names: Sequence[str], full: Tensor) -> None:
         """Write all parts of a whole tensor that are in files."""
         for piece in [piece for name in names for piece in self._pieces.get(name, [])]:
-            part = _narrowed(full, tuple(zip(piece.at, piece.size, strict=True)))
-            self.writer.write(piece.source, piece.source_box, piece.as_in_source(part))
+            self.writer.write(piece.source, piece.there, piece.as_in_source(narrowed(full, piece.here)))
 
     def buffer(self, name: str) -> Tensor:
         """A buffer as it is written."""
@@ -459,7 +480,7 @@ class _Export:
         if me not in (owner, self._first):
             return
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
-            value = _narrowed(local, block) if me == owner else None
+            value = narrowed(local, block) if me == owner else None
             if owner != self._first:
                 data = self._parcel[: _numel(block) * dtype.itemsize]
                 parcel = data.view(dtype).view([n for _, n in block])
@@ -472,5 +493,5 @@ class _Export:
             assert target is not None and value is not None
             starts = [start + at for (start, _), (at, _) in zip(ranges, block, strict=True)]
             inside = [max(0, min(n, e - s)) for (_, n), s, e in zip(block, starts, leaf.extent, strict=True)]
-            place = _narrowed(target, tuple(zip(starts, inside, strict=True)))
-            place.copy_(_narrowed(value, tuple((0, n) for n in inside)))
+            place = narrowed(target, tuple(zip(starts, inside, strict=True)))
+            place.copy_(narrowed(value, tuple((0, n) for n in inside)))

@@ -27,7 +27,7 @@ from shardfn.core.engine.weights import placed_specs
 from shardfn.core.mesh import Grid
 from shardfn.core.offload import host_of
 from shardfn.core.plan import Plan
-from shardfn.core.pool import BufferPool, Buffers, NoBuffers
+from shardfn.core.storage import BufferPool, Buffers, NoBuffers
 
 
 class Neighbours:

@@ -1,27 +1,172 @@
-"""Rules on trees: groups, dtypes, checks, and the optimizers made of them. Layer 4."""
+"""AdamW, SGD and Lion: a rule each, and what puts it on trees with groups, dtypes and checks. Layer 4."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
 
-from shardfn._torch import has_no_memory, unwrap_local, unwrap_locals, with_local
+from shardfn._torch import foreach, fused, has_no_memory, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import raise_problems
 from shardfn.core.optim import trees
-from shardfn.core.optim.base import Optimizer
-from shardfn.core.optim.options import Groups, Options, at_step, require_options
-from shardfn.core.optim.rates import Rate
-from shardfn.core.optim.rules import ADAMW, LION, SGD, Rule
+from shardfn.core.optim.base import Groups, Optimizer, Options, Rate, at_step, require_options
 from shardfn.core.optim.trees import Tree
 from shardfn.core.pattern import matches
-from shardfn.core.storage import map_runs, merged
+from shardfn.core.storage import map_runs, merged, portions
 
 _Members = list[tuple[Options, list[str]]]  # (options, names of leaves) of groups
 _CHUNK = 2**24  # elements that are widened at a time
+LeafUpdate: TypeAlias = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]  # (grad, param, *slots) -> (update, new slots)
+Tensors: TypeAlias = list[Tensor]
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One algorithm on the leaves of one group; trees, groups, dtypes and checks are `_Elementwise`'s.
+
+    `update(options, step)` returns the update of a leaf, where `step` counts from 1.
+    `step(options, step, params, grads, slots)` works in place on lists of equal dtype and device, `step` counts from 0;
+    `least` is the dtype, by device type, that is wide enough for this.
+    """
+
+    name: str
+    state: Any  # a NamedTuple class: the step counter, then one tree a slot
+    slots: Callable[[Options], tuple[str, ...]]
+    update: Callable[[Options, Tensor], LeafUpdate]
+    step: Callable[[Options, Tensor, Tensors, Tensors, list[Tensors]], None]
+    least: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+class AdamState(NamedTuple):
+    """State of `adamw`: the number of updates, and running means of gradients (`mu`) and of their squares (`nu`)."""
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+
+
+class SGDState(NamedTuple):
+    """State of `sgd`: the number of updates, and for leaves with momentum their running sum of gradients."""
+
+    step: Tensor
+    momentum: Tree
+
+
+class LionState(NamedTuple):
+    """State of `lion`: the number of updates, and running means of gradients."""
+
+    step: Tensor
+    mu: Tree
+
+
+def _adamw_update(options: Options, step: Tensor) -> LeafUpdate:
+    lr, b1, b2, eps, decay = (options[key] for key in ("lr", "b1", "b2", "eps", "weight_decay"))
+    size = lr / (1 - b1**step)
+    root = (1 - b2**step).sqrt()
+
+    def leaf(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        mu = mu + (1 - b1) * (grad - mu)
+        nu = b2 * nu + (1 - b2) * grad * grad
+        # The derivative of sqrt at 0 is infinite, and a second derivative through it would be nan.
+        used = nu > 0
+        norm = torch.where(used, nu, 1.0).sqrt() * used
+        return -lr * decay * param - size * mu / (norm / root + eps), (mu, nu)
+
+    return leaf
+
+
+def _adamw_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
+    mu, nu = slots
+    device, lr, betas = params[0].device, options["lr"], {"beta1": options["b1"], "beta2": options["b2"]}
+    common: dict[str, Any] = {"weight_decay": options["weight_decay"], "eps": options["eps"], "maximize": False}
+    if not _is_fusable(params, slots):
+        steps = list(step.to("cpu", torch.float32).repeat(len(params)).unbind(0))  # torch counts for each parameter
+        torch_adamw(params, grads, mu, nu, [], steps, foreach=True, amsgrad=False, lr=lr, **betas, **common)
+        return
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        lr = lr.to(device)
+    steps = [(step + 1).to(device, torch.float32)] * len(params)
+    dense = [grad.contiguous() for grad in grads]
+    fused("adamw")(params, dense, mu, nu, [], steps, amsgrad=False, lr=lr, **betas, **common)
+
+
+def _is_fusable(params: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether torch's fused kernels can run: on CPU they walk memory and take no notice of strides (torch 2.13)."""
+    dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (params, *slots))
+    return dense and params[0].device.type in FUSED_DEVICES
+
+
+def _sgd_update(options: Options, step: Tensor) -> LeafUpdate:
+    lr, factor, decay, nesterov = (options[key] for key in ("lr", "momentum", "weight_decay", "nesterov"))
+
+    def leaf(grad: Tensor, param: Tensor, *slots: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        grad = grad + decay * param if decay else grad
+        if not factor:
+            return -lr * grad, ()
+        momentum = factor * slots[0] + grad
+        return -lr * (grad + factor * momentum if nesterov else momentum), (momentum,)
+
+    return leaf
+
+
+def _sgd_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
+    fused = _is_fusable(params, slots)
+    buffers: list[Tensor | None] = [*slots[0]] if slots else [None] * len(params)
+    torch_sgd(
+        params,
+        [grad.contiguous() for grad in grads] if fused else grads,
+        buffers,
+        fused=fused,
+        foreach=not fused,
+        dampening=0.0,
+        maximize=False,
+        **options,
+    )
+
+
+def _lion_update(options: Options, step: Tensor) -> LeafUpdate:
+    lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
+
+    def leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        direction = torch.sign(b1 * mu + (1 - b1) * grad)
+        return -lr * (direction + decay * param), (b2 * mu + (1 - b2) * grad,)
+
+    return leaf
+
+
+def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
+    lr, b1, b2, decay = (options[key] for key in ("lr", "b1", "b2", "weight_decay"))
+    (mu,) = slots
+    direction = foreach("mul")(mu, b1)
+    foreach("add_")(direction, grads, alpha=1 - b1)
+    foreach("sign_")(direction)
+    foreach("mul_")(params, 1 - lr * decay)
+    foreach("add_")(params, direction, alpha=-lr)
+    foreach("mul_")(mu, b2)
+    foreach("add_")(mu, grads, alpha=1 - b2)
+
+
+ADAMW = Rule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
+SGD = Rule(
+    "sgd",
+    SGDState,
+    lambda options: ("momentum",) * bool(options["momentum"]),
+    _sgd_update,
+    _sgd_step,
+    # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
+    least={"cpu": torch.float32},
+)
+# foreach would round halves between operations, and a sign turns rounding into a whole step.
+LION = Rule(
+    "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32)
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +182,9 @@ class _Elementwise:
         verb = f"{self.rule.name}.init"
         trees.require_tensors(verb, params)
         trees.require_some(verb, params)
-        self._require_live_groups(verb, params)
+        names = [model_name for name in params for model_name in trees.model_names(params, name)]
+        known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
+        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
         for name in trees.trainable(params):
             if params[name].is_complex():
                 raise TypeError(
@@ -58,11 +205,6 @@ class _Elementwise:
         )
         made = [with_local(leaf, zeros) for leaf, zeros in zip(leaves, locals_, strict=True)]
         return trees.slot_like(params, dict(zip(names, made, strict=True)))
-
-    def _require_live_groups(self, verb: str, params: Tree) -> None:
-        names = [model_name for name in params for model_name in trees.model_names(params, name)]
-        known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
-        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
 
     def _members(self, params: Tree) -> _Members:
         """(options, names of trainable leaves) of every group that has some."""
@@ -152,8 +294,7 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
     if _are_alike(columns, least):
         yield columns
         return
-    ready: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
-    waiting: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}  # whether all have that dtype
     known: dict[tuple[torch.dtype, ...], torch.dtype] = {}
     for param, grad, *slots in zip(*columns, strict=True):
         if not param.numel():
@@ -161,12 +302,12 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
         dtypes = (param.dtype, *(slot.dtype for slot in slots))
         wide = known.get(dtypes) or known.setdefault(dtypes, _promoted([param, *slots], least.get(param.device.type)))
         row = [param, grad if grad.dtype == wide else grad.to(wide), *slots]
-        same = all(dtype == wide for dtype in dtypes)
-        (ready if same else waiting).setdefault((param.device, wide), []).append(row)
-    for rows in ready.values():
-        yield _transposed(rows)
-    for (_, wide), rows in waiting.items():
-        for some in _chunks(rows):
+        groups.setdefault((param.device, wide, all(dtype == wide for dtype in dtypes)), []).append(row)
+    for (_, wide, alike), rows in groups.items():
+        if alike:
+            yield _transposed(rows)
+            continue
+        for some in portions(chain.from_iterable(map(_pieces, rows)), lambda row: row[0].numel(), _CHUNK):
             widened = [[x.to(wide) for x in row] for row in some]
             yield _transposed(widened)
             for before, after in zip(some, widened, strict=True):
@@ -194,19 +335,6 @@ def _pieces(row: list[Tensor]) -> Iterable[list[Tensor]]:
     if row[0].numel() <= _CHUNK or not all(x.is_contiguous() for x in row):
         return [row]
     return _transposed([x.view(-1).split(_CHUNK) for x in row])
-
-
-def _chunks(rows: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    run: list[list[Tensor]] = []
-    size = 0
-    for row in (piece for whole in rows for piece in _pieces(whole)):
-        if run and size + row[0].numel() > _CHUNK:
-            yield run
-            run, size = [], 0
-        run.append(row)
-        size += row[0].numel()
-    if run:
-        yield run
 
 
 def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtype: torch.dtype | None) -> Optimizer:

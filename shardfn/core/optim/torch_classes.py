@@ -11,9 +11,7 @@ from torch import Tensor, optim
 from shardfn._torch import unwrap_local, with_local
 from shardfn.core.errors import ShardError
 from shardfn.core.optim import trees
-from shardfn.core.optim.base import Optimizer
-from shardfn.core.optim.options import no_option
-from shardfn.core.optim.rates import rate_at
+from shardfn.core.optim.base import Optimizer, no_option, rate_at
 from shardfn.core.optim.trees import Tree
 from shardfn.core.tree import Params
 

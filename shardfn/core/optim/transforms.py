@@ -9,9 +9,8 @@ from torch import Tensor
 from shardfn._torch import foreach, unwrap_local
 from shardfn.core.errors import did_you_mean, raise_problems
 from shardfn.core.optim import trees
-from shardfn.core.optim.base import Optimizer
+from shardfn.core.optim.base import Optimizer, rate_at
 from shardfn.core.optim.norms import clip, require_positive
-from shardfn.core.optim.rates import rate_at
 from shardfn.core.optim.trees import Tree
 
 

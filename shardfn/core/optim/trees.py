@@ -46,9 +46,7 @@ def model_names(params: Tree, name: str) -> tuple[str, ...]:
     return (name,)
 
 
-@lru_cache(maxsize=2**16)
-def pattern_of(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    return first_match(patterns, names)
+pattern_of = lru_cache(maxsize=2**16)(first_match)
 
 
 def like(params: Tree, leaves: Mapping[str, Tensor]) -> Tree:
