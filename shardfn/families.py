@@ -18,9 +18,8 @@ from shardfn._torch import children_of, is_of_transformers, unsplit_classes
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
 from shardfn.core.family_forwards import ATTENTIONS, MODULES, identity_expert, tensor_parallel_experts
-from shardfn.core.model import OUT_DIM, kind_of
+from shardfn.core.model import OUT_DIM, class_of, kind_of
 from shardfn.core.policy import BATCH_AXES, Policy, batch_with
-from shardfn.core.shadow import class_of
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED

@@ -40,19 +40,18 @@ from shardfn.core.engine.session import CurrentSession, Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
 from shardfn.core.generation import History, Shell, filled
-from shardfn.core.logits import SplitLogits
+from shardfn.core.loss import SplitLogits
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.model import class_of, submodule, unwrapped
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan, decide
 from shardfn.core.recording import recording
-from shardfn.core.sequence import ranks_of_acts
-from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial
 from shardfn.core.underway import asks, derivatives_asked_for, note_tree
-from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, unit_casts, wire
+from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, ranks_of_acts, unit_casts, wire
 
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers

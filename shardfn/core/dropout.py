@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
+from shardfn.core.model import class_of, patched_forward
 from shardfn.core.recording import Recording, recording
-from shardfn.core.shadow import class_of, patched_forward
 from shardfn.core.spec import Spec, parse
 
 Word = int | Tensor  # a tensor has no dims and whole numbers

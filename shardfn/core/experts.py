@@ -37,7 +37,7 @@ from shardfn.core.collectives import (
 from shardfn.core.errors import ShardError
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.shadow import class_of
+from shardfn.core.model import class_of
 from shardfn.core.tensor_parallel import Layouts
 
 Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn.core.collectives import axis_size, psum, shard_slice
+from shardfn.core.model import class_of
 from shardfn.core.parts import SUM, Part
-from shardfn.core.shadow import class_of
 from shardfn.core.tensor_parallel import Layouts, calls_own_forward, without_data
 
 

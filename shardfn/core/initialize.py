@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import shallow_copy
+from shardfn.core.model import shallow_copy
 
 
 def initialized(

@@ -34,7 +34,7 @@ from shardfn._torch import (
 )
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
-from shardfn.core.logits import SplitLogits
+from shardfn.core.loss import SplitLogits
 from shardfn.core.lowering import is_tree
 from shardfn.core.plan import Plan
 from shardfn.core.recording import Number, recorded

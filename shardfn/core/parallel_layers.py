@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError
-from shardfn.core.model import BIAS_DIM, ModuleInfo
+from shardfn.core.model import BIAS_DIM, ModuleInfo, class_of
 from shardfn.core.parts import Part, even
 from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import class_of
 from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, declared_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient

@@ -25,12 +25,11 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
-from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo
+from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, class_of
 from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
 
 

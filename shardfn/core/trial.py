@@ -45,10 +45,10 @@ from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.flow import Flow
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
+from shardfn.core.model import class_of, submodule, unwrapped
 from shardfn.core.pattern import is_in, matches, modules_above
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
 from shardfn.core.traced_axes import TracedAxes
 from shardfn.core.underway import derivatives_asked_for

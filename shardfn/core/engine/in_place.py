@@ -38,8 +38,8 @@ from shardfn._torch import metadata_of, node_that_runs, parameters_of, pytree, r
 from shardfn.core.engine.gathered import UNPACKED
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError
+from shardfn.core.model import StandIn, submodule, unwrapped
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import StandIn, submodule, unwrapped
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 _LATER = (GeneratorType, AsyncGeneratorType, CoroutineType, map, filter)
