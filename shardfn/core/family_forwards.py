@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shardfn.core.collectives import axis_size, psum, shard_slice
 from shardfn.core.model import class_of
 from shardfn.core.parts import SUM, Part
-from shardfn.core.tensor_parallel import Layouts, calls_own_forward, without_data
+from shardfn.core.registered import declares
+from shardfn.core.tensor_parallel import Layouts
 
 
 def identity_expert(
@@ -21,7 +22,7 @@ def identity_expert(
     return x / axis_size(layouts.mesh, axis)
 
 
-@calls_own_forward
+@declares(calls_own=True)
 def bloom_attention(
     own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
 ) -> Any:
@@ -50,13 +51,13 @@ def _picked_blocks(
     return torch.empty_like(attention_mask, dtype=torch.bool)
 
 
-@without_data(_picked_pools)
+@declares(without_data=_picked_pools)
 def pooled_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
     """An indexer that drops pools of keys by values that it has computed."""
     return _or_without_data(_picked_pools, own, *args, **kwargs)
 
 
-@without_data(_picked_blocks)
+@declares(without_data=_picked_blocks)
 def block_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
     """An indexer that goes through the queries one by one."""
     return _or_without_data(_picked_blocks, own, *args, **kwargs)
@@ -98,8 +99,7 @@ def _of_two(value: Any) -> Any:
     return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
 
 
-@calls_own_forward
-@without_data(_probed)
+@declares(calls_own=True, without_data=_probed)
 def tensor_parallel_experts(
     own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
 ) -> Any:

@@ -68,7 +68,7 @@ class Flow:
                 continue
             split.add(module.name)
             if module.kind in OUT_DIM:
-                weight = plan.layouts[dict(module.params)["weight"]]
+                weight = plan.weight_of(module)
                 linears[module.name] = "column" if plan.compute_axes(weight, OUT_DIM[module.kind]) else "row"
         return split, linears
 

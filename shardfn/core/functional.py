@@ -584,7 +584,7 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     if names is None:
         return held
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    named = [(x.name, *x.aliases) for x in held]
+    named = [x.names for x in held]
     for pattern in wanted:
         if first_match([pattern], chain.from_iterable(named)) is None:
             raise KeyError(
@@ -699,7 +699,7 @@ def _sort_grads(
             partial = _is_pending(name, grad, owner, places, was_pending)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
             continue
-        layout = plan_.layouts[plan_.canonical[name]]
+        layout = plan_.layout_of(name)
         if layout.leaves[0].name in pending:
             raise ShardError(
                 f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"

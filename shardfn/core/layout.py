@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core.mesh import nested_chunk
+from shardfn.core.model import ParamInfo
 from shardfn.core.spec import Block, Dim, Factor, Spec
 
 Axes = Mapping[str, int]
@@ -103,15 +104,13 @@ class Leaf:
         return next((dim for dim, split in enumerate(self.splits) if axis in split), None)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One parameter of the model: its rule, where the rule came from, and its stored leaves."""
+@dataclass(frozen=True, kw_only=True)
+class Layout(ParamInfo):
+    """One parameter of the model: its rule, where the rule came from, and its stored leaves.
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
+    When it is `placed`, modules compute with a DTensor over these axes.
+    """
+
     rule: Spec
     source: str  # the pattern that matched, or which default applied
     leaves: tuple[Leaf, ...]
@@ -120,8 +119,6 @@ class Layout:
     # (axis, n) of `kv@tp?` on dim 0 when its n parts do not divide: whole in storage, and where the model meets it
     # with values that are split over the axis, each rank takes the part that its share of them belongs to
     shared: tuple[tuple[str, int], ...] = ()
-    # (axis, dim it splits or None) when modules compute with a DTensor over these axes, see `ParamInfo.placed`
-    placed: tuple[tuple[str, int | None], ...] | None = None
     kept: tuple[str, ...] = ()  # the data axes over which its module computes with a part, see [Note: kept axes]
 
     @property

@@ -74,6 +74,10 @@ class ModelInfo:
     buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     ignored: tuple[str, ...] = ()  # parameters that are left out, by all of their names
 
+    def module(self, path: str) -> ModuleInfo | None:
+        """The module at a path."""
+        return next((module for module in self.modules if module.name == path), None)
+
 
 def class_name(cls: type) -> str:
     """The qualified name by which classes are compared, so that a plan pickles without importing them."""
@@ -87,17 +91,15 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
         TypeError: it is neither, or the mapping holds something else than tensors.
     """
     if isinstance(model, nn.Module):
-        return ModelInfo(_params(model), tuple(_modules(model)), _buffers(model))
+        params = _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
+        buffers = ((name, tuple(b.shape), b.dtype) for name, b in model.named_buffers(remove_duplicate=False))
+        return ModelInfo(params, tuple(_modules(model)), tuple(buffers))
     if not isinstance(model, Mapping):
         raise TypeError(f"expected an nn.Module or a mapping of names to tensors, got {type(model).__name__}")
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise TypeError(f"a mapping must hold tensors under names; {name!r} holds {type(value).__name__}")
     return ModelInfo(_tied(model.items()), (), ())
-
-
-def _params(model: nn.Module) -> tuple[ParamInfo, ...]:
-    return _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
 
 
 def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
@@ -158,12 +160,6 @@ def _trainable(tensor: torch.Tensor) -> bool:
     )
 
 
-def _buffers(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    return tuple(
-        (name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)
-    )
-
-
 def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
     canonical: dict[int, str] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -192,23 +188,19 @@ def kind_of(module: nn.Module) -> str:
     the weight of its output projection without calling it, so that projection does not count either. A weight that is
     made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
-    forward = None if patched_forward(module) is not None else class_of(module).forward
-    if not issubclass(class_of(module), nn.MultiheadAttention) and "weight" not in parameters_of(unwrapped(module)):
+    cls = class_of(module)
+    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in parameters_of(unwrapped(module))
+    if not reads_weight or patched_forward(module) is not None:
         return "other"
-    if forward is nn.Linear.forward and not isinstance(
-        unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear
-    ):
-        return "linear"
-    if forward is not None and _forward_owner(module) in _TRANSPOSED:
+    if _forward_owner(module) in _TRANSPOSED:
         return "transposed linear"
-    if forward is nn.Embedding.forward:
-        return "embedding"
-    if forward is not None and issubclass(class_of(module), nn.Embedding):
-        return "own embedding"
-    return next((kind for cls, kind in _LAYERS.items() if forward is cls.forward and _is_plain(module)), "other")
+    known = (kind for layer, kind in _LAYERS.items() if cls.forward is layer.forward and _is_plain(module))
+    return next(known, "own embedding" if issubclass(cls, nn.Embedding) else "other")
 
 
 _LAYERS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution"),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), "transposed convolution"),
     nn.BatchNorm1d: "batch norm",  # the forwards of norms are those of a base class
@@ -222,7 +214,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether torch's own forward of a layer computes what it does in torch, and one that can be done in parts."""
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return module.groups == 1
-    return convolves_plainly(class_of(module))
+    of_attention = isinstance(unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return convolves_plainly(class_of(module)) and not of_attention
 
 
 def _list_of(module: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ from shardfn.core.model import BIAS_DIM, ModuleInfo, class_of
 from shardfn.core.parts import Part, even
 from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
-from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, declared_forward, splits
+from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
     "torch.nn.modules.transformer.TransformerEncoderLayer",
@@ -39,8 +39,8 @@ def parallel_forwards(
     split = {module.name for module in plan.info.modules if splits(plan, module)}
     for module in plan.info.modules:
         layer = Layer(module, plan, axes, weight, adjust)
-        if (declared := declared_forward(plan, module)) is not None:
-            forwards[module.name] = custom_forward(layer, declared)
+        if module.name in plan.forwards:
+            forwards[module.name] = custom_forward(layer, plan.forwards[module.name])
         elif module.kind in _FORWARDS and module.name in split:
             forwards[module.name] = _FORWARDS[module.kind](layer)
         elif module.kind == "attention" and axes.drops is not None and not _ignored(plan, module):

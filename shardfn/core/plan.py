@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import islice
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -114,19 +115,23 @@ class Plan(_Open):
     activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
     reduction: "Reduction | None" = "mean"  # what the backward of a gather does with pending gradients
     local_sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attribute -> its size on a rank
+    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)  # module -> its parallel forward, declared
     vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
     # What follows from these, as every call needs it.
     leaves: dict[str, tuple[Layout, Leaf]] = field(init=False, repr=False)  # stored name -> the layout it is of, itself
     canonical: dict[str, str] = field(init=False, repr=False)  # any name of a parameter -> its canonical one
+    compute_dtypes: dict[str, torch.dtype] = field(init=False, repr=False)  # in which parameters are gathered and used
     splits_compute: bool = field(init=False, repr=False)  # some parameter, over a compute axis of several ranks
     placed_axes: frozenset[str] = field(init=False, repr=False)  # over which modules compute with DTensors
     home: Home = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layouts = self.layouts.values()
+        dtypes = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
         derived = {
             "leaves": {leaf.name: (layout, leaf) for layout in layouts for leaf in layout.leaves},
-            "canonical": {name: layout.name for layout in layouts for name in (layout.name, *layout.aliases)},
+            "canonical": {name: layout.name for layout in layouts for name in layout.names},
+            "compute_dtypes": {layout.name: dtypes[layout.leaves[0].name] for layout in layouts},
             "splits_compute": any(map(self.compute_axes, layouts)),
             "placed_axes": frozenset(axis for layout in layouts for axis, _ in layout.placed or ()),
             "home": Home(),
@@ -134,14 +139,13 @@ class Plan(_Open):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """Parameter -> the dtype in which it is gathered and used."""
-        return self.home.once("compute dtypes", self._compute_dtypes)
+    def layout_of(self, name: str) -> Layout:
+        """The layout of a parameter, by any of its names."""
+        return self.layouts[self.canonical[name]]
 
-    def _compute_dtypes(self) -> dict[str, torch.dtype]:
-        of_leaf = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
-        return {name: of_leaf[layout.leaves[0].name] for name, layout in self.layouts.items()}
+    def weight_of(self, module: ModuleInfo) -> Layout:
+        """The layout of the weight of a module."""
+        return self.layouts[dict(module.params)["weight"]]
 
     def compute_axes(self, layout: Layout, dim: int | None = None) -> list[str]:
         """The compute axes of several ranks by which a rule splits a parameter, or one of its dims; outermost first.
@@ -174,7 +178,7 @@ class Plan(_Open):
             self.units,
             settings,
             tuple(p.acts.items()),
-            tuple((name, _function_name(fn)) for name, fn in p.compute.items()),
+            tuple((name, _function_name(fn)) for name, fn in self.forwards.items()),
             tuple((name, tuple(sizes.items())) for name, sizes in self.local_sizes.items()),
             self.vmaps,
         )
@@ -251,10 +255,6 @@ class Plan(_Open):
         trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
         return split + again + (len(several) if trains else 0)
 
-    def _units_said(self) -> str:
-        alone = len(self.units) == 1 and not self.units[0].name
-        return "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
-
     @property
     def keep_axis(self) -> str | None:
         """The data axis whose neighbours share what `Policy(regather=n)` keeps: the innermost of several ranks."""
@@ -292,7 +292,7 @@ class Plan(_Open):
         """
         if name not in self.canonical:
             raise KeyError(f"explain: the model has no parameter '{name}'{did_you_mean(name, self.canonical)}")
-        layout = self.layouts[self.canonical[name]]
+        layout = self.layout_of(name)
         lines = [f"{name} {layout.shape} {_dtype(layout.dtype)}: {layout.rule}, by {layout.source}"]
         for leaf in layout.leaves:
             shape = self.local_shape(leaf.name)
@@ -351,9 +351,11 @@ class Plan(_Open):
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        alone = len(self.units) == 1 and not self.units[0].name
+        units = "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
         return (
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{self._units_said()}; {self.data_collectives} collectives over data axes and "
+            f"{units}; {self.data_collectives} collectives over data axes and "
             f"{self.comm_bytes:,} bytes received per step"
         )
 
@@ -460,13 +462,10 @@ class _Draft:
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     """`plan` on a model that is already described."""
-    given = policy
-    if forwards := registered(info.modules):
-        policy = replace(given, compute={**given.compute, **forwards})
     draft = _Draft(info, axes, roles(list(axes), policy.batch), policy, Sizes(policy.sizes), [])
     draft = replace(draft, info=_without_ignored(draft))
     info, role, problems = draft.info, draft.role, draft.problems
-    rules = _rules(draft)
+    forwards, rules = _forwards(info, policy), _rules(draft)
     for param in info.params:
         if param.name in rules:
             draft.sizes.add(param.name, rules[param.name][0], param.shape)
@@ -474,7 +473,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
     unit_names = _unit_names(draft)
-    owners, kept = _owners(info, unit_names), _kept_axes(draft, rules)
+    owners, kept = _owners(info, unit_names), _kept_axes(draft, rules, forwards)
     layouts: dict[str, Layout] = {}
     for param in info.params:
         if param.name in rules:
@@ -482,29 +481,39 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             made = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
             stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
             layouts[param.name] = replace(made, unit=owners[param.name], kept=stays)
-    problems += _uncomputable(draft, layouts)
-    local_sizes = _local_sizes(draft, _split_factors(rules, role))
+    problems += _uncomputable(draft, layouts, forwards)
+    local_sizes = _local_sizes(draft, rules)
     _check_settings(draft)
     raise_problems("plan", problems)
-    if forwards:  # a module whose weights are whole computes as it is
-        split = [module for module in info.modules if not _is_whole(module.name, layouts, role)]
-        policy = replace(given, compute={**given.compute, **registered(split)})
-    return Plan(axes, role, layouts, _units(draft, layouts, unit_names), policy, info, local_sizes=local_sizes)
+    units = _units(draft, layouts, unit_names)
+    forwards = {path: fn for path, fn in forwards.items() if not _computes_whole(path, layouts, draft)}
+    return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes, forwards=forwards)
 
 
-def _is_whole(module: str, layouts: Mapping[str, Layout], role: Roles) -> bool:
-    """Whether a module has parameters, of which no compute axis splits any."""
+def _forwards(info: ModelInfo, policy: Policy) -> dict[str, Callable[..., Any]]:
+    """Module -> its parallel forward, that the policy has for it or else its class."""
+    found: dict[str, Callable[..., Any] | None] = {}
+    for module in info.modules:
+        pattern = first_match(policy.compute, [module.name])
+        found[module.name] = registered(module) if pattern is None else policy.compute[pattern]
+    return {path: fn for path, fn in found.items() if fn is not None}
+
+
+def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: _Draft) -> bool:
+    """Whether a module that the policy does not name has parameters, of which no compute axis splits any."""
     below = [layout for name, layout in layouts.items() if is_in(name, module)]
-    return bool(below) and not any(axis in layout.axes for layout in below for axis in role.compute)
+    whole = below and not any(axis in layout.axes for layout in below for axis in draft.role.compute)
+    return bool(whole) and first_match(draft.policy.compute, [module]) is None
 
 
-def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, tuple[str, ...]]:
+def _kept_axes(
+    draft: _Draft, rules: Mapping[str, _Rule], forwards: Mapping[str, Callable[..., Any]]
+) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
     found: dict[str, tuple[str, ...]] = {}
-    policy, role, problems = draft.policy, draft.role, draft.problems
+    role, problems = draft.role, draft.problems
     for module in draft.info.modules:
-        pattern = first_match(policy.compute, [module.name])
-        asked = getattr(policy.compute[pattern], "keeps", ()) if pattern is not None else ()
+        asked = getattr(forwards.get(module.name), "keeps", ())
         for _, name in module.params:
             named = name in rules and not rules[name][1].startswith("default")
             factors = rules[name][0].factors if named else ()
@@ -518,7 +527,7 @@ def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, tuple[str
                 if axis in factor.axes and any(a in role.data for a in factor.axes[: factor.axes.index(axis)])
             ]
     splits = any(draft.axes[axis] > 1 for kept in found.values() for axis in kept)
-    if splits and any(type(count) is int for count in _regathers(policy)):
+    if splits and any(type(count) is int for count in _regathers(draft.policy)):
         problems.append(
             "Policy(regather=n): weights of experts differ between neighbouring ranks, which keep parts for each "
             "other; use True or False"
@@ -532,16 +541,12 @@ def _regathers(policy: Policy) -> list[bool | int]:
     return [policy.regather, *(settings["regather"] for settings in own if "regather" in settings)]
 
 
-def _split_factors(rules: Mapping[str, _Rule], role: Roles) -> set[tuple[str, tuple[str, ...]]]:
-    """Name and compute axes of the factors that have to divide."""
-    factors = (factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional)
-    return {(factor.name, tuple(axis for axis in factor.axes if axis in role.compute)) for factor in factors}
-
-
-def _local_sizes(draft: _Draft, split: Collection[tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, int]]:
-    """Module -> attribute -> the size that one rank has; what the rules `split` has been checked with them."""
+def _local_sizes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, dict[str, int]]:
+    """Module -> attribute -> the size that one rank has; what the rules split has been checked with them."""
     found: dict[str, dict[str, int]] = {}
-    given = draft.policy.local_sizes
+    given, compute = draft.policy.local_sizes, draft.role.compute
+    factors = [factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional]
+    split = {(factor.name, tuple(axis for axis in factor.axes if axis in compute)) for factor in factors}
     draft.check_patterns("Policy.local_sizes:", given, "module")
     for pattern, attribute, text in ((p, name, text) for p, texts in given.items() for name, text in texts.items()):
         try:
@@ -844,8 +849,8 @@ def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
         _leaf(draft, name, rule, [dim[i if at == fused else 0] for at, dim in enumerate(dims)])
         for i, name in enumerate(names)
     )
-    same = (param.name, param.aliases, param.shape, param.dtype, param.trainable)
-    return Layout(*same, rule, source, leaves, fused, shared=_shared(draft, spec, rule, true), placed=param.placed)
+    shared = _shared(draft, spec, rule, true)
+    return Layout(**vars(param), rule=rule, source=source, leaves=leaves, block_dim=fused, shared=shared)
 
 
 def _shared(draft: _Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
@@ -893,15 +898,11 @@ class _Sized(NamedTuple):
 
 def _sized(rule: Spec, true: Sequence[int], padded: Sequence[int]) -> list[list[_Sized]]:
     """The blocks of every dim, from the sizes of all factors of the rule."""
-    dims, start = [], 0
-    for dim in rule.dims:
-        blocks = []
-        for block in dim.blocks:
-            own = slice(start, start + len(block.factors))
-            blocks.append(_Sized(block, true[own], padded[own]))
-            start = own.stop
-        dims.append(blocks)
-    return dims
+    sizes = zip(true, padded, strict=True)
+    return [
+        [_Sized(block, *zip(*islice(sizes, len(block.factors)), strict=True)) for block in dim.blocks]
+        for dim in rule.dims
+    ]
 
 
 def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[_Sized]) -> Leaf:
@@ -1037,12 +1038,12 @@ def _travels_late(leaf: Leaf) -> tuple[bool, int]:
 _HOLDERS = {f"torch.nn.modules.container.Parameter{what}" for what in ("List", "Dict")}
 
 
-def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout]) -> list[str]:
+def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout], forwards: Collection[str]) -> list[str]:
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
     problems, read_by = [], set[str]()  # modules whose weights are read by the one that they are in
     for module in draft.info.modules:
         names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
-        own_forward = any(matches(pattern, module.name) for pattern in draft.policy.compute)
+        own_forward = module.name in forwards
         if module.kind == "attention" and not own_forward:
             read_by.add(_out_proj(module))
             problems += _unlike_heads(draft, module, layouts)
@@ -1077,8 +1078,8 @@ def _out_proj(attention: ModuleInfo) -> str:
 
 def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layout]) -> list[str]:
     """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
-    after = next((other.params for other in draft.info.modules if other.name == _out_proj(module)), ())
-    names = {**dict(module.params), **{f"out_proj.{attribute}": name for attribute, name in after}}
+    after = draft.info.module(_out_proj(module))
+    names = dict(module.params) | {f"out_proj.{key}": name for key, name in (after.params if after else ())}
     found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
     complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
     if not complete or any(layout.placed is not None for layout in found.values()):

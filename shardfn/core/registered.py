@@ -1,7 +1,13 @@
-"""Parallel forwards of a user's own module classes. Layer 1."""
+"""How a parallel forward is declared: for the classes of a user's own modules, and what is known of it. Layer 1.
 
-import re
-from collections.abc import Callable, Sequence
+`Policy(compute={pattern: fn})` declares one for modules by name. What a forward has as attributes is known of it:
+
+    keeps          the data axes over which it computes with a part of the weights
+    without_data   `shaped(module, *args)`, which stands for the module's own forward in a run without data
+    calls_own      whether it calls the module's own, and does the rest within `Layouts.hidden()`
+"""
+
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -62,13 +68,22 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
     return keep
 
 
-def registered(modules: Sequence[ModuleInfo]) -> dict[str, Callable[..., Any]]:
-    """Pattern of module names -> forward, one entry a class."""
-    names: dict[str, list[str]] = {}
-    for module in modules if _FORWARDS else ():
-        if module.forward:  # of the classes that have this very forward, the most derived one that is registered
-            until = module.classes.index(module.forward) + 1
-            known = next((cls for cls in module.classes[:until] if cls in _FORWARDS), None)
-            if known is not None:
-                names.setdefault(known, []).append(module.name)
-    return {f"re:{'|'.join(map(re.escape, found))}": _FORWARDS[cls] for cls, found in names.items()}
+def registered(module: ModuleInfo) -> Callable[..., Any] | None:
+    """The one of the class whose forward a module has, or of the most derived class with that very forward."""
+    until = module.classes.index(module.forward) + 1 if module.forward else 0
+    return next((_FORWARDS[name] for name in module.classes[:until] if name in _FORWARDS), None)
+
+
+def declares(**known: Any) -> Callable[[Forward], Forward]:
+    """A decorator of a parallel forward: what is known of it, see above."""
+
+    def note(forward: Forward) -> Forward:
+        vars(forward).update(known)
+        return forward
+
+    return note
+
+
+def calls_own(forward: Callable[..., Any]) -> bool:
+    """Whether a parallel forward, or the one that a `partial` is of, calls the module's own."""
+    return getattr(getattr(forward, "func", forward), "calls_own", False)

@@ -11,7 +11,7 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, NoReturn, TypeVar
 
@@ -30,6 +30,7 @@ from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
+from shardfn.core.registered import calls_own
 from shardfn.core.spec import parse
 
 
@@ -70,12 +71,7 @@ class Layer:
 
     def layout(self, attribute: str) -> Layout:
         """That of one of its parameters, or of a child's: "out_proj.weight"."""
-        owner, _, last = attribute.rpartition(".")
-        if not owner:
-            return self.plan.layouts[dict(self.module.params)[attribute]]
-        path = f"{self.name}.{owner}" if self.name else owner
-        child = next(module for module in self.plan.info.modules if module.name == path)
-        return self.plan.layouts[dict(child.params)[last]]
+        return self.plan.layout_of(f"{self.name}.{attribute}" if self.name else attribute)
 
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
@@ -143,30 +139,25 @@ _Value = TypeVar("_Value")
 
 
 class _Asked(dict[str, _Value]):
-    """By attribute, what a module owns itself; another key is an error that says so."""
+    """By attribute, what the module of a parallel forward owns itself; another key is an error that says so."""
 
-    missing: Callable[[str], Exception] = KeyError
+    layer: Layer
 
     def __missing__(self, key: str) -> NoReturn:
-        raise self.missing(key)
-
-
-def _not_its_own(plan: Plan, module: ModuleInfo, key: str) -> ShardError:
-    """What a parallel forward should do that asks for a weight which its module has not."""
-    path = f"{module.name}.{key}" if module.name else key
-    child = path.rpartition(".")[0]
-    own = ", ".join(repr(attribute) for attribute, _ in module.params) or "none"
-    remedy = did_you_mean(key, [attribute for attribute, _ in module.params])
-    if path in plan.canonical:
-        inner = key.rpartition(".")[0]
-        remedy = (
-            f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
-            f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
+        plan, module = self.layer.plan, self.layer.module
+        path = f"{module.name}.{key}" if module.name else key
+        own = [attribute for attribute, _ in module.params]
+        remedy = did_you_mean(key, own)
+        if path in plan.canonical:
+            child, inner = path.rpartition(".")[0], key.rpartition(".")[0]
+            remedy = (
+                f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
+                f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
+            )
+        raise ShardError(
+            f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given "
+            f"the weights that it owns itself: {', '.join(map(repr, own)) or 'none'}{remedy}"
         )
-    return ShardError(
-        f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given the "
-        f"weights that it owns itself: {own}{remedy}"
-    )
 
 
 class Layouts(_Asked[Layout]):
@@ -177,78 +168,34 @@ class Layouts(_Asked[Layout]):
     have been before.
     """
 
-    def __init__(
-        self, layouts: Mapping[str, Layout], axes: "ComputeAxes", split: Sequence[str], path: str, adjust: Adjustments
-    ) -> None:
-        super().__init__(layouts)
-        self._entered, self._path, self._ready = axes.entered, path, adjust.ready
-        self.mesh, self.axes, self.hidden, self.note_part = axes.mesh, tuple(split), axes.hidden, axes.note_part
+    def __init__(self, layer: Layer) -> None:
+        plan, axes = layer.plan, layer.axes
+        super().__init__({attribute: plan.layouts[name] for attribute, name in layer.module.params})
+        split = {axis for layout in self.values() for axis in plan.compute_axes(layout)}
+        self.layer, self.axes = layer, tuple(axis for axis in plan.roles.compute if axis in split)
+        self.mesh, self.hidden, self.note_part = axes.mesh, axes.hidden, axes.note_part
         self.require, self.received = axes.require, axes.received
 
     def entered(self, x: Tensor, axis: str, at: int) -> Tensor:
         """An argument, varying over an axis."""
-        name = f"{self._path}, argument {at}"
-        return self._entered(x, axis, name, (name, axis) in self._ready)
-
-
-def without_data(shaped: Forward) -> Callable[[Forward], Forward]:
-    """A decorator of a parallel forward: `shaped(module, *args)` stands for the module's own in a run without data."""
-
-    def keep(forward: Forward) -> Forward:
-        _SHAPED[forward] = shaped
-        return forward
-
-    return keep
-
-
-def calls_own_forward(forward: Forward) -> Forward:
-    """A decorator of a parallel forward that calls the module's own, and does the rest within `Layouts.hidden()`."""
-    _CALLING.add(forward)
-    return forward
-
-
-_SHAPED: dict[Forward, Forward] = {}
-_CALLING: set[Forward] = set()
-
-
-def declared_forward(plan: Plan, module: ModuleInfo) -> Forward | None:
-    """The parallel forward that `Policy.compute` has for a module."""
-    pattern = first_match(plan.policy.compute, [module.name])
-    return None if pattern is None else plan.policy.compute[pattern]
+        name = f"{self.layer.name}, argument {at}"
+        return self.layer.axes.entered(x, axis, name, (name, axis) in self.layer.adjust.ready)
 
 
 def others_forwards(plan: Plan) -> set[str]:
     """The modules whose forward is not their own."""
-    return {
-        module.name
-        for module in plan.info.modules
-        if module.kind in FORWARDS
-        or (module.kind != "other" and splits(plan, module))
-        or ((fn := declared_forward(plan, module)) is not None and getattr(fn, "func", fn) not in _CALLING)
-    }
-
-
-def shaped_forwards(plan: Plan) -> dict[str, Forward]:
-    """Module path -> what stands for its forward in a run without data on whole weights."""
-    declared = {m.name: fn for m in plan.info.modules if (fn := declared_forward(plan, m)) is not None}
-    shaped = {name: _SHAPED.get(fn) or getattr(fn, "without_data", None) for name, fn in declared.items()}
-    return {name: fn for name, fn in shaped.items() if fn is not None}
+    declared = {path for path, forward in plan.forwards.items() if not calls_own(forward)}
+    derived = (m for m in plan.info.modules if m.kind in FORWARDS or (m.kind != "other" and splits(plan, m)))
+    return declared | {module.name for module in derived}
 
 
 def custom_forward(layer: Layer, fn: Forward) -> Forward:
-    """A parallel forward of `Policy.compute`, as the forward of a module."""
-    plan, module, weight = layer.plan, layer.module, layer.weight
-    own_layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
-    split = {axis for layout in own_layouts.values() for axis in plan.compute_axes(layout)}
-    compute = [axis for axis in plan.roles.compute if axis in split]
-    layouts = Layouts(own_layouts, layer.axes, compute, module.name, layer.adjust)
-
-    missing = partial(_not_its_own, plan, module)
-    layouts.missing = missing
+    """A declared parallel forward, as the forward of a module."""
+    layouts, weight = Layouts(layer), layer.weight
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         local = _Asked({attribute: weight(layout.name) for attribute, layout in layouts.items()})
-        local.missing = missing
+        local.layer = layer
         return fn(own, local, layouts, *args, **kwargs)
 
     return forward
@@ -347,7 +294,7 @@ def _resolved_acts(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, 
     for module in plan.info.modules if plan.policy.acts else ():
         act = first_match(plan.policy.acts, [module.name])
         if act is not None and module.kind in OUT_DIM:
-            layout = plan.layouts[dict(module.params)["weight"]]
+            layout = plan.weight_of(module)
             dims = parse(plan.policy.acts[act]).dims
             last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
             if columns := plan.compute_axes(layout, OUT_DIM[module.kind]):

@@ -144,7 +144,7 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
 
 def _in_shares(plan: Plan, module: ModuleInfo) -> bool:
     """Whether a module asked to have its output split over ranks of which there are more than parts."""
-    return module.kind == "linear" and bool(plan.layouts[plan.canonical[dict(module.params)["weight"]]].shared)
+    return module.kind == "linear" and bool(plan.weight_of(module).shared)
 
 
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
@@ -156,10 +156,10 @@ def shared_parts(plan: Plan, path: str, axis: str) -> int:
     Raises:
         ShardError: ranks of the axis would need parts of a part.
     """
-    module = next((m for m in plan.info.modules if m.name == path), None)
+    module = plan.info.module(path)
     if module is None or module.kind != "linear":
         return 0
-    layout, ranks = plan.layouts[dict(module.params)["weight"]], plan.axes[axis]
+    layout, ranks = plan.weight_of(module), plan.axes[axis]
     parts = dict(layout.shared).get(axis, 0)
     if parts and ranks % parts:
         raise ShardError(
