@@ -29,9 +29,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
-from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
-from shardfn.core.policy import BATCH_AXES, Policy, batch_with
+from shardfn.core.policy import Policy, batch_with, is_batch_axis
+from shardfn.core.spec import parse
 from shardfn.families import from_transformers
 
 __all__ = [
@@ -129,9 +129,6 @@ def zero2(**overrides: Any) -> Policy:
     return Policy(regather=False) | Policy(**overrides)
 
 
-_FACTOR = re.compile(r"(?P<name>\w+)(?P<axes>(?:\s*@\s*\w+)+)(?P<optional>\s*\?)?")
-
-
 def gathered(policy: Policy) -> Policy:
     """The same layout with whole weights over the data axes, for inference: `apply` then gathers nothing.
 
@@ -150,13 +147,14 @@ def gathered(policy: Policy) -> Policy:
         the policy.
     """
 
-    def without(match: re.Match[str]) -> str:
-        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not roles([axis], policy.batch).data]
-        return "@".join([match["name"], *axes]) + ("?" if match["optional"] and axes else "")
+    def whole(rule: str) -> str:
+        spec = parse(rule)
+        axes = {axis for factor in spec.factors for axis in factor.axes}
+        return str(spec.without([axis for axis in axes if is_batch_axis(axis, policy.batch)]))
 
-    rules = {pattern: _FACTOR.sub(without, rule) for pattern, rule in policy.rules.items()}
+    rules = {pattern: whole(rule) for pattern, rule in policy.rules.items()}
     axes = {name: (names,) if isinstance(names, str) else names for name, names in policy.axes.items()}
-    kept = {name: tuple(axis for axis in names if not roles([axis], policy.batch).data) for name, names in axes.items()}
+    kept = {name: tuple(x for x in names if not is_batch_axis(x, policy.batch)) for name, names in axes.items()}
     changes = {"rules": rules, "axes": {name: names for name, names in kept.items() if names}, "default": "replicate"}
     return Policy(**{name: getattr(policy, name) for name in policy.given} | changes)
 
@@ -368,11 +366,8 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    batch = batch_with([data_axis] if data_axis is not None else [])
     given: dict[str, Any] = {"acts": acts} if acts else {}
-    if batch != BATCH_AXES:
-        given["batch"] = batch
-    return Policy(rules=rules, **given)
+    return Policy(rules=rules, **given, **batch_with([data_axis] if data_axis is not None else []))
 
 
 def _pattern(path: str) -> str:

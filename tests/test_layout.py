@@ -62,7 +62,6 @@ LAYERS = {
     "shardfn.core.engine": 3,
     "shardfn.core.compute_axes": 4,
     "shardfn.core.tensor_parallel": 4,
-    "shardfn.core.family_forwards": 4,
     "shardfn.core.loss": 4,
     "shardfn.core.experts": 4,
     "shardfn.core.parallel_layers": 4,

@@ -17,6 +17,7 @@ from shardfn.core.layout import (
     local_slice,
     to_leaves,
 )
+from shardfn.core.mapped import member, stacked
 from shardfn.core.ownership import runs
 
 
@@ -105,6 +106,14 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
     cleared = torch.ones(4, 4)
     clear_padding_(layout.leaves[0], cleared, plan.axes, {"tp": 1, "fsdp": 0}, ("tp",))
     assert cleared.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_stacked_weight_of_blocks_keeps_all_of_them() -> None:
+    weights = {"w": torch.ones(6, 4)}
+    plan = sf.plan(weights, sf.MeshSpec(fsdp=1), sf.Policy(rules={"w": "(q: 2 + k: 4) c@fsdp"}))
+    many = stacked(plan, 3, ())
+    assert str(many.layouts["w"].rule) == "b (q: 2 + k: 4) c@fsdp" and "b (q: 2 + k: 4)" in str(sf.typeof(many, "w"))
+    assert member(many, ()).layouts["w"].rule == plan.layouts["w"].rule
 
 
 def test_runs_of_a_dim_with_padding_inside() -> None:

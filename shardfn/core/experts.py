@@ -1,4 +1,6 @@
-"""Mixtures of experts over an axis of their own: tokens go to the ranks that have their experts, and back. Layer 4.
+"""Mixtures of experts: over an axis of their own, or of which each rank has a part within. Layer 4.
+
+Over an axis of their own, tokens go to the ranks that have their experts, and back.
 
 Weights of experts are [experts@ep, ..]: rank r of `ep` has the experts r * n to r * n + n - 1.
 
@@ -38,6 +40,8 @@ from shardfn.core.errors import ShardError
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import class_of
+from shardfn.core.parts import SUM
+from shardfn.core.registered import declares
 from shardfn.core.tensor_parallel import Layouts
 
 Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]
@@ -379,4 +383,61 @@ def _each_of_all(routed: _Routed, run: _Run, own: Tensor) -> Tensor:
     for index in range(run.count):
         weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
         out = out + run.one(index, tokens, weight).to(out.dtype)
+    return out
+
+
+# -- experts of which each rank has a part within ----------------------------------------------------------------------
+
+
+def identity_expert(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
+) -> Tensor:
+    """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
+    return x / axis_size(layouts.mesh, axis)
+
+
+def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, or what stands for it in a run without data."""
+    without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
+    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
+
+
+def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What experts return, without data: that of two tokens and the first expert, for all of them.
+
+    Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
+    are given no indices compute all of it.
+    """
+    rows = args[0].shape[0]
+    if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+        return class_of(own).forward(own, *args, **kwargs)
+    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
+    return out[:1].expand(rows, *out.shape[1:]).contiguous()
+
+
+def _of_two(value: Any) -> Any:
+    """The first rows; indices are zeros, whose values are known in a run without data."""
+    if not isinstance(value, Tensor):
+        return value
+    few = value[:2]
+    return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
+
+
+@declares(calls_own=True, without_data=_probed)
+def tensor_parallel_experts(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
+
+    Communication: one all-reduce of the output, and in the backward one of each floating input's gradient.
+    """
+    for axis in layouts.axes:
+        args = tuple(
+            layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for at, x in enumerate(args)
+        )
+    out = or_without_data(_probed, own, *args, **kwargs)
+    for axis in layouts.axes:
+        layouts.require(out, axis, SUM)
+        out = psum(out, layouts.mesh, axis)
     return out

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.core.mesh import nested_chunk
 from shardfn.core.model import ParamInfo
-from shardfn.core.spec import Block, Dim, Factor, Spec
+from shardfn.core.spec import Spec
 
 Axes = Mapping[str, int]
 
@@ -71,28 +71,20 @@ class Leaf:
         """Shape on the rank at `coords`."""
         return tuple(length for _, length in self.local_range(sizes, coords, keep))
 
+    def gathered_shape(self, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
+        """Shape when it is whole over the data axes, with its padding."""
+        return self.without(data).local_shape(sizes, dict.fromkeys(sizes, 0))
+
     def stacked(self, size: int, axes: Sequence[str] = ()) -> "Leaf":
         """With a new first dim of `size`, split over `axes`."""
-        lead = Dim((Block((Factor("b", tuple(axes)),)),))
-        return replace(
-            self,
-            shape=(size, *self.shape),
-            extent=(size, *self.extent),
-            splits=(tuple(axes), *self.splits),
-            merges=(1, *self.merges),
-            rule=replace(self.rule, dims=(lead, *self.rule.dims)),
-        )
+        first = {"shape": size, "extent": size, "splits": tuple(axes), "merges": 1}
+        changes = {name: (value, *getattr(self, name)) for name, value in first.items()}
+        return replace(self, **changes, rule=self.rule.stacked(axes))
 
     def member(self) -> "Leaf":
         """Without the first dim."""
-        return replace(
-            self,
-            shape=self.shape[1:],
-            extent=self.extent[1:],
-            splits=self.splits[1:],
-            merges=self.merges[1:],
-            rule=replace(self.rule, dims=self.rule.dims[1:]),
-        )
+        changes = {name: getattr(self, name)[1:] for name in ("shape", "extent", "splits", "merges")}
+        return replace(self, **changes, rule=self.rule.member())
 
     def without(self, axes: Sequence[str]) -> "Leaf":
         """Whole over `axes`."""
@@ -149,15 +141,14 @@ class Layout(ParamInfo):
 
     def stacked(self, size: int, axes: Sequence[str] = ()) -> "Layout":
         """With a new first dim of `size`, split over `axes`."""
-        leaves = tuple(leaf.stacked(size, axes) for leaf in self.leaves)
-        return replace(
-            self, shape=(size, *self.shape), leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim + 1
-        )
+        leaves, rule = tuple(leaf.stacked(size, axes) for leaf in self.leaves), self.rule.stacked(axes)
+        return replace(self, shape=(size, *self.shape), leaves=leaves, rule=rule, block_dim=self.block_dim + 1)
 
     def member(self) -> "Layout":
         """Without the first dim."""
         leaves = tuple(leaf.member() for leaf in self.leaves)
-        return replace(self, shape=self.shape[1:], leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim - 1)
+        rule, block_dim = self.rule.member(), self.block_dim - 1
+        return replace(self, shape=self.shape[1:], leaves=leaves, rule=rule, block_dim=block_dim)
 
     def without(self, axes: Sequence[str]) -> "Layout":
         """Whole over `axes`."""
@@ -195,7 +186,7 @@ def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
     """Leaves that are whole over the data axes, from the tensor a module computes with; inverse of `compute_view`."""
-    padded = [_gathered_shape(leaf, data, sizes) for leaf in layout.leaves]
+    padded = [leaf.gathered_shape(data, sizes) for leaf in layout.leaves]
     trimmed = [compute_shape(leaf, shape) for leaf, shape in zip(layout.leaves, padded, strict=True)]
     parts: Sequence[Tensor] = [value]
     if len(padded) > 1:
@@ -206,17 +197,11 @@ def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes:
 
 def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
     """The shape of what a module computes with."""
-    shapes = [leaf.merged(compute_shape(leaf, _gathered_shape(leaf, data, sizes))) for leaf in layout.leaves]
+    shapes = [leaf.merged(compute_shape(leaf, leaf.gathered_shape(data, sizes))) for leaf in layout.leaves]
     whole = list(shapes[0])
     for shape in shapes[1:]:
         whole[layout.block_dim] += shape[layout.block_dim]
     return tuple(whole)
-
-
-def _gathered_shape(leaf: Leaf, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
-    """Whole over the data axes, with its padding."""
-    others = ([axis for axis in axes if axis not in data] for axes in leaf.splits)
-    return tuple(size // prod(sizes[a] for a in axes) for size, axes in zip(leaf.shape, others, strict=True))
 
 
 def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardfn._torch import padding_widths
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError
@@ -110,20 +111,8 @@ def _convolved(own: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int,
         return _TRANSPOSED[space](x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
     padding: Any = own.padding
     if own.padding_mode != "zeros":
-        x, padding = F.pad(x, _widths(own), mode=own.padding_mode), 0
+        x, padding = F.pad(x, padding_widths(own), mode=own.padding_mode), 0
     return _CONVOLVE[space](x, w, bias, own.stride, padding, own.dilation, groups)
-
-
-def _widths(own: Any) -> list[int]:
-    """What is padded before and after each dim, the last one first."""
-    widths: list[int] = []
-    for at in reversed(range(len(own.kernel_size))):
-        total = own.dilation[at] * (own.kernel_size[at] - 1)
-        if own.padding == "same":
-            widths += [total // 2, total - total // 2]
-        else:
-            widths += [0, 0] if own.padding == "valid" else [own.padding[at]] * 2
-    return widths
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

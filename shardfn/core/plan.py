@@ -121,6 +121,7 @@ class Plan(_Open):
     leaves: dict[str, tuple[Layout, Leaf]] = field(init=False, repr=False)  # stored name -> the layout it is of, itself
     canonical: dict[str, str] = field(init=False, repr=False)  # any name of a parameter -> its canonical one
     compute_dtypes: dict[str, torch.dtype] = field(init=False, repr=False)  # in which parameters are gathered and used
+    acts: dict[str, str] = field(init=False, repr=False)  # module -> the entry of `Policy.acts` about its output
     splits_compute: bool = field(init=False, repr=False)  # some parameter, over a compute axis of several ranks
     placed_axes: frozenset[str] = field(init=False, repr=False)  # over which modules compute with DTensors
     home: Home = field(init=False, repr=False)
@@ -132,6 +133,7 @@ class Plan(_Open):
             "leaves": {leaf.name: (layout, leaf) for layout in layouts for leaf in layout.leaves},
             "canonical": {name: layout.name for layout in layouts for name in layout.names},
             "compute_dtypes": {layout.name: dtypes[layout.leaves[0].name] for layout in layouts},
+            "acts": _first_matches(self.policy.acts, self.info),
             "splits_compute": any(map(self.compute_axes, layouts)),
             "placed_axes": frozenset(axis for layout in layouts for axis, _ in layout.placed or ()),
             "home": Home(),
@@ -238,22 +240,34 @@ class Plan(_Open):
         2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch. Tokens
         that go to experts on other ranks count as if none of them stayed, see `sf.policies.Experts`.
         """
-        return self.activation_bytes + sum(
-            self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets
-        )
+        return self.activation_bytes + sum(received for _, received in self._traffic())
 
     @property
     def data_collectives(self) -> int:
         """Gathers of weights and reductions of gradients in one step; on gloo a large one is many messages instead."""
-        return sum(self._bucket_collectives(unit, bucket) for unit in self.units for bucket in unit.buckets)
+        return sum(collectives for collectives, _ in self._traffic())
 
-    def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
-        several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
-        split = sum(axis in bucket.axes for axis in several)
-        again = split if unit.regather else 0
-        again = min(again, 1) if self.kept_over(unit) is not None else again
-        trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
-        return split + again + (len(several) if trains else 0)
+    def _traffic(self) -> Iterator[tuple[int, int]]:
+        """Of each bucket, how many collectives there are in one step, and how many bytes a rank receives in them."""
+        for unit, bucket in [(own, bucket) for own in self.units for bucket in own.buckets]:
+            several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
+            split = [axis for axis in bucket.axes if axis in several]
+            kept = self.kept_over(unit) if unit.regather else 1  # None: all of it is gathered again
+            again = {None: len(split), 1: 0}.get(kept, min(len(split), 1))
+            trains, received = False, 0
+            for name in bucket.leaves:
+                layout, size = self.leaves[name][0], prod(self.local_shape(name))
+                item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
+                for axis in several:
+                    if axis not in split:
+                        received += 2 * (self.axes[axis] - 1) * size * item // self.axes[axis]
+                for axis in reversed(split):
+                    gathers = bucket.dtype.itemsize * (2 if kept is None else 1)
+                    received += (self.axes[axis] - 1) * size * (gathers + item)
+                    size *= self.axes[axis]
+                received += (size - size // (kept or 1)) * bucket.dtype.itemsize
+                trains = trains or layout.trainable
+            yield len(split) + again + (len(several) if trains else 0), received
 
     @property
     def keep_axis(self) -> str | None:
@@ -265,24 +279,6 @@ class Plan(_Open):
         count = unit.regather
         whole = isinstance(count, bool) or self.keep_axis is None or count >= self.axes[self.keep_axis]
         return None if whole else int(count)
-
-    def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
-        total = 0
-        kept = 1 if not unit.regather else self.kept_over(unit)
-        gathers = 2 if kept is None else 1
-        for name in bucket.leaves:
-            layout, _ = self.leaves[name]
-            size = prod(self.local_shape(name))
-            item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
-            for axis in reversed(bucket.axes):
-                total += (self.axes[axis] - 1) * size * (gathers * bucket.dtype.itemsize + item)
-                size *= self.axes[axis]
-            total += (size - size // (kept or 1)) * bucket.dtype.itemsize
-            shard = prod(self.local_shape(name))
-            for axis in self.roles.data:
-                if axis not in (*bucket.axes, *bucket.kept):
-                    total += 2 * (self.axes[axis] - 1) * shard * item // self.axes[axis]
-        return total
 
     def explain(self, name: str) -> str:
         """Where the layout of one parameter comes from and what it costs.
@@ -492,11 +488,14 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
 
 def _forwards(info: ModelInfo, policy: Policy) -> dict[str, Callable[..., Any]]:
     """Module -> its parallel forward, that the policy has for it or else its class."""
-    found: dict[str, Callable[..., Any] | None] = {}
-    for module in info.modules:
-        pattern = first_match(policy.compute, [module.name])
-        found[module.name] = registered(module) if pattern is None else policy.compute[pattern]
-    return {path: fn for path, fn in found.items() if fn is not None}
+    named = {path: policy.compute[pattern] for path, pattern in _first_matches(policy.compute, info).items()}
+    return {module.name: fn for module in info.modules if (fn := registered(module)) is not None} | named
+
+
+def _first_matches(patterns: Mapping[str, object], info: ModelInfo) -> dict[str, str]:
+    """Module -> the first pattern that matches its name."""
+    found = {module.name: first_match(patterns, [module.name]) for module in info.modules if patterns}
+    return {path: pattern for path, pattern in found.items() if pattern is not None}
 
 
 def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: _Draft) -> bool:

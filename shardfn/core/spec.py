@@ -129,6 +129,14 @@ class Spec:
 
         return self.with_factors(whole)
 
+    def stacked(self, axes: Sequence[str]) -> "Spec":
+        """With a new first dim, split over `axes`."""
+        return replace(self, dims=(Dim((Block((Factor("b", tuple(axes)),)),)), *self.dims))
+
+    def member(self) -> "Spec":
+        """Without the first dim."""
+        return replace(self, dims=self.dims[1:])
+
     def expand(self, ndim: int) -> "Spec":
         """The same rule for a tensor of `ndim` dims: `...` becomes anonymous dims.
 

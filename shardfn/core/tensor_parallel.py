@@ -25,10 +25,10 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
+from shardfn.core.mesh import index_along
 from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, class_of
 from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
-from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
 from shardfn.core.registered import calls_own
 from shardfn.core.spec import parse
@@ -206,8 +206,8 @@ def _linear(layer: Layer) -> Forward:
     name, axes, weight, bias_name = layer.name, layer.axes, layer.weight, dict(layer.module.params).get("bias")
     layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
     out = OUT_DIM[layer.module.kind]
-    _, _, asked_for = _acts_on_linears(layer.plan).get(name, (None, (), ("",)))
-    gathers = name in layer.adjust.gather or not asked_for  # as "b s c" in `Policy.acts` has its output whole
+    # "b s c" in `Policy.acts` has its output whole.
+    gathers = name in layer.adjust.gather or (bool(columns) and _asked_of(layer.plan, layer.module) == ())
     ready = {axis for path, axis in layer.adjust.ready if path == name}
     split = {axis: parts[axis] for axis in columns}
 
@@ -253,24 +253,27 @@ def kept_by_acts(plan: Plan) -> set[str]:
         ShardError: an entry names other axes than the weight's, or the dim is padded.
     """
     found = set()
-    for module, (layout, columns, last) in _acts_on_linears(plan).items():
-        if not last:
+    for module in plan.info.modules:
+        if not (last := _asked_of(plan, module)):
+            continue
+        layout = plan.weight_of(module)
+        if not (columns := plan.compute_axes(layout, OUT_DIM[module.kind])):
             continue
         if list(last) != columns or len(columns) != 1:
             raise ShardError(
-                f"apply: Policy.acts asks for {module!r} split over {', '.join(last)}, whose last dim is split over "
-                f"{', '.join(columns) or 'nothing'}"
+                f"apply: Policy.acts asks for {module.name!r} split over {', '.join(last)}, whose last dim is split "
+                f"over {', '.join(columns) or 'nothing'}"
             )
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
-            raise ShardError(_padded_logits(plan, module, layout, columns[0]))
-        found.add(module)
+            raise ShardError(_padded_logits(plan, module.name, layout, columns[0]))
+        found.add(module.name)
     return found
 
 
 def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
     """Why logits cannot stay split, and what to write."""
     size, stored, ranks = layout.leaves[0].extent[0], layout.leaves[0].shape[0], plan.axes[axis]
-    entry = first_match(plan.policy.acts, [module]) or module
+    entry = plan.acts[module]
     name = next((factor.name for factor in layout.rule.dims[0].factors if factor.name in plan.policy.pad), "_")
     remedy = f"acts={{{entry!r}: '... {name}'}}, which gathers them, or "
     if size % ranks == 0:
@@ -284,22 +287,13 @@ def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
     )
 
 
-def _acts_on_linears(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
-    """Path of a column-parallel linear -> its weight, column axes, compute axes of the last dim that acts asks for."""
-    return plan.home.once("acts on linears", lambda: _resolved_acts(plan))
-
-
-def _resolved_acts(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
-    found = {}
-    for module in plan.info.modules if plan.policy.acts else ():
-        act = first_match(plan.policy.acts, [module.name])
-        if act is not None and module.kind in OUT_DIM:
-            layout = plan.weight_of(module)
-            dims = parse(plan.policy.acts[act]).dims
-            last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
-            if columns := plan.compute_axes(layout, OUT_DIM[module.kind]):
-                found[module.name] = layout, columns, tuple(axis for axis in last if plan.axes[axis] > 1)
-    return found
+def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
+    """The axes that `Policy.acts` wants to split the features of a linear's output; None without an entry about it."""
+    if module.name not in plan.acts or module.kind not in OUT_DIM:
+        return None
+    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims
+    last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
+    return tuple(axis for axis in last if plan.axes[axis] > 1)
 
 
 class _Lookups(TorchFunctionMode):
@@ -330,8 +324,8 @@ def _lookup(layer: Layer) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
     plan, axes, weight, name, layout = layer.plan, layer.axes, layer.weight, layer.name, layer.layout("weight")
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
-    act = first_match(plan.policy.acts, [name])
-    joins = act is None or not set(columns) & {axis for f in parse(plan.policy.acts[act]).factors for axis in f.axes}
+    asked = parse(plan.policy.acts[plan.acts[name]]).factors if name in plan.acts else ()
+    joins = not set(columns) & {axis for factor in asked for axis in factor.axes}
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
@@ -343,7 +337,7 @@ def _lookup(layer: Layer) -> Forward:
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:
             axes.require_whole(ids, axis, "its ids")
-        first = _first_row(axes, vocab, w.shape[0])
+        first = index_along(vocab, axes.sizes, axes.coords) * w.shape[0]
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
         padding = None if own.padding_idx is None or simulated() else own.padding_idx - first
@@ -376,14 +370,6 @@ def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -
                 raise IndexError(
                     f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
                 )
-
-
-def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
-    """The index of this rank's first row when the axes `names` split a table, outermost first, into parts of `rows`."""
-    index = 0
-    for axis in names:
-        index = index * axes.sizes[axis] + axes.coords[axis]
-    return index * rows
 
 
 # By the kind of a module: what makes its parallel forward.

@@ -35,7 +35,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.model import ModuleInfo, describe, kind_of, submodule
 from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
-from shardfn.core.pattern import first_match, is_in, modules_above
+from shardfn.core.pattern import is_in, modules_above
 from shardfn.core.plan import Plan, Unit
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import others_forwards, splits
@@ -334,9 +334,8 @@ def boundaries(plan: Plan) -> dict[str, str]:
         ShardError: an entry splits the last dim too.
     """
     found = {}
-    for module in plan.info.modules if plan.policy.acts else ():
-        pattern = first_match(plan.policy.acts, [module.name])
-        if pattern is None or any(".dropout." in cls for cls in module.classes):
+    for module in plan.info.modules:
+        if (pattern := plan.acts.get(module.name)) is None or any(".dropout." in cls for cls in module.classes):
             continue
         rule = plan.policy.acts[pattern]
         split = [[axis for f in dim.factors for axis in f.axes if is_split(plan, axis)] for dim in parse(rule).dims]
