@@ -182,7 +182,7 @@ class Policy:
         return Policy(**{name: value for name, value in merged.items() if name in both})
 
 
-def batch_with(axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def batch_with(axes: Sequence[str]) -> dict[str, Any]:
     """`Policy(batch=...)` for data axes of any name, beside the usual ones; nothing when these are all."""
     others = [axis for axis in axes if not is_batch_axis(axis)]
     return {"batch": (*others, *BATCH_AXES)} if others else {}
