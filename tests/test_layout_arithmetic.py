@@ -17,7 +17,6 @@ from shardfn.core.layout import (
     local_slice,
     to_leaves,
 )
-from shardfn.core.mapped import member, stacked
 from shardfn.core.ownership import runs
 
 
@@ -111,9 +110,9 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
 def test_a_stacked_weight_of_blocks_keeps_all_of_them() -> None:
     weights = {"w": torch.ones(6, 4)}
     plan = sf.plan(weights, sf.MeshSpec(fsdp=1), sf.Policy(rules={"w": "(q: 2 + k: 4) c@fsdp"}))
-    many = stacked(plan, 3, ())
+    many = plan.stacked(3, ())
     assert str(many.layouts["w"].rule) == "b (q: 2 + k: 4) c@fsdp" and "b (q: 2 + k: 4)" in str(sf.typeof(many, "w"))
-    assert member(many, ()).layouts["w"].rule == plan.layouts["w"].rule
+    assert many.member(()).layouts["w"].rule == plan.layouts["w"].rule
 
 
 def test_runs_of_a_dim_with_padding_inside() -> None:

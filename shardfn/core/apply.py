@@ -30,6 +30,7 @@ from shardfn._torch import (
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
+from shardfn.core.context import recording
 from shardfn.core.dropout import Masks, Offsets, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
@@ -45,7 +46,6 @@ from shardfn.core.mesh import Grid, grid
 from shardfn.core.model import class_of, submodule, unwrapped
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan, decide
-from shardfn.core.recording import recording
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params

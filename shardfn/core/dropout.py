@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
-from shardfn.core.context import holding
+from shardfn.core.context import Recording, holding, recording
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, grid, index_along, per_rank
 from shardfn.core.model import class_of, patched_forward
-from shardfn.core.recording import Recording, recording
 from shardfn.core.spec import Spec, parse
 
 Word = int | Tensor  # a tensor has no dims and whole numbers

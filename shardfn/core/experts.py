@@ -36,8 +36,8 @@ from shardfn.core.collectives import (
     pvary,
     shard_slice,
 )
+from shardfn.core.context import mapped_axes
 from shardfn.core.errors import ShardError
-from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import class_of
 from shardfn.core.parts import SUM

@@ -48,7 +48,6 @@ from shardfn.core.layout import (
     local_slice,
     to_leaves,
 )
-from shardfn.core.mapped import has_members, members_of, stacked
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Bucket, Plan, decide, plan, replace_units
@@ -907,10 +906,10 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
     if callable(to.units) and not isinstance(to.units, type):
         raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
     made = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
-    if (count := members_of(tree.plan)) is None:
+    if (count := tree.plan.members) is None:
         return made
-    if not has_members(tree.plan):
+    if not tree.plan.has_members:
         raise ShardError(
             f"reshard: the leaves have a first dim of {count} that is split over ranks; sf.gather(tree) makes it whole"
         )
-    return stacked(made, count, ())
+    return made.stacked(count, ())

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardfn.core.recording import recording
+from shardfn.core.context import recording
 
 Rate: TypeAlias = float | Callable[[int], float]
 
