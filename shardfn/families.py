@@ -11,6 +11,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,10 +23,9 @@ from shardfn._torch import children_of, is_of_transformers, unsplit_classes
 from shardfn.core.collectives import axis_size, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
-from shardfn.core.model import OUT_DIM, class_of, kind_of
+from shardfn.core.model import OUT_DIM, class_of, declares, kind_of
 from shardfn.core.parts import Part
 from shardfn.core.policy import Policy, batch_with
-from shardfn.core.registered import declares
 from shardfn.core.tensor_parallel import Layouts
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -359,8 +359,7 @@ class _Reading:
         if owner is None or last in _INTO_FF | {"w1", "w2", "w3"}:
             packed = "2 " if style.startswith("packed") else ""
             return f"({packed}_{self.tp})" if packed else f"{self._named('ff', size)}{self.tp}"
-        width = next(getattr(owner, name) for name in _HEAD_SIZES if isinstance(getattr(owner, name, None), int))
-        count = next((getattr(owner, n) for n in _HEAD_COUNTS if isinstance(getattr(owner, n, None), int)), None)
+        width, count = _number(owner, _HEAD_SIZES) or 0, _number(owner, _HEAD_COUNTS)
         compressed = hasattr(owner, "qk_head_dim")  # queries, keys with values, and outputs have heads of other sizes
         if count and size % count == 0 and (compressed or size % width):
             width = size // count
@@ -411,10 +410,10 @@ class _Reading:
         while path:
             path = path.rpartition(".")[0]
             module = self.modules[path]
-            if any(isinstance(getattr(module, name, None), int) for name in _HEAD_SIZES):
+            if _number(module, _HEAD_SIZES) is not None:
                 return path, module
             for child, inner in module.named_children():  # BERT's heads are beside what joins them
-                if any(isinstance(getattr(inner, name, None), int) for name in _HEAD_SIZES) and "att" in path.lower():
+                if _number(inner, _HEAD_SIZES) is not None and "att" in path.lower():
                     return f"{path}.{child}", inner
         return "", None
 
@@ -452,6 +451,11 @@ _WHOLE: dict[str, Callable[[Any], bool]] = {
     "Gemma3nTextMLP": lambda module: module.activation_sparsity > 0,  # the mean over all features is a threshold
     "NeoMMEAttention": lambda module: True,  # a number for each head in a module of its own
 }
+
+
+def _number(module: Any, attributes: Sequence[str]) -> int | None:
+    """The first of some attributes of a module that is a number."""
+    return next((value for name in attributes if isinstance(value := getattr(module, name, None), int)), None)
 
 
 def _held_in(module: Any) -> Iterator[tuple[str, Any]]:
@@ -552,22 +556,23 @@ def _picked_blocks(
     return torch.empty_like(attention_mask, dtype=torch.bool)
 
 
-@declares(without_data=_picked_pools)
-def pooled_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
-    """An indexer that drops pools of keys by values that it has computed."""
-    return or_without_data(_picked_pools, own, *args, **kwargs)
+@dataclass(frozen=True)
+class _Picking:
+    """The forward of an indexer, with whole weights: its own, or what stands for it in a run without data.
 
+    It drops keys by values that it has computed, or goes through the queries one by one.
+    """
 
-@declares(without_data=_picked_blocks)
-def block_indexer(own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
-    """An indexer that goes through the queries one by one."""
-    return or_without_data(_picked_blocks, own, *args, **kwargs)
+    without_data: Callable[..., Any]
+
+    def __call__(self, own: nn.Module, local: object, layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
+        return or_without_data(self.without_data, own, *args, **kwargs)
 
 
 # By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
 _MODULES: dict[str, Callable[..., Any]] = {
-    "Glm5NextTextIndexer": pooled_indexer,
-    "Qwen4ExpTextQSAIndexer": block_indexer,
+    "Glm5NextTextIndexer": _Picking(_picked_pools),
+    "Qwen4ExpTextQSAIndexer": _Picking(_picked_blocks),
 }
 # By the name of a class: a forward of its attention that works with a part of the heads.
 _ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}

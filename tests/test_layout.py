@@ -37,7 +37,6 @@ LAYERS = {
     "shardfn.core.pool": 1,
     "shardfn.core.direct": 1,
     "shardfn.core.forward_mode": 1,
-    "shardfn.core.registered": 1,
     "shardfn.core.simulation": 1,
     "shardfn.core.storage": 1,
     "shardfn.core.underway": 1,

@@ -39,9 +39,8 @@ from shardfn.core.collectives import (
 from shardfn.core.context import mapped_axes
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.model import class_of
+from shardfn.core.model import class_of, declares
 from shardfn.core.parts import SUM
-from shardfn.core.registered import declares
 from shardfn.core.tensor_parallel import Layouts
 
 Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]

@@ -311,9 +311,8 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
         if bool((rows.diff() < 0).any()):
             raise ShardError(
-                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process "
-                "group by rank, "
-                f"so that shards would be mixed up. Sort the ranks along each axis."
+                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group "
+                "by rank, so that shards would be mixed up. Sort the ranks along each axis."
             )
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""What a plan needs to know about a model, as plain data; and its modules behind others, and copied. Layer 1.
+"""What a plan needs to know about a model, as plain data; its modules and their copies; declared forwards. Layer 1.
 
 A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it: names, shapes,
 dtypes, ties and module kinds do.
@@ -8,10 +8,10 @@ same class and attributes, with tensors and children of their own: so the caller
 never meet, and an exception leaves nothing bound.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import children_of, convolves_plainly, parameters_of, set_tables
 from shardfn.core.errors import ShardError
+from shardfn.core.underway import may_be_differentiated
 
 OWN = "_shardfn_"  # attributes that begin so are this library's
 WRAPPED = f"{OWN}wrapped_module"
 CLASS = f"{OWN}class"  # on a module whose class was replaced by one that shards: the class of its model
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 # On a module that holds shards: attribute -> how the parameter was placed before, None for a plain tensor. Not on the
 # parameter: `module.to()` and `.half()` swap DTensors with new ones, and their attributes go with the old ones.
@@ -131,8 +133,9 @@ def _tied(
     infos = []
     for tensor, (name, *aliases) in found.values():
         placed = noted[name] if name in noted else _placed(name, tensor)
-        shape, trains = tuple(tensor.shape), _trainable(tensor)
-        infos.append(ParamInfo(name, shape, tensor.dtype, trains, tuple(aliases), placed))
+        # A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be.
+        trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else may_be_differentiated(tensor)
+        infos.append(ParamInfo(name, tuple(tensor.shape), tensor.dtype, trains, tuple(aliases), placed))
     return tuple(infos)
 
 
@@ -151,13 +154,6 @@ def _placed(name: str, tensor: torch.Tensor) -> Placed | None:
             "have Shard and Replicate only, on a mesh with axis names"
         )
     return tuple((axis, p.dim if isinstance(p, Shard) else None) for axis, p in zip(axes, placements, strict=True))
-
-
-def _trainable(tensor: torch.Tensor) -> bool:
-    """A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be."""
-    return (
-        tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point() or tensor.is_complex()
-    )
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
@@ -282,3 +278,84 @@ def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffer
         del copy.__dict__["forward"]
     set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
     return copy
+
+
+# -- parallel forwards that are declared -------------------------------------------------------------------------------
+#
+# What a forward has as attributes is known of it:
+#
+#     keeps          the data axes over which it computes with a part of the weights
+#     without_data   `shaped(module, *args)`, which stands for the module's own forward in a run without data
+#     calls_own      whether it calls the module's own, and does the rest within `Layouts.hidden()`
+
+# By the name of a class, for the whole program: a library registers its modules where it defines them.
+_FORWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
+    """A decorator: the function is the parallel forward of a module class whose weights may be split.
+
+    Without it a module of torch other than linears, embeddings, convolutions, norms of channels and
+    `nn.MultiheadAttention` cannot split a weight over a compute axis, and a class of your own only where a run without
+    data can follow its parts. Plans made afterwards know it, in every process. `Policy(compute={pattern: fn})` does the
+    same for modules by name, and comes first.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> class Gain(nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.gain = nn.Parameter(torch.ones(size))
+        ...     def forward(self, x):
+        ...         return x * self.gain
+        >>> @sf.register(Gain)
+        ... def split_gain(module, local, layouts, x):  # x [..., size/tp], local["gain"] [size/tp]
+        ...     return x * local["gain"]
+        >>> sf.plan(Gain(8), sf.MeshSpec(tp=2), sf.Policy(rules={"gain": "c@tp"})).local_shape("gain")
+        (4,)
+
+    Args:
+        module_class: the class; subclasses that keep its forward are meant too.
+
+    Returns:
+        the decorator, which returns the function itself. The function is called as `fn(module, local, layouts, *args,
+        **kwargs)`: `local` maps the attributes of the module's own parameters, not of its children's, to what this rank
+        computes with, whole over data axes and split over compute axes, and `layouts` to their `Layout`. Collectives in
+        it are those of `sf.collectives`, over `layouts.mesh`.
+
+    Raises:
+        TypeError: not a module class.
+
+    Communication: none; what the function does.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(f"register: expected a class of nn.Module, got {module_class!r}")
+
+    def keep(function: Forward) -> Forward:
+        if not callable(function):
+            raise TypeError(f"register: expected a function, got {function!r}")
+        _FORWARDS[class_name(module_class)] = function
+        return function
+
+    return keep
+
+
+def registered(module: ModuleInfo) -> Callable[..., Any] | None:
+    """The one of the class whose forward a module has, or of the most derived class with that very forward."""
+    until = module.classes.index(module.forward) + 1 if module.forward else 0
+    return next((_FORWARDS[name] for name in module.classes[:until] if name in _FORWARDS), None)
+
+
+def declares(**known: Any) -> Callable[[Forward], Forward]:
+    """A decorator of a parallel forward: what is known of it, see above."""
+
+    def note(forward: Forward) -> Forward:
+        vars(forward).update(known)
+        return forward
+
+    return note
+
+
+def calls_own(forward: Callable[..., Any]) -> bool:
+    """Whether a parallel forward, or the one that a `partial` is of, calls the module's own."""
+    return getattr(getattr(forward, "func", forward), "calls_own", False)

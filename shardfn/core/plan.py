@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
-from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
+from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
 from shardfn.core.pattern import compile_pattern, first_match, is_in, matches
 from shardfn.core.policy import BATCH_AXES, Policy
-from shardfn.core.registered import registered
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes, unknown_axes
 
 # Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
@@ -401,9 +400,8 @@ class Plan(_Open):
         alone = len(self.units) == 1 and not self.units[0].name
         units = "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
         return (
-            f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{units}; {self.data_collectives} collectives over data axes and "
-            f"{self.comm_bytes:,} bytes received per step"
+            f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; {units}; "
+            f"{self.data_collectives} collectives over data axes and {self.comm_bytes:,} bytes received per step"
         )
 
 

@@ -26,11 +26,10 @@ from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import index_along
-from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, class_of
+from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, calls_own, class_of
 from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
-from shardfn.core.registered import calls_own
 from shardfn.core.spec import parse
 
 
@@ -69,17 +68,17 @@ class Layer:
         layout, out = self.layout("weight"), BIAS_DIM[self.module.kind]
         return self.plan.compute_axes(layout, out), self.plan.compute_axes(layout, 1 - out)
 
+    def _path(self, attribute: str) -> str:
+        return f"{self.name}.{attribute}" if self.name else attribute
+
     def layout(self, attribute: str) -> Layout:
         """That of one of its parameters, or of a child's: "out_proj.weight"."""
-        return self.plan.layout_of(f"{self.name}.{attribute}" if self.name else attribute)
+        return self.plan.layout_of(self._path(attribute))
 
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
-        try:
-            layout = self.layout(attribute)
-        except KeyError:
-            return None
-        return self.weight(layout.name)
+        name = self.plan.canonical.get(self._path(attribute))
+        return None if name is None else self.weight(name)
 
     def parts(self, attribute: str) -> dict[str, Part]:
         """By axis, which part of a parameter a rank has."""
