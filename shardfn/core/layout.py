@@ -134,6 +134,10 @@ class Layout(ParamInfo):
         at = self.leaves.index(leaf)
         return sum(lengths[:at]), lengths[at]
 
+    def part(self, leaf: Leaf, full: Tensor) -> Tensor:
+        """Of a tensor of the model's shape, what a leaf stores."""
+        return full if len(self.leaves) == 1 else full.narrow(self.block_dim, *self.block(leaf))
+
     def stored_as(self, other: "Layout") -> bool:
         """Whether two layouts of one parameter differ in the words of their rules at most."""
         mine, theirs = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (self, other))
@@ -163,10 +167,7 @@ class Layout(ParamInfo):
 
 def to_leaves(layout: Layout, full: Tensor) -> list[Tensor]:
     """The stored leaves, whole and padded, of a tensor of model shape (views where nothing is padded)."""
-    blocks = (
-        [full] if len(layout.leaves) == 1 else [full.narrow(layout.block_dim, *layout.block(x)) for x in layout.leaves]
-    )
-    return [_pad(part.reshape(leaf.extent), leaf.shape) for leaf, part in zip(layout.leaves, blocks, strict=True)]
+    return [_pad(layout.part(leaf, full).reshape(leaf.extent), leaf.shape) for leaf in layout.leaves]
 
 
 def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
@@ -251,7 +252,6 @@ def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:
 def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(x.shape) == tuple(shape):
         return x
-    widths: list[int] = []
-    for have, want in reversed(list(zip(x.shape, shape, strict=True))):
-        widths += [0, want - have]
+    missing = [want - have for have, want in zip(x.shape, shape, strict=True)]
+    widths = [width for after in reversed(missing) for width in (0, after)]
     return torch.nn.functional.pad(x, widths)

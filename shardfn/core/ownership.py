@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 
-from torch import Tensor
-
 from shardfn.core.layout import Axes, Layout, Leaf
 from shardfn.core.parts import Part
 
@@ -59,13 +57,6 @@ def local_boxes(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Iterat
         along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[own], ranges[own])])
     for chosen in product(*along):
         yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
-
-
-def without_padding(layout: Layout, leaf: Leaf, full: Tensor) -> Tensor:
-    """The view of a tensor of the model's shape that is a leaf, with a dim for each factor."""
-    if len(layout.leaves) > 1:
-        full = full.narrow(layout.block_dim, *layout.block(leaf))
-    return full.view(leaf.extent)
 
 
 def parts_of(layout: Layout, axes: Sequence[str], sizes: Mapping[str, int], computed: Sequence[str]) -> dict[str, Part]:

@@ -207,57 +207,6 @@ class Plan(_Open):
         object.__setattr__(other, "home", self.home)
         return other
 
-    # -- plans of trees inside a transform: plain leaves, dims that `vmap` takes away, axes that have no part there --
-
-    def in_vmaps(self, vmaps: int | None) -> "Plan":
-        """That of the same tree with plain leaves, inside `vmaps` mapped dims; None: with DTensors, in no transform."""
-        return self if self.vmaps == vmaps else self._once(("vmaps", vmaps), lambda: replace(self, vmaps=vmaps))
-
-    def without(self, axes: Sequence[str]) -> "Plan":
-        """That of the same leaves made whole over data axes, which have no part from there on."""
-        roles = self.roles.without(axes)
-        return self._once(("without", *axes), lambda: self._changed(lambda x: x.without(axes), roles)) if axes else self
-
-    def member(self, axes: Sequence[str]) -> "Plan":
-        """That of one member of a tree that is stacked along its first dim, which `axes` split."""
-        return self._once(("member", *axes), lambda: self._changed(Layout.member, self.roles.without(axes)))
-
-    def stacked(self, size: int, axes: Sequence[str]) -> "Plan":
-        """That of many such trees stacked along a new first dim of `size`, which `axes` split."""
-        roles = self.roles.whole().without([axis for axis in self.roles.absent if axis not in axes])
-        return self._once(("stacked", size, *axes), lambda: self._changed(lambda x: x.stacked(size, axes), roles))
-
-    @property
-    def has_members(self) -> bool:
-        """Whether it is of trees that are stacked along a first dim, which no axis splits."""
-        return all(leaf.splits[:1] == ((),) and leaf.merges[0] == 1 for _, leaf in self.leaves.values())
-
-    @property
-    def members(self) -> int | None:
-        """How many trees of the model are stacked along a first dim; None for a tree as it was made."""
-        for param in self.info.params[:1]:
-            shape = self.layouts[param.name].shape
-            return shape[0] if len(shape) > len(param.shape) else None
-        return None
-
-    def _changed(self, change: Callable[[Layout], Layout], roles: Roles) -> "Plan":
-        layouts = {name: change(layout) for name, layout in self.layouts.items()}
-        leaves = {leaf.name: leaf for layout in layouts.values() for leaf in layout.leaves}
-        data = [axis for axis in self.roles.storage if axis not in self.roles.compute]
-
-        def moved(bucket: Bucket) -> Bucket:
-            # The leaves of a bucket are split over the same axes, also after a change that is the same for all.
-            split = leaves[bucket.leaves[0]].axes
-            kept = tuple(axis for axis in bucket.kept if axis in split)
-            return replace(bucket, axes=tuple(axis for axis in data if axis in split and axis not in kept), kept=kept)
-
-        units = tuple(replace(unit, buckets=tuple(map(moved, unit.buckets))) for unit in self.units)
-        return replace(self, layouts=layouts, units=units, roles=roles)
-
-    def _once(self, key: Hashable, make: Callable[[], "Plan"]) -> "Plan":
-        """Made once and kept: what was computed for its collectives is found again in the next step."""
-        return self.home.once(("changed", self.reduction, key), make)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """What it is made of: its home holds process groups."""
         return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
@@ -403,6 +352,58 @@ class Plan(_Open):
             f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; {units}; "
             f"{self.data_collectives} collectives over data axes and {self.comm_bytes:,} bytes received per step"
         )
+
+    # -- plans of trees inside a transform -----------------------------------------------------------------------------
+
+    def in_vmaps(self, vmaps: int | None) -> "Plan":
+        """That of the same tree with plain leaves, inside `vmaps` mapped dims; None: with DTensors, in no transform."""
+        return self if self.vmaps == vmaps else self._once(("vmaps", vmaps), lambda: replace(self, vmaps=vmaps))
+
+    def without(self, axes: Sequence[str]) -> "Plan":
+        """That of the same leaves made whole over data axes, which have no part from there on."""
+        roles = self.roles.without(axes)
+        return self._once(("without", *axes), lambda: self._changed(lambda x: x.without(axes), roles)) if axes else self
+
+    def member(self, axes: Sequence[str]) -> "Plan":
+        """That of one member of a tree that is stacked along its first dim, which `axes` split."""
+        return self._once(("member", *axes), lambda: self._changed(Layout.member, self.roles.without(axes)))
+
+    def stacked(self, size: int, axes: Sequence[str]) -> "Plan":
+        """That of many such trees stacked along a new first dim of `size`, which `axes` split."""
+        roles = self.roles.whole().without([axis for axis in self.roles.absent if axis not in axes])
+        return self._once(("stacked", size, *axes), lambda: self._changed(lambda x: x.stacked(size, axes), roles))
+
+    @property
+    def has_members(self) -> bool:
+        """Whether it is of trees that are stacked along a first dim, which no axis splits."""
+        return all(leaf.splits[:1] == ((),) and leaf.merges[0] == 1 for _, leaf in self.leaves.values())
+
+    @property
+    def members(self) -> int | None:
+        """How many trees of the model are stacked along a first dim; None for a tree as it was made."""
+        if not self.info.params:
+            return None
+        first = self.info.params[0]
+        shape = self.layouts[first.name].shape
+        return shape[0] if len(shape) > len(first.shape) else None
+
+    def _changed(self, change: Callable[[Layout], Layout], roles: Roles) -> "Plan":
+        layouts = {name: change(layout) for name, layout in self.layouts.items()}
+        leaves = {leaf.name: leaf for layout in layouts.values() for leaf in layout.leaves}
+        data = [axis for axis in self.roles.storage if axis not in self.roles.compute]
+
+        def moved(bucket: Bucket) -> Bucket:
+            # The leaves of a bucket are split over the same axes, also after a change that is the same for all.
+            split = leaves[bucket.leaves[0]].axes
+            kept = tuple(axis for axis in bucket.kept if axis in split)
+            return replace(bucket, axes=tuple(axis for axis in data if axis in split and axis not in kept), kept=kept)
+
+        units = tuple(replace(unit, buckets=tuple(map(moved, unit.buckets))) for unit in self.units)
+        return replace(self, layouts=layouts, units=units, roles=roles)
+
+    def _once(self, key: Hashable, make: Callable[[], "Plan"]) -> "Plan":
+        """Made once and kept: what was computed for its collectives is found again in the next step."""
+        return self.home.once(("changed", self.reduction, key), make)
 
 
 def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy) -> Plan:
@@ -1137,10 +1138,10 @@ def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layou
         for attribute, layout in found.items()
     }
     wanted = splits["out_proj.weight"][1]
-    alike = {attribute: [[] for _ in dims] for attribute, dims in splits.items()}
-    for attribute, dims in alike.items():
-        if attribute not in _WITHOUT_HEADS:
-            dims[1 if attribute == "out_proj.weight" else 0] = wanted
+    alike = {
+        attribute: [wanted if dim == _DIM_OF_HEADS.get(attribute, 0) else [] for dim in range(len(dims))]
+        for attribute, dims in splits.items()
+    }
     if splits == alike:
         return []
     axis = next(axis for dims in splits.values() for split in dims for axis in split)
@@ -1153,7 +1154,8 @@ def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layou
     ]
 
 
-_WITHOUT_HEADS = ("out_proj.bias", "bias_k", "bias_v")  # keys and values of its own are [1, 1, c]
+# Of a weight of `nn.MultiheadAttention`, if not the first; its own keys and values are [1, 1, c], and have none.
+_DIM_OF_HEADS = {"out_proj.weight": 1, "out_proj.bias": None, "bias_k": None, "bias_v": None}
 
 
 def _check_names(draft: _Draft) -> None:

@@ -22,7 +22,7 @@ from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.functional import gather, shard_from
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import grid
-from shardfn.core.ownership import Box, local_boxes, without_padding
+from shardfn.core.ownership import Box, local_boxes
 from shardfn.core.pattern import first_match, matches
 from shardfn.core.pieces import Patchwork, Piece, blocks
 from shardfn.core.plan import Plan
@@ -448,7 +448,7 @@ class _Export:
             for owner in self._places.ranks():
                 coords = self._places.coords_of(owner)
                 if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
-                    self._move(leaf, owner, None if full is None else without_padding(layout, leaf, full))
+                    self._move(leaf, owner, None if full is None else layout.part(leaf, full).view(leaf.extent))
         return full
 
     def _move(self, leaf: Leaf, owner: int, target: Tensor | None) -> None:
