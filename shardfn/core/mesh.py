@@ -317,12 +317,11 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
     numbers = tuple(mesh.mesh.flatten().tolist())
-    if tuple(sizes) == order:
-        return Grid(mesh, mesh, sizes, coords, groups, numbers, simulated())
-    ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order])
-    storage = DeviceMesh.from_group(
-        [groups[axis] for axis in order], mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=order
-    )
+    storage = mesh
+    if tuple(sizes) != order:
+        ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order]).contiguous()
+        own = [groups[axis] for axis in order]
+        storage = DeviceMesh.from_group(own, mesh.device_type, mesh=ranks, mesh_dim_names=order)
     return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import islice
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -66,6 +65,7 @@ class Unit:
 
 
 _Made = TypeVar("_Made")
+_Sized = tuple[Factor, int, int]  # a factor of a rule, and its size without and with padding
 _Rule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
 
 
@@ -890,7 +890,7 @@ def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     padded = [draft.padded(factor, size) for factor, size in zip(spec.factors, true, strict=True)]
     sizes = iter(padded)
     rule = spec.with_factors(lambda factor: _resolve(draft, param, spec, factor, next(sizes)))
-    dims = _sized(rule, true, padded)
+    dims = rule.grouped(zip(rule.factors, true, padded, strict=True))
     fused = next((at for at, dim in enumerate(dims) if len(dim) > 1), 0)
     parts = rule.dims[fused].blocks if dims else ()
     names = [f"{param.name}[{part.label or i}]" for i, part in enumerate(parts)] if len(parts) > 1 else [param.name]
@@ -937,51 +937,36 @@ def _counted(factor: Factor, policy: Policy) -> bool:
     return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*(?!\s*\?)", text) for text in texts)
 
 
-class _Sized(NamedTuple):
-    """A block of a dim, and the sizes of its factors, without and with padding."""
-
-    block: Block
-    true: Sequence[int]
-    padded: Sequence[int]
-
-
-def _sized(rule: Spec, true: Sequence[int], padded: Sequence[int]) -> list[list[_Sized]]:
-    """The blocks of every dim, from the sizes of all factors of the rule."""
-    sizes = zip(true, padded, strict=True)
-    return [
-        [_Sized(block, *zip(*islice(sizes, len(block.factors)), strict=True)) for block in dim.blocks]
-        for dim in rule.dims
-    ]
-
-
-def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[_Sized]) -> Leaf:
+def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[Sequence[_Sized]]) -> Leaf:
     """The stored leaf that is made of one block of each dim."""
-    shape: list[int] = []
-    extent: list[int] = []
-    splits: list[tuple[str, ...]] = []
+    stored: list[_Sized] = []
     merges: list[int] = []
-    for sized in blocks:
-        factors, true, padded = sized.block.factors, sized.true, sized.padded
-        if _flat(draft, sized):
-            inner = prod(true[1:])
-            factors, true, padded = factors[:1], [true[0] * inner], [padded[0] * inner]
-        shape += padded
-        extent += true
-        splits += [factor.axes for factor in factors]
-        merges.append(len(factors))
-    pairs = zip(rule.dims, blocks, strict=True)
-    dims = tuple(replace(dim, blocks=(replace(sized.block, label=None),)) for dim, sized in pairs)
-    return Leaf(name, tuple(shape), tuple(extent), tuple(splits), tuple(merges), replace(rule, dims=dims))
+    for block in blocks:
+        dims = block
+        if _flat(draft, block):
+            (outer, true, padded), *inner = block
+            size = prod(true for _, true, _ in inner)
+            dims = [(outer, true * size, padded * size)]
+        stored += dims
+        merges.append(len(dims))
+    factors = (tuple(factor for factor, _, _ in block) for block in blocks)
+    own = tuple(replace(dim, blocks=(Block(each),)) for dim, each in zip(rule.dims, factors, strict=True))
+    return Leaf(
+        name,
+        shape=tuple(size for _, _, size in stored),
+        extent=tuple(true for _, true, _ in stored),
+        splits=tuple(factor.axes for factor, _, _ in stored),
+        merges=tuple(merges),
+        rule=replace(rule, dims=own),
+    )
 
 
-def _flat(draft: _Draft, sized: _Sized) -> bool:
+def _flat(draft: _Draft, block: Sequence[_Sized]) -> bool:
     """Whether a plain split of the whole dim cuts only between whole outermost factors."""
-    outer, *inner = sized.block.factors
-    if not inner:
-        return True
-    if any(factor.axes for factor in inner) or sized.true[1:] != sized.padded[1:]:
+    (outer, _, padded), *inner = block
+    if any(factor.axes or true != stored for factor, true, stored in inner):
         return False
-    return sized.padded[0] % draft.ways(outer) == 0
+    return not inner or padded % draft.ways(outer) == 0
 
 
 def _unit_names(draft: _Draft) -> list[str]:
