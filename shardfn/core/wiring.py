@@ -32,7 +32,7 @@ from shardfn._torch import Compiler, pytree
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
-from shardfn.core.model import ModuleInfo, describe, kind_of, submodule
+from shardfn.core.model import describe, kind_of, submodule
 from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
 from shardfn.core.pattern import is_in, modules_above
@@ -80,12 +80,13 @@ def wire(
 
     wrapped = dict(around)
     entered = {source: adjust.axes_of(source) for source, _ in adjust.vary if source.startswith("input ")}
-    shares = (
-        {f"module {module.name}" for module in plan.info.modules if _in_shares(plan, module)} if axes.follows else ()
-    )
+    # Modules that asked to have their output split over more ranks than it has parts, see `shared_parts`.
+    linears = [module for module in plan.info.modules if module.kind == "linear"] if axes.follows else []
+    shares = {f"module {linear.name}" for linear in linears if plan.weight_of(linear).shared}
     readers = _with_parts(plan, names) if axes.follows else sorted({source.partition(" of ")[2] for source in entered})
     for path in readers:
-        wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
+        entering = _entering(axes, path, entered, adjust.ready, shares)
+        wrapped[path] = chained(wrapped[path], entering) if path in wrapped else entering
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
@@ -141,11 +142,6 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
                 f"patched one, or another class); give it a parallel forward: Policy(compute={{{module.name!r}: fn}})"
             )
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
-
-
-def _in_shares(plan: Plan, module: ModuleInfo) -> bool:
-    """Whether a module asked to have its output split over ranks of which there are more than parts."""
-    return module.kind == "linear" and bool(plan.weight_of(module).shared)
 
 
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
@@ -215,10 +211,6 @@ def _entering(
         return forward
 
     return around
-
-
-def _as_it_is(forward: Forward) -> Forward:
-    return forward
 
 
 def _on_output(change: Callable[[Any], Any]) -> Around:
