@@ -31,7 +31,6 @@ from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
 from shardfn.core.pattern import matches
 from shardfn.core.policy import Policy, batch_with, is_batch_axis
-from shardfn.core.spec import parse
 from shardfn.families import from_transformers
 
 __all__ = [
@@ -129,6 +128,9 @@ def zero2(**overrides: Any) -> Policy:
     return Policy(regather=False) | Policy(**overrides)
 
 
+_FACTOR = re.compile(r"(?P<name>\w+)(?P<axes>(?:\s*@\s*\w+)+)(?P<optional>\s*\?)?")
+
+
 def gathered(policy: Policy) -> Policy:
     """The same layout with whole weights over the data axes, for inference: `apply` then gathers nothing.
 
@@ -147,12 +149,11 @@ def gathered(policy: Policy) -> Policy:
         the policy.
     """
 
-    def whole(rule: str) -> str:
-        spec = parse(rule)
-        axes = {axis for factor in spec.factors for axis in factor.axes}
-        return str(spec.without([axis for axis in axes if is_batch_axis(axis, policy.batch)]))
+    def without(match: re.Match[str]) -> str:
+        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not is_batch_axis(axis, policy.batch)]
+        return "@".join([match["name"], *axes]) + ("?" if match["optional"] and axes else "")
 
-    rules = {pattern: whole(rule) for pattern, rule in policy.rules.items()}
+    rules = {pattern: _FACTOR.sub(without, rule) for pattern, rule in policy.rules.items()}
     axes = {name: (names,) if isinstance(names, str) else names for name, names in policy.axes.items()}
     kept = {name: tuple(x for x in names if not is_batch_axis(x, policy.batch)) for name, names in axes.items()}
     changes = {"rules": rules, "axes": {name: names for name, names in kept.items() if names}, "default": "replicate"}
