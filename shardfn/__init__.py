@@ -26,9 +26,9 @@ from shardfn.core.jit import jit as jit
 from shardfn.core.loss import cross_entropy as cross_entropy
 from shardfn.core.mesh import MeshSpec as MeshSpec
 from shardfn.core.mesh import make_mesh as make_mesh
+from shardfn.core.model import register as register
 from shardfn.core.plan import Plan as Plan
 from shardfn.core.policy import Policy as Policy
-from shardfn.core.registered import register as register
 from shardfn.core.shard_map import shard_map as shard_map
 from shardfn.core.simulation import simulate as simulate
 from shardfn.core.transforms import grad as grad

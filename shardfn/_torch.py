@@ -258,6 +258,11 @@ def convolves_plainly(cls: Any) -> bool:
     return all(cls._conv_forward is kind._conv_forward for kind in kinds if issubclass(cls, kind))
 
 
+def padding_widths(convolution: Any) -> list[int]:
+    """What a convolution whose padding is not of zeros pads before and after each dim, the last one first."""
+    return convolution._reversed_padding_repeated_twice
+
+
 def base_name(operation: Any) -> str:
     """The name of an operation without namespace and overload: `"add_"` of `aten.add_.Tensor`."""
     return operation._schema.name.rpartition("::")[2]

@@ -3,24 +3,30 @@
 Two sources say which weights are split, in this order: the model's `tp_plan` (of its configuration and its heads), and
 the names that attention and feed-forward layers have everywhere. How many heads lie in a weight is read off the
 attention module. All of it becomes an ordinary `Policy`, whose rules can be printed and pasted back.
+
+At the end are parallel forwards of modules that need more than their rules.
 """
 
 import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn._torch import children_of, is_of_transformers, unsplit_classes
+from shardfn.core.collectives import axis_size, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
-from shardfn.core.experts import Experts
-from shardfn.core.family_forwards import ATTENTIONS, MODULES, identity_expert, tensor_parallel_experts
-from shardfn.core.model import OUT_DIM, kind_of
-from shardfn.core.policy import BATCH_AXES, Policy, batch_with
-from shardfn.core.shadow import class_of
+from shardfn.core.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
+from shardfn.core.model import OUT_DIM, class_of, declares, kind_of
+from shardfn.core.parts import Part
+from shardfn.core.policy import Policy, batch_with
+from shardfn.core.tensor_parallel import Layouts
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"colwise", "packed_colwise"} | _GATHERED
@@ -195,17 +201,16 @@ class _Reading:
         for path, found in self._found_sizes.items():
             if found:
                 self._put(self.local_sizes, path, found)
-        given = {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
+        given: dict[str, Any] = batch_with(self.data)
         if self.expert_axis not in (None, self.axis):
-            given["batch"] = tuple(dict.fromkeys((*self.data, self.expert_axis)))
-        elif batch_with(self.data) != BATCH_AXES:
-            given["batch"] = batch_with(self.data)
+            given = {"batch": tuple(dict.fromkeys((*self.data, self.expert_axis)))}
+        given |= {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
         return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
 
     def _known_modules(self) -> None:
         """Forwards of modules that are known by their class, or as experts."""
         for path, module in self.modules.items():
-            if (forward := MODULES.get(class_of(module).__name__)) is not None:
+            if (forward := _MODULES.get(class_of(module).__name__)) is not None:
                 self.compute.setdefault(_starred(path), forward)
             if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):  # experts of no plan, too
                 self.compute.setdefault(_starred(path), tensor_parallel_experts)
@@ -224,16 +229,11 @@ class _Reading:
             for path, module in self.modules.items():
                 if not path.startswith(f"{block}.") or not any(_linears_in(module)):
                     continue
-                last, two = path.rpartition(".")[2], ".".join(path.split(".")[-2:])
+                ends = {path.rpartition(".")[2], ".".join(path.split(".")[-2:])}
                 attends = re.search(r"att", path[len(block) :].rpartition(".")[0], re.IGNORECASE) is not None
-                if last in _INTO_HEADS and attends:
-                    yield path, "colwise"
-                elif attends and (last in _OUT_OF_HEADS or two in _OUT_OF_HEADS):
-                    yield path, "rowwise"
-                elif not attends and (last in _INTO_FF or two in _INTO_FF):
-                    yield path, "colwise"
-                elif not attends and (last in _OUT_OF_FF or two in _OUT_OF_FF):
-                    yield path, "rowwise"
+                into, out_of = (_INTO_HEADS, _OUT_OF_HEADS) if attends else (_INTO_FF, _OUT_OF_FF)
+                if ends & (into | out_of):
+                    yield path, "colwise" if ends & into else "rowwise"
 
     # -- what a style means ----------------------------------------------------------------------------------------
 
@@ -359,8 +359,7 @@ class _Reading:
         if owner is None or last in _INTO_FF | {"w1", "w2", "w3"}:
             packed = "2 " if style.startswith("packed") else ""
             return f"({packed}_{self.tp})" if packed else f"{self._named('ff', size)}{self.tp}"
-        width = next(getattr(owner, name) for name in _HEAD_SIZES if isinstance(getattr(owner, name, None), int))
-        count = next((getattr(owner, n) for n in _HEAD_COUNTS if isinstance(getattr(owner, n, None), int)), None)
+        width, count = _number(owner, _HEAD_SIZES) or 0, _number(owner, _HEAD_COUNTS)
         compressed = hasattr(owner, "qk_head_dim")  # queries, keys with values, and outputs have heads of other sizes
         if count and size % count == 0 and (compressed or size % width):
             width = size // count
@@ -397,7 +396,7 @@ class _Reading:
         for width_of_all in ("split_size", "inner_dim", "all_head_size") if name == "heads" else ():
             if getattr(owner, width_of_all, None) == count * width and f"self.{width_of_all}" in text:
                 found[width_of_all] = f"{factor} {d}"
-        if (forward := ATTENTIONS.get(class_of(owner).__name__)) is not None:
+        if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
             self.compute.setdefault(_starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
@@ -411,10 +410,10 @@ class _Reading:
         while path:
             path = path.rpartition(".")[0]
             module = self.modules[path]
-            if any(isinstance(getattr(module, name, None), int) for name in _HEAD_SIZES):
+            if _number(module, _HEAD_SIZES) is not None:
                 return path, module
             for child, inner in module.named_children():  # BERT's heads are beside what joins them
-                if any(isinstance(getattr(inner, name, None), int) for name in _HEAD_SIZES) and "att" in path.lower():
+                if _number(inner, _HEAD_SIZES) is not None and "att" in path.lower():
                     return f"{path}.{child}", inner
         return "", None
 
@@ -452,6 +451,11 @@ _WHOLE: dict[str, Callable[[Any], bool]] = {
     "Gemma3nTextMLP": lambda module: module.activation_sparsity > 0,  # the mean over all features is a threshold
     "NeoMMEAttention": lambda module: True,  # a number for each head in a module of its own
 }
+
+
+def _number(module: Any, attributes: Sequence[str]) -> int | None:
+    """The first of some attributes of a module that is a number."""
+    return next((value for name in attributes if isinstance(value := getattr(module, name, None), int)), None)
 
 
 def _held_in(module: Any) -> Iterator[tuple[str, Any]]:
@@ -518,3 +522,57 @@ def _lists_of_blocks(model: nn.Module) -> list[str]:
 def _blocks(model: nn.Module) -> Any:
     """Units: the patterns of those paths, or what `units="auto"` finds."""
     return tuple(dict.fromkeys(_starred(name) for name in _block_modules(model))) or "auto"
+
+
+# -- forwards of modules that need more than their rules ---------------------------------------------------------------
+
+
+@declares(calls_own=True)
+def bloom_attention(
+    own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
+) -> Any:
+    """BLOOM's attention with the position biases [b * heads, 1, s] of this rank's heads."""
+    given = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    alibi, batch = given.arguments["alibi"], given.arguments["hidden_states"].shape[0]
+    with layouts.hidden():
+        alibi = alibi.view(batch, -1, *alibi.shape[1:])
+        padding = own.num_heads * axis_size(layouts.mesh, axis) - alibi.shape[1]
+        heads = shard_slice(F.pad(alibi, (0, 0, 0, 0, 0, padding)), layouts.mesh, axis, 1)
+        own_alibi, part = heads.flatten(0, 1), Part("split", 0, ((batch, heads.shape[1]),))
+    given.arguments["alibi"] = layouts.note_part(own_alibi, axis, part, given.arguments["alibi"])
+    return class_of(own).forward(*given.args, **given.kwargs)
+
+
+def _picked_pools(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Which keys GLM-5's indexer picks, without data: indices [b, s, keys]."""
+    tail = own.index_kpool - 1 if own.index_kpool_always_select_tail else 0
+    return hidden_states.new_empty(*hidden_states.shape[:2], own.index_topk + tail, dtype=torch.int32)
+
+
+def _picked_blocks(
+    own: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Which keys Qwen4's indexer picks, without data: a mask [b, 1, s, keys]."""
+    return torch.empty_like(attention_mask, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class _Picking:
+    """The forward of an indexer, with whole weights: its own, or what stands for it in a run without data.
+
+    It drops keys by values that it has computed, or goes through the queries one by one.
+    """
+
+    without_data: Callable[..., Any]
+
+    def __call__(self, own: nn.Module, local: object, layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
+        return or_without_data(self.without_data, own, *args, **kwargs)
+
+
+# By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
+_MODULES: dict[str, Callable[..., Any]] = {
+    "Glm5NextTextIndexer": _Picking(_picked_pools),
+    "Qwen4ExpTextQSAIndexer": _Picking(_picked_blocks),
+}
+# By the name of a class: a forward of its attention that works with a part of the heads.
+_ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}

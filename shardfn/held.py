@@ -35,10 +35,9 @@ from shardfn.core.engine.in_place import Place, runs_in_place, with_table
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import Grid, grid
-from shardfn.core.model import note_shard
+from shardfn.core.model import OWN, note_shard, submodule, unwrapped
 from shardfn.core.plan import Plan, Reduction, plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import OWN, submodule, unwrapped
 from shardfn.core.tree import Params
 from shardfn.core.wiring import unit_casts
 from shardfn.watched import REPLACED, SHARD, watch_optimizers

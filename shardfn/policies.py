@@ -29,9 +29,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
-from shardfn.core.mesh import roles
 from shardfn.core.pattern import matches
-from shardfn.core.policy import BATCH_AXES, Policy, batch_with
+from shardfn.core.policy import Policy, batch_with, is_batch_axis
 from shardfn.families import from_transformers
 
 __all__ = [
@@ -151,12 +150,12 @@ def gathered(policy: Policy) -> Policy:
     """
 
     def without(match: re.Match[str]) -> str:
-        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not roles([axis], policy.batch).data]
+        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not is_batch_axis(axis, policy.batch)]
         return "@".join([match["name"], *axes]) + ("?" if match["optional"] and axes else "")
 
     rules = {pattern: _FACTOR.sub(without, rule) for pattern, rule in policy.rules.items()}
     axes = {name: (names,) if isinstance(names, str) else names for name, names in policy.axes.items()}
-    kept = {name: tuple(axis for axis in names if not roles([axis], policy.batch).data) for name, names in axes.items()}
+    kept = {name: tuple(x for x in names if not is_batch_axis(x, policy.batch)) for name, names in axes.items()}
     changes = {"rules": rules, "axes": {name: names for name, names in kept.items() if names}, "default": "replicate"}
     return Policy(**{name: getattr(policy, name) for name in policy.given} | changes)
 
@@ -368,11 +367,8 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    batch = batch_with([data_axis] if data_axis is not None else [])
     given: dict[str, Any] = {"acts": acts} if acts else {}
-    if batch != BATCH_AXES:
-        given["batch"] = batch
-    return Policy(rules=rules, **given)
+    return Policy(rules=rules, **given, **batch_with([data_axis] if data_axis is not None else []))
 
 
 def _pattern(path: str) -> str:

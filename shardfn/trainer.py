@@ -315,7 +315,7 @@ class Trainer(nn.Module):
                 for leaf in layout.leaves:
                     for name in (leaf.name, *(leaf.name.replace(layout.name, alias, 1) for alias in layout.aliases)):
                         state.pop(prefix + name, None)
-                state |= {prefix + name: shaped[name].detach() for name in (layout.name, *layout.aliases)}
+                state |= {prefix + name: shaped[name].detach() for name in layout.names}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -336,8 +336,8 @@ class Trainer(nn.Module):
         if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
             state_dict = to_state_dict(state_dict) | kept
-        held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in (x.name, *x.aliases))]
-        given = {name for layout in held for name in (layout.name, *layout.aliases)}
+        held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
+        given = {name for layout in held for name in layout.names}
         missing = sorted(wanted - given - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
@@ -346,7 +346,7 @@ class Trainer(nn.Module):
                 "every rank must give all of it, or pass strict=False"
             )
         for layout in held:
-            value = next(state_dict[name] for name in (layout.name, *layout.aliases) if name in state_dict)
+            value = next(state_dict[name] for name in layout.names if name in state_dict)
             _require_shape(f"'{layout.name}'", value, layout.shape)
         for name in buffers.keys() & state_dict.keys():
             _require_shape(f"buffer '{name}'", state_dict[name], tuple(buffers[name].shape))

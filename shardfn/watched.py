@@ -14,7 +14,7 @@ from shardfn.core.agreement import exchange_numbers
 from shardfn.core.checkpoint import rank_of_part
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import OWN
+from shardfn.core.model import OWN
 
 SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
 REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn._torch import pytree
 from shardfn.core.apply import _RECORDS
-from shardfn.core.sequence import boundaries
+from shardfn.core.wiring import boundaries
 from shardfn.testing import RankError, run
 
 MESH = {"fsdp": 2, "tp": 2}

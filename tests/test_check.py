@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn.core.check import check
-from shardfn.core.registered import register
+from shardfn.core.model import register
 
 MESH = sf.MeshSpec(fsdp=2, tp=2)
 MLP_RULES = {"up.weight": "ff@tp c@fsdp", "up.bias": "ff@tp", "down.weight": "c@fsdp ff@tp"}

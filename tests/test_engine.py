@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.core import pool, storage
+from shardfn.core import storage
 from shardfn.core.engine import gradients, order
 from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.mesh import grid
@@ -827,8 +827,7 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
             files.append(frame.f_code.co_filename)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (storage, pool):
-            patch.setattr(module, "apart", counting)
+        patch.setattr(storage, "apart", counting)
         for _ in range(4):
             files.clear()
             made.clear()

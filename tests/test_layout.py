@@ -34,9 +34,6 @@ LAYERS = {
     "shardfn.core.ownership": 1,
     "shardfn.core.direct": 1,
     "shardfn.core.forward_mode": 1,
-    "shardfn.core.recording": 1,
-    "shardfn.core.registered": 1,
-    "shardfn.core.shadow": 1,
     "shardfn.core.simulation": 1,
     "shardfn.core.storage": 1,
     "shardfn.core.underway": 1,
@@ -46,28 +43,24 @@ LAYERS = {
     "shardfn.core.stored_names": 2,
     "shardfn.core.tensor_files": 2,
     "shardfn.core.dropout": 2,
-    "shardfn.core.mapped": 2,
     "shardfn.core.collectives": 2,
     "shardfn.core.agreement": 3,
     "shardfn.core.foreign": 3,
     "shardfn.core.buckets": 3,
     "shardfn.core.crossing": 3,
     "shardfn.core.initialize": 3,
-    "shardfn.core.logits": 3,
     "shardfn.core.relayout": 3,
     "shardfn.core.whole": 3,
     "shardfn.core.functional": 3,
     "shardfn.core.compute_axes": 3,
     "shardfn.core.engine": 3,
     "shardfn.core.tensor_parallel": 4,
-    "shardfn.core.family_forwards": 4,
     "shardfn.core.loss": 4,
     "shardfn.core.experts": 4,
     "shardfn.core.parallel_layers": 4,
-    "shardfn.core.sequence": 4,
+    "shardfn.core.wiring": 4,
     "shardfn.core.traced_axes": 4,
     "shardfn.core.flow": 4,
-    "shardfn.core.wiring": 4,
     "shardfn.core.cures": 4,
     "shardfn.core.trial": 4,
     "shardfn.core.generation": 4,
@@ -103,7 +96,7 @@ LAYERS = {
 }
 LEAVES = ("shardfn.compat", "shardfn.testing")  # imported by users only
 # How modules compute with split weights knows nothing of the run without data, which overrides it.
-PARALLEL = ("compute_axes", "sequence", "tensor_parallel", "parallel_layers", "wiring", "experts", "logits", "loss")
+PARALLEL = ("compute_axes", "tensor_parallel", "parallel_layers", "wiring", "experts", "loss")
 TRACE = ("trial", "flow", "traced_axes", "cures", "operations", "variance", "records", "origins", "tags", "leaving")
 PRIVATE_ALLOWED = ("shardfn._torch", "shardfn.compat")  # may use torch's private names, and silence a checker
 MAX_LINES = 60

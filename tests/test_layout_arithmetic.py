@@ -107,6 +107,14 @@ def test_padding_stays_where_a_compute_axis_splits() -> None:
     assert cleared.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
+def test_a_stacked_weight_of_blocks_keeps_all_of_them() -> None:
+    weights = {"w": torch.ones(6, 4)}
+    plan = sf.plan(weights, sf.MeshSpec(fsdp=1), sf.Policy(rules={"w": "(q: 2 + k: 4) c@fsdp"}))
+    many = plan.stacked(3, ())
+    assert str(many.layouts["w"].rule) == "b (q: 2 + k: 4) c@fsdp" and "b (q: 2 + k: 4)" in str(sf.typeof(many, "w"))
+    assert many.member(()).layouts["w"].rule == plan.layouts["w"].rule
+
+
 def test_runs_of_a_dim_with_padding_inside() -> None:
     """Three of four stored elements, twice: they are no neighbours in the rank's part."""
     assert list(runs((2, 3), [(0, 2), (0, 4)])) == [(0, 3, 0), (3, 3, 4)]

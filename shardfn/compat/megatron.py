@@ -14,7 +14,7 @@ from shardfn.compat.fsdp2 import fully_shard
 from shardfn.compat.fsdp2.group import group_of
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import default_device_type
-from shardfn.core.shadow import class_of
+from shardfn.core.model import class_of
 
 # Where Megatron has the classes that become units by default.
 _DEFAULTS = (

@@ -20,11 +20,10 @@ from shardfn.core.engine.compiled import GraphBreak
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.initialize import shard_own
-from shardfn.core.model import shards_in
+from shardfn.core.model import CLASS, OWN, shards_in, unwrapped
 from shardfn.core.pattern import exactly
 from shardfn.core.plan import Reduction, plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import CLASS, OWN, unwrapped
 from shardfn.held import Held, adopt, install
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules

@@ -123,7 +123,7 @@ def _lines(made: Plan) -> list[str]:
     names = ("regather", "compute_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "offload")
     settings = [f"{name}={getattr(made.policy, name)}" for name in names]
     settings += [f"acts[{pattern!r}]={rule!r}" for pattern, rule in made.policy.acts.items()]
-    settings += [f"compute for {pattern!r}" for pattern in made.policy.compute]
+    settings += [f"compute for {name!r}" for name in (*made.policy.compute, *made.forwards)]
     params = [
         f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}', stored as {[leaf.shape for leaf in x.leaves]}"
         f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"

@@ -30,6 +30,7 @@ from shardfn._torch import (
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
 from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
+from shardfn.core.context import recording
 from shardfn.core.dropout import Masks, Offsets, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
 from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
@@ -40,19 +41,17 @@ from shardfn.core.engine.session import CurrentSession, Session
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
 from shardfn.core.generation import History, Shell, filled
-from shardfn.core.logits import SplitLogits
+from shardfn.core.loss import SplitLogits
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.model import class_of, submodule, unwrapped
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan, decide
-from shardfn.core.recording import recording
-from shardfn.core.sequence import ranks_of_acts
-from shardfn.core.shadow import class_of, submodule, unwrapped
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial
 from shardfn.core.underway import asks, derivatives_asked_for, note_tree
-from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, unit_casts, wire
+from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, ranks_of_acts, unit_casts, wire
 
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers

@@ -17,7 +17,7 @@ from shardfn._torch import part_of_rank, pytree, simulated
 from shardfn.core.data import local_batch
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
-from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid
+from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid, index_along
 from shardfn.core.optim.elementwise import adamw
 from shardfn.core.plan import replace_units
 from shardfn.core.policy import Policy
@@ -337,9 +337,7 @@ def _is_different(x: Tensor, whole: Tensor, places: Grid, data: Sequence[str], c
     count = prod(places.sizes[axis] for axis in data)
     samples: dict[int, list[Tensor]] = {}
     for rank in places.ranks():
-        index = 0
-        for axis in data:
-            index = index * places.sizes[axis] + places.coords_of(rank)[axis]
+        index = index_along(data, places.sizes, places.coords_of(rank))
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]
     for index, parts in samples.items():

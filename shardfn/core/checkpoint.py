@@ -49,7 +49,7 @@ def to_state_dict(params: Params) -> dict[str, Tensor]:
     for layout in params.plan.layouts.values():
         if all(leaf.name in params for leaf in layout.leaves):
             tensor = params[layout.name] if layout.plain else _model_shaped(params, layout)
-            out |= dict.fromkeys((layout.name, *layout.aliases), tensor)
+            out |= dict.fromkeys(layout.names, tensor)
     return out
 
 
@@ -64,7 +64,7 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
     for layout in like.plan.layouts.values():
         if not all(leaf.name in like for leaf in layout.leaves):
             continue
-        value = next(state[name] for name in (layout.name, *layout.aliases) if name in state)
+        value = next(state[name] for name in layout.names if name in state)
         own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
             if foreign := rank_of_part(value, places.ranks()):

@@ -42,9 +42,8 @@ from shardfn._torch import (
     waited,
 )
 from shardfn.core import direct
-from shardfn.core.context import holding
+from shardfn.core.context import holding, mapped_axes
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers
 from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses

@@ -20,7 +20,7 @@ from shardfn.core.parts import Part, Runs, even
 
 
 class Step(NamedTuple):
-    """What is done with leaf `at` of the inputs or outputs of the module at `path`, see [Note: steps] in sequence.py.
+    """What is done with leaf `at` of the inputs or outputs of the module at `path`, see [Note: steps] in wiring.py.
 
     how    | before                  | after                   | backward
     -------|-------------------------|-------------------------|---------------

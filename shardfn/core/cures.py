@@ -232,16 +232,16 @@ def _linear(plan: Plan, path: str) -> ModuleInfo | None:
 
 
 def _size(plan: Plan, module: ModuleInfo, dim: int) -> int:
-    return plan.layouts[dict(module.params)["weight"]].shape[dim]
+    return plan.weight_of(module).shape[dim]
 
 
 def _written(plan: Plan, layout: Layout) -> str:
     """The rule of a parameter as it was given, or what its default is."""
-    pattern = first_match(plan.policy.rules, [layout.name, *layout.aliases])
+    pattern = first_match(plan.policy.rules, layout.names)
     return plan.policy.rules[pattern] if pattern is not None else str(layout.rule)
 
 
 def _dim(plan: Plan, module: ModuleInfo, dim: int) -> Dim:
     """A dim of the weight of a linear as its rule has it, split over compute axes only."""
-    layout = plan.layouts[dict(module.params)["weight"]]
+    layout = plan.weight_of(module)
     return parse(_written(plan, layout)).expand(2).without(plan.roles.data).dims[dim]

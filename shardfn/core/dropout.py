@@ -7,8 +7,8 @@
 No generator is asked for it, so that every mesh has the same masks, and so has a graph that was recorded once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
+from shardfn.core.context import Recording, holding, recording
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import Grid, axes_of, grid, per_rank
-from shardfn.core.recording import Recording, recording
-from shardfn.core.shadow import class_of, patched_forward
+from shardfn.core.mesh import Grid, axes_of, grid, index_along, per_rank
+from shardfn.core.model import class_of, patched_forward
 from shardfn.core.spec import Spec, parse
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
@@ -115,17 +115,10 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
 
 def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
     """This rank's place along several axes as one number, outermost first; a tensor in a simulation."""
-
-    def of(coords: Mapping[str, int]) -> int:
-        index = 0
-        for axis in axes:
-            index = index * mesh_grid.sizes[axis] + coords[axis]
-        return index
-
     if not simulated() or not axes:
-        return of(mesh_grid.coords) if axes else 0
+        return index_along(axes, mesh_grid.sizes, mesh_grid.coords) if axes else 0
     with outside_transforms():
-        return per_rank(mesh_grid, lambda coords, _: [torch.tensor(of(coords))], [])[0]
+        return per_rank(mesh_grid, lambda at, _: [torch.tensor(index_along(axes, mesh_grid.sizes, at))], [])[0]
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -275,11 +268,8 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
-    token = _STREAM.set(Stream(_keys(_checked("dropout_seed", seed)), recording()))
-    try:
+    with holding(_STREAM, Stream(_keys(_checked("dropout_seed", seed)), recording())):
         yield
-    finally:
-        _STREAM.reset(token)
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -295,14 +285,9 @@ def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
     return tuple(word.long() if isinstance(word, Tensor) else word for word in words)
 
 
-@contextmanager
-def lane(index: Word, count: int, of_part: bool) -> Iterator[None]:
+def lane(index: Word, count: int, of_part: bool) -> AbstractContextManager[None]:
     """Within it runs one of `count` samples, or members, that a `vmap` maps over: of all ranks, or of this rank's."""
-    token = _LANES.set((*_LANES.get(), _Lane(index, count, of_part)))
-    try:
-        yield
-    finally:
-        _LANES.reset(token)
+    return holding(_LANES, (*_LANES.get(), _Lane(index, count, of_part)))
 
 
 # Which part of an activation this rank has: (index, count) of each dim over compute axes, and the dim of the batch.

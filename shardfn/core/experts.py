@@ -1,4 +1,6 @@
-"""Mixtures of experts over an axis of their own: tokens go to the ranks that have their experts, and back. Layer 4.
+"""Mixtures of experts: over an axis of their own, or of which each rank has a part within. Layer 4.
+
+Over an axis of their own, tokens go to the ranks that have their experts, and back.
 
 Weights of experts are [experts@ep, ..]: rank r of `ep` has the experts r * n to r * n + n - 1.
 
@@ -34,10 +36,11 @@ from shardfn.core.collectives import (
     pvary,
     shard_slice,
 )
+from shardfn.core.context import mapped_axes
 from shardfn.core.errors import ShardError
-from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.shadow import class_of
+from shardfn.core.model import class_of, declares
+from shardfn.core.parts import SUM
 from shardfn.core.tensor_parallel import Layouts
 
 Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]
@@ -52,18 +55,33 @@ class _Routed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What computes the experts of this rank, which have numbers from 0 on."""
+class _Here:
+    """The experts of this rank, which have numbers from 0 on, among those of all ranks of an axis.
+
+    `local` has their weights, and their module `own` is called with `others` besides what is routed.
+    """
 
     own: Any
     local: Mapping[str, Tensor]
     grouped: Grouped | None
     others: tuple[Any, ...]
+    mesh: DeviceMesh
+    axis: str
+    experts: int  # of all ranks, where not each has all of them
 
     @property
     def count(self) -> int:
         """How many experts there are here."""
         return next(iter(self.local.values())).shape[0]
+
+    def wrong(self, ids: Tensor) -> bool:
+        """Whether there are numbers of no expert."""
+        return bool(((ids < 0) | (ids >= self.experts)).any())
+
+    def refuse(self, wrong: bool) -> None:
+        """An error, when numbers are wrong."""
+        if wrong:
+            raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {self.experts - 1}")
 
     def chosen(self, routed: _Routed) -> Tensor:
         """The weighted sum of what experts make of the tokens that chose them: [n, c]."""
@@ -84,6 +102,71 @@ class _Run:
             return class_of(self.own).forward(self.own, tokens, ids, weight, *self.others)
         counts = [len(tokens) if other == index else 0 for other in range(self.count)]
         return self.grouped(self.local, tokens, counts) * weight
+
+    def of_tokens(self, routed: _Routed) -> Tensor:
+        """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
+        tokens, ids, weights = routed
+        first = axis_index(self.mesh, self.axis) * self.count
+        token, slot = ((ids >= first) & (ids < first + self.count)).nonzero(as_tuple=True)
+        found, weight = (ids[token, slot] - first)[:, None], weights[token, slot][:, None]
+        chosen = _Routed(tokens.index_select(0, token), found, weight)
+        if not len(token):
+            # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on
+            # which they gather weights again and send gradients; an expert that nobody chose has zeros.
+            chosen = _Routed(*(F.pad(x, (0, 0, 0, 1)) for x in chosen))
+        made = self.chosen(chosen)[: len(token)].to(tokens.dtype)
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
+
+    def dispatched(self, routed: _Routed) -> Tensor:
+        """Tokens [n, c], other ones on each rank, through their experts."""
+        tokens, ids, _ = routed
+        mesh, axis = self.mesh, self.axis
+        ranks = torch.arange(axis_size(mesh, axis), device=ids.device)
+        there = (ids.div(self.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
+        token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
+        send = there.sum(0)
+        if self.wrong(ids):
+            send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
+        counts = torch.stack([send, all_to_all(send, mesh, axis, 0, 0)]).tolist()
+        self.refuse(min(map(min, counts)) < 0)
+        send, receive = counts
+        rows = _Routed(*(all_to_all_rows(x.index_select(0, token), mesh, axis, send, receive) for x in routed))
+        back = all_to_all_rows(self.of_tokens(rows), mesh, axis, receive, send)
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
+
+    def dispatched_shares(self, routed: _Routed) -> Tensor:
+        """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
+        mesh, axis, n = self.mesh, self.axis, len(routed.ids)
+        self.refuse(self.wrong(routed.ids))
+        # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
+        padded = (F.pad(x, (0, 0, 0, -n % axis_size(mesh, axis))) for x in routed)
+        own = _Routed(*(shard_slice(x, mesh, axis, 0) for x in padded))
+        return all_gather_invariant(self.dispatched(own), mesh, axis, 0)[:n]
+
+    def without_sizes(self, routed: _Routed, shared: bool, dispatch: bool) -> Tensor:
+        """The same where no size may depend on values: every expert of this rank computes all tokens.
+
+        Tokens that differ between ranks are gathered for it.
+        """
+        mesh, axis = self.mesh, self.axis
+        if not shared:
+            routed = _Routed(*(all_gather(x, mesh, axis, 0) for x in routed))
+        elif dispatch:
+            routed = _Routed(pvary(routed.tokens, mesh, axis), routed.ids, pvary(routed.weights, mesh, axis))
+        own = shard_slice(torch.arange(self.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
+        out = self.each_of_all(routed, own)
+        if not shared:
+            return psum_scatter(out, mesh, axis, 0)
+        return psum(out, mesh, axis) if dispatch else out
+
+    def each_of_all(self, routed: _Routed, own: Tensor) -> Tensor:
+        """What the experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing."""
+        tokens, ids, weights = routed
+        out = torch.zeros_like(tokens, requires_grad=False)
+        for index in range(self.count):
+            weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
+            out = out + self.one(index, tokens, weight).to(out.dtype)
+        return out
 
 
 @dataclass(frozen=True)
@@ -172,16 +255,18 @@ class Experts:
                 ranks = axis_size(layouts.mesh, self.axis)
                 layouts.received(_most_bytes(routed, ranks, shared) if self.dispatch or not shared else 0)
         else:
-            run = _Run(own, local, self.grouped, others)
+            mesh, shared = layouts.mesh, self.axis in layouts.axes
+            assert not isinstance(mesh, MeshSpec)
+            here = _Here(own, local, self.grouped, others, mesh, self.axis, experts or 0)
             flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
-            made = self._all_here(flat, run) if experts is None else self._computed(flat, run, experts, layouts)
+            made = self._all_here(flat, here) if experts is None else self._computed(flat, here, shared)
             out = made.view(routed.tokens.shape)
         for axis in within:
             out, ranks = psum(out, layouts.mesh, axis), axis_size(layouts.mesh, axis)
             layouts.received(2 * (ranks - 1) * out.numel() * out.element_size() // ranks)
         return out
 
-    def _all_here(self, routed: _Routed, run: _Run) -> Tensor:
+    def _all_here(self, routed: _Routed, here: _Here) -> Tensor:
         """Tokens [n, c] through experts that are all on this rank."""
         if self.axis in mapped_axes() and self.grouped is None:
             raise ShardError(
@@ -190,45 +275,19 @@ class Experts:
                 f"'{self.axis}' out of Policy.batch"
             )
         if self.grouped is not None and _fixed_sizes():
-            return _each_of_all(routed, run, torch.arange(run.count, device=routed.ids.device))
-        return run.chosen(routed)
+            return here.each_of_all(routed, torch.arange(here.count, device=routed.ids.device))
+        return here.chosen(routed)
 
-    def _computed(self, routed: _Routed, run: _Run, experts: int, layouts: Layouts) -> Tensor:
+    def _computed(self, routed: _Routed, here: _Here, shared: bool) -> Tensor:
         """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
-        mesh, axis, shared = layouts.mesh, self.axis, self.axis in layouts.axes
-        assert not isinstance(mesh, MeshSpec)
-        over = _ExpertAxis(mesh, axis, experts)
         if _fixed_sizes():
-            return _without_sizes(routed, run, over, shared, self.dispatch)
+            return here.without_sizes(routed, shared, self.dispatch)
         if not shared:
-            return _dispatched(routed, run, over)
+            return here.dispatched(routed)
         if self.dispatch:
-            return _dispatched_shares(routed, run, over)
-        _require_experts(over.wrong(routed.ids), over)
-        return _own_experts(routed, run, over)
-
-
-@dataclass(frozen=True)
-class _ExpertAxis:
-    """Which experts are where."""
-
-    mesh: DeviceMesh
-    axis: str
-    experts: int
-
-    @property
-    def ranks(self) -> int:
-        """Over how many ranks they are."""
-        return axis_size(self.mesh, self.axis)
-
-    @property
-    def count(self) -> int:
-        """How many each rank has."""
-        return self.experts // self.ranks
-
-    def wrong(self, ids: Tensor) -> bool:
-        """Whether there are numbers of no expert."""
-        return bool(((ids < 0) | (ids >= self.experts)).any())
+            return here.dispatched_shares(routed)
+        here.refuse(here.wrong(routed.ids))
+        return here.of_tokens(routed)
 
 
 def _fixed_sizes() -> bool:
@@ -308,75 +367,58 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
     return experts
 
 
-def _require_experts(wrong: bool, over: _ExpertAxis) -> None:
-    if wrong:
-        raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {over.experts - 1}")
+# -- experts of which each rank has a part within ----------------------------------------------------------------------
 
 
-def _own_experts(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
-    """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
-    tokens, ids, weights = routed
-    first = axis_index(over.mesh, over.axis) * over.count
-    token, slot = ((ids >= first) & (ids < first + over.count)).nonzero(as_tuple=True)
-    chosen = _Routed(tokens.index_select(0, token), (ids[token, slot] - first)[:, None], weights[token, slot][:, None])
-    if not len(token):
-        # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on which
-        # they gather weights again and send gradients; an expert that nobody chose has zeros.
-        chosen = _Routed(*(F.pad(x, (0, 0, 0, 1)) for x in chosen))
-    made = run.chosen(chosen)[: len(token)].to(tokens.dtype)
-    return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
+def identity_expert(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
+) -> Tensor:
+    """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
+    return x / axis_size(layouts.mesh, axis)
 
 
-def _dispatched(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
-    """Tokens [n, c], other ones on each rank, through their experts."""
-    tokens, ids, _ = routed
-    mesh, axis = over.mesh, over.axis
-    ranks = torch.arange(over.ranks, device=ids.device)
-    there = (ids.div(over.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
-    token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
-    send = there.sum(0)
-    if over.wrong(ids):
-        send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
-    counts = torch.stack([send, all_to_all(send, mesh, axis, 0, 0)]).tolist()
-    _require_experts(min(map(min, counts)) < 0, over)
-    send, receive = counts
-    rows = _Routed(*(all_to_all_rows(x.index_select(0, token), mesh, axis, send, receive) for x in routed))
-    back = all_to_all_rows(_own_experts(rows, run, over), mesh, axis, receive, send)
-    return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
+def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, or what stands for it in a run without data."""
+    without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
+    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
 
 
-def _dispatched_shares(routed: _Routed, run: _Run, over: _ExpertAxis) -> Tensor:
-    """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
-    mesh, axis, n = over.mesh, over.axis, len(routed.ids)
-    _require_experts(over.wrong(routed.ids), over)
-    # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
-    padded = (F.pad(x, (0, 0, 0, -n % over.ranks)) for x in routed)
-    own = _Routed(*(shard_slice(x, mesh, axis, 0) for x in padded))
-    return all_gather_invariant(_dispatched(own, run, over), mesh, axis, 0)[:n]
+def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What experts return, without data: that of two tokens and the first expert, for all of them.
 
-
-def _without_sizes(routed: _Routed, run: _Run, over: _ExpertAxis, shared: bool, dispatch: bool) -> Tensor:
-    """The same where no size may depend on values: every expert of this rank computes all tokens.
-
-    Tokens that differ between ranks are gathered for it.
+    Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
+    are given no indices compute all of it.
     """
-    mesh, axis = over.mesh, over.axis
-    if not shared:
-        routed = _Routed(*(all_gather(x, mesh, axis, 0) for x in routed))
-    elif dispatch:
-        routed = _Routed(pvary(routed.tokens, mesh, axis), routed.ids, pvary(routed.weights, mesh, axis))
-    own = shard_slice(torch.arange(over.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
-    out = _each_of_all(routed, run, own)
-    if not shared:
-        return psum_scatter(out, mesh, axis, 0)
-    return psum(out, mesh, axis) if dispatch else out
+    rows = args[0].shape[0]
+    if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+        return class_of(own).forward(own, *args, **kwargs)
+    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
+    return out[:1].expand(rows, *out.shape[1:]).contiguous()
 
 
-def _each_of_all(routed: _Routed, run: _Run, own: Tensor) -> Tensor:
-    """What this rank's experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing."""
-    tokens, ids, weights = routed
-    out = torch.zeros_like(tokens, requires_grad=False)
-    for index in range(run.count):
-        weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
-        out = out + run.one(index, tokens, weight).to(out.dtype)
+def _of_two(value: Any) -> Any:
+    """The first rows; indices are zeros, whose values are known in a run without data."""
+    if not isinstance(value, Tensor):
+        return value
+    few = value[:2]
+    return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
+
+
+@declares(calls_own=True, without_data=_probed)
+def tensor_parallel_experts(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
+
+    Communication: one all-reduce of the output, and in the backward one of each floating input's gradient.
+    """
+    for axis in layouts.axes:
+        args = tuple(
+            layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for at, x in enumerate(args)
+        )
+    out = or_without_data(_probed, own, *args, **kwargs)
+    for axis in layouts.axes:
+        layouts.require(out, axis, SUM)
+        out = psum(out, layouts.mesh, axis)
     return out

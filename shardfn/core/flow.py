@@ -1,4 +1,4 @@
-"""Which steps `Policy.acts` needs where, found by a run without data; see [Note: steps] in sequence.py. Layer 4."""
+"""Which steps `Policy.acts` needs where, found by a run without data; see [Note: steps] in wiring.py. Layer 4."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,9 @@ from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
 from shardfn.core.model import OUT_DIM, class_name
 from shardfn.core.plan import Plan
-from shardfn.core.sequence import Around, boundaries, is_split, stepping
 from shardfn.core.spec import parse
 from shardfn.core.traced_axes import TracedAxes
+from shardfn.core.wiring import Around, boundaries, is_split, stepping
 
 _OF_A_CALL = ("inputs", "outputs", "scattered", "in_shares", "may_scatter")  # what is decided anew in each
 _LISTS = {class_name(nn.ModuleList), class_name(nn.ModuleDict)}  # which are not called
@@ -69,7 +69,7 @@ class Flow:
                 continue
             split.add(module.name)
             if module.kind in OUT_DIM:
-                weight = plan.layouts[dict(module.params)["weight"]]
+                weight = plan.weight_of(module)
                 linears[module.name] = "column" if plan.compute_axes(weight, OUT_DIM[module.kind]) else "row"
         return split, linears
 

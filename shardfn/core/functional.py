@@ -30,7 +30,6 @@ from shardfn.core.buckets import (
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.initialize import NewTree, shard_own
 from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice
-from shardfn.core.mapped import has_members, members_of, stacked
 from shardfn.core.mesh import Grid, axes_of, grid, per_rank
 from shardfn.core.pattern import first_match
 from shardfn.core.plan import Bucket, Plan, decide, replace_units
@@ -261,7 +260,7 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     if names is None:
         return held
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    named = [(x.name, *x.aliases) for x in held]
+    named = [x.names for x in held]
     for pattern in wanted:
         if first_match([pattern], chain.from_iterable(named)) is None:
             raise KeyError(
@@ -361,7 +360,7 @@ def _sort_grads(
             partial = _is_pending(name, grad, owner, places, was_pending)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
             continue
-        layout = plan_.layouts[plan_.canonical[name]]
+        layout = plan_.layout_of(name)
         if layout.leaves[0].name in pending:
             raise ShardError(
                 f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
@@ -558,10 +557,10 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
     if callable(to.units) and not isinstance(to.units, type):
         raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
     made = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
-    if (count := members_of(tree.plan)) is None:
+    if (count := tree.plan.members) is None:
         return made
-    if not has_members(tree.plan):
+    if not tree.plan.has_members:
         raise ShardError(
             f"reshard: the leaves have a first dim of {count} that is split over ranks; sf.gather(tree) makes it whole"
         )
-    return stacked(made, count, ())
+    return made.stacked(count, ())

@@ -16,7 +16,7 @@ from shardfn._torch import pytree
 from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, is_cache
 from shardfn.core.engine.values import snapshot, tensors_in
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import submodule, unwrapped
+from shardfn.core.model import submodule, unwrapped
 
 Step = Callable[[str, Any, Any], Any]
 

@@ -20,9 +20,9 @@ from shardfn.core.buckets import empty_shards, leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout, local_slice, to_leaves
 from shardfn.core.mesh import Grid, grid, per_rank
+from shardfn.core.model import shallow_copy
 from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import shallow_copy
 from shardfn.core.tree import Params
 from shardfn.core.whole import whole
 

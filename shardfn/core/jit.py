@@ -32,12 +32,12 @@ from shardfn._torch import (
     unwrap_local,
     wrap_local,
 )
+from shardfn.core.context import Number, recorded
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
-from shardfn.core.logits import SplitLogits
+from shardfn.core.loss import SplitLogits
 from shardfn.core.lowering import is_tree
 from shardfn.core.plan import Plan
-from shardfn.core.recording import Number, recorded
 from shardfn.core.tree import Params
 
 _MANY = 8  # graphs of one step from which it is probably recorded again and again

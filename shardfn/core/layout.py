@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from shardfn.core.mesh import nested_chunk
-from shardfn.core.spec import Block, Dim, Factor, Spec
+from shardfn.core.model import ParamInfo
+from shardfn.core.spec import Spec
 
 Axes = Mapping[str, int]
 
@@ -70,28 +71,20 @@ class Leaf:
         """Shape on the rank at `coords`."""
         return tuple(length for _, length in self.local_range(sizes, coords, keep))
 
+    def gathered_shape(self, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
+        """Shape when it is whole over the data axes, with its padding."""
+        return self.without(data).local_shape(sizes, dict.fromkeys(sizes, 0))
+
     def stacked(self, size: int, axes: Sequence[str] = ()) -> "Leaf":
         """With a new first dim of `size`, split over `axes`."""
-        lead = Dim((Block((Factor("b", tuple(axes)),)),))
-        return replace(
-            self,
-            shape=(size, *self.shape),
-            extent=(size, *self.extent),
-            splits=(tuple(axes), *self.splits),
-            merges=(1, *self.merges),
-            rule=replace(self.rule, dims=(lead, *self.rule.dims)),
-        )
+        first = {"shape": size, "extent": size, "splits": tuple(axes), "merges": 1}
+        changes = {name: (value, *getattr(self, name)) for name, value in first.items()}
+        return replace(self, **changes, rule=self.rule.stacked(axes))
 
     def member(self) -> "Leaf":
         """Without the first dim."""
-        return replace(
-            self,
-            shape=self.shape[1:],
-            extent=self.extent[1:],
-            splits=self.splits[1:],
-            merges=self.merges[1:],
-            rule=replace(self.rule, dims=self.rule.dims[1:]),
-        )
+        changes = {name: getattr(self, name)[1:] for name in ("shape", "extent", "splits", "merges")}
+        return replace(self, **changes, rule=self.rule.member())
 
     def without(self, axes: Sequence[str]) -> "Leaf":
         """Whole over `axes`."""
@@ -103,15 +96,13 @@ class Leaf:
         return next((dim for dim, split in enumerate(self.splits) if axis in split), None)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One parameter of the model: its rule, where the rule came from, and its stored leaves."""
+@dataclass(frozen=True, kw_only=True)
+class Layout(ParamInfo):
+    """One parameter of the model: its rule, where the rule came from, and its stored leaves.
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
+    When it is `placed`, modules compute with a DTensor over these axes.
+    """
+
     rule: Spec
     source: str  # the pattern that matched, or which default applied
     leaves: tuple[Leaf, ...]
@@ -120,8 +111,6 @@ class Layout:
     # (axis, n) of `kv@tp?` on dim 0 when its n parts do not divide: whole in storage, and where the model meets it
     # with values that are split over the axis, each rank takes the part that its share of them belongs to
     shared: tuple[tuple[str, int], ...] = ()
-    # (axis, dim it splits or None) when modules compute with a DTensor over these axes, see `ParamInfo.placed`
-    placed: tuple[tuple[str, int | None], ...] | None = None
     kept: tuple[str, ...] = ()  # the data axes over which its module computes with a part, see [Note: kept axes]
 
     @property
@@ -145,6 +134,10 @@ class Layout:
         at = self.leaves.index(leaf)
         return sum(lengths[:at]), lengths[at]
 
+    def part(self, leaf: Leaf, full: Tensor) -> Tensor:
+        """Of a tensor of the model's shape, what a leaf stores."""
+        return full if len(self.leaves) == 1 else full.narrow(self.block_dim, *self.block(leaf))
+
     def stored_as(self, other: "Layout") -> bool:
         """Whether two layouts of one parameter differ in the words of their rules at most."""
         mine, theirs = ([(leaf.name, leaf.shape, leaf.extent, leaf.splits) for leaf in x.leaves] for x in (self, other))
@@ -152,15 +145,14 @@ class Layout:
 
     def stacked(self, size: int, axes: Sequence[str] = ()) -> "Layout":
         """With a new first dim of `size`, split over `axes`."""
-        leaves = tuple(leaf.stacked(size, axes) for leaf in self.leaves)
-        return replace(
-            self, shape=(size, *self.shape), leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim + 1
-        )
+        leaves, rule = tuple(leaf.stacked(size, axes) for leaf in self.leaves), self.rule.stacked(axes)
+        return replace(self, shape=(size, *self.shape), leaves=leaves, rule=rule, block_dim=self.block_dim + 1)
 
     def member(self) -> "Layout":
         """Without the first dim."""
         leaves = tuple(leaf.member() for leaf in self.leaves)
-        return replace(self, shape=self.shape[1:], leaves=leaves, rule=leaves[0].rule, block_dim=self.block_dim - 1)
+        rule, block_dim = self.rule.member(), self.block_dim - 1
+        return replace(self, shape=self.shape[1:], leaves=leaves, rule=rule, block_dim=block_dim)
 
     def without(self, axes: Sequence[str]) -> "Layout":
         """Whole over `axes`."""
@@ -175,10 +167,7 @@ class Layout:
 
 def to_leaves(layout: Layout, full: Tensor) -> list[Tensor]:
     """The stored leaves, whole and padded, of a tensor of model shape (views where nothing is padded)."""
-    blocks = (
-        [full] if len(layout.leaves) == 1 else [full.narrow(layout.block_dim, *layout.block(x)) for x in layout.leaves]
-    )
-    return [_pad(part.reshape(leaf.extent), leaf.shape) for leaf, part in zip(layout.leaves, blocks, strict=True)]
+    return [_pad(layout.part(leaf, full).reshape(leaf.extent), leaf.shape) for leaf in layout.leaves]
 
 
 def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
@@ -198,7 +187,7 @@ def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
     """Leaves that are whole over the data axes, from the tensor a module computes with; inverse of `compute_view`."""
-    padded = [_gathered_shape(leaf, data, sizes) for leaf in layout.leaves]
+    padded = [leaf.gathered_shape(data, sizes) for leaf in layout.leaves]
     trimmed = [compute_shape(leaf, shape) for leaf, shape in zip(layout.leaves, padded, strict=True)]
     parts: Sequence[Tensor] = [value]
     if len(padded) > 1:
@@ -209,17 +198,11 @@ def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes:
 
 def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
     """The shape of what a module computes with."""
-    shapes = [leaf.merged(compute_shape(leaf, _gathered_shape(leaf, data, sizes))) for leaf in layout.leaves]
+    shapes = [leaf.merged(compute_shape(leaf, leaf.gathered_shape(data, sizes))) for leaf in layout.leaves]
     whole = list(shapes[0])
     for shape in shapes[1:]:
         whole[layout.block_dim] += shape[layout.block_dim]
     return tuple(whole)
-
-
-def _gathered_shape(leaf: Leaf, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
-    """Whole over the data axes, with its padding."""
-    others = ([axis for axis in axes if axis not in data] for axes in leaf.splits)
-    return tuple(size // prod(sizes[a] for a in axes) for size, axes in zip(leaf.shape, others, strict=True))
 
 
 def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
@@ -269,7 +252,6 @@ def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:
 def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(x.shape) == tuple(shape):
         return x
-    widths: list[int] = []
-    for have, want in reversed(list(zip(x.shape, shape, strict=True))):
-        widths += [0, want - have]
+    missing = [want - have for have, want in zip(x.shape, shape, strict=True)]
+    widths = [width for after in reversed(missing) for width in (0, after)]
     return torch.nn.functional.pad(x, widths)

@@ -13,7 +13,6 @@ from torch import Tensor
 from shardfn._torch import DTensorSpec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
 from shardfn.core.buckets import in_layout, leaf_spec
 from shardfn.core.errors import ShardError
-from shardfn.core.mapped import inside, outside
 from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan
 from shardfn.core.tree import Params, is_tree
@@ -27,15 +26,15 @@ def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
 def lower(params: Params, vmaps: int) -> Params:
     """The same tree with plain leaves, differentiable; its plan says that it is inside `vmaps` mapped dims."""
     if params.plan.vmaps is not None:
-        return Params(params, inside(params.plan, vmaps), params.mesh, params.buffers)
+        return Params(params, params.plan.in_vmaps(vmaps), params.mesh, params.buffers)
     specs = specs_of_leaves(params.plan, params)
     parts = Lower.apply(specs, *params.values())
-    return Params(zip(params, parts, strict=True), inside(params.plan, vmaps), params.mesh, params.buffers)
+    return Params(zip(params, parts, strict=True), params.plan.in_vmaps(vmaps), params.mesh, params.buffers)
 
 
 def lift(params: Params) -> Params:
     """The same tree with DTensors as leaves, differentiable."""
-    plan = outside(params.plan)
+    plan = params.plan.in_vmaps(None)
     lifted = Lift.apply(specs_of_leaves(plan, params), *params.values())
     return Params(zip(params, lifted, strict=True), plan, params.mesh, params.buffers)
 

@@ -10,9 +10,8 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfn._torch import HashStore, has_no_memory, on_each_rank, outside_modes, simulated
 from shardfn.core.errors import ShardError
+from shardfn.core.policy import is_batch_axis
 
 BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
 
@@ -98,9 +98,9 @@ class Roles:
 
 def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
     """Sort mesh axes by the batch patterns of a policy; each keeps the mesh's order."""
-    data = tuple(axis for axis in axes if any(fnmatchcase(axis, pattern) for pattern in batch))
+    data = tuple(axis for axis in axes if is_batch_axis(axis, batch))
     compute = tuple(axis for axis in axes if axis not in data)
-    shardable = tuple(axis for axis in data if not any(fnmatchcase(axis, pattern) for pattern in BATCH_ONLY))
+    shardable = tuple(axis for axis in data if not is_batch_axis(axis, BATCH_ONLY))
     return Roles(compute, data, shardable)
 
 
@@ -311,19 +311,17 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
         if bool((rows.diff() < 0).any()):
             raise ShardError(
-                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process "
-                "group by rank, "
-                f"so that shards would be mixed up. Sort the ranks along each axis."
+                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group "
+                "by rank, so that shards would be mixed up. Sort the ranks along each axis."
             )
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
     numbers = tuple(mesh.mesh.flatten().tolist())
-    if tuple(sizes) == order:
-        return Grid(mesh, mesh, sizes, coords, groups, numbers, simulated())
-    ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order])
-    storage = DeviceMesh.from_group(
-        [groups[axis] for axis in order], mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=order
-    )
+    storage = mesh
+    if tuple(sizes) != order:
+        ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order]).contiguous()
+        own = [groups[axis] for axis in order]
+        storage = DeviceMesh.from_group(own, mesh.device_type, mesh=ranks, mesh_dim_names=order)
     return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
 
 
@@ -331,6 +329,14 @@ def not_in_mesh(mesh: DeviceMesh) -> ShardError:
     """The error of a process that is asked to work on a mesh of other ranks."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in axes_of(mesh).items())
     return ShardError(f"rank {dist.get_rank()} is not part of the mesh ({sizes}) over ranks {mesh.mesh.tolist()}")
+
+
+def index_along(axes: Iterable[str], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
+    """The place of a rank along several axes as one number, outermost first."""
+    index = 0
+    for axis in axes:
+        index = index * sizes[axis] + coords[axis]
+    return index
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -1,20 +1,30 @@
-"""What a plan needs to know about a model: names, shapes, dtypes, ties and module kinds, as plain data. Layer 1.
+"""What a plan needs to know about a model, as plain data; its modules and their copies; declared forwards. Layer 1.
 
-A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it.
+A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it: names, shapes,
+dtypes, ties and module kinds do.
+
+`apply` and `init` run a model with other tensors than it holds. They do so on shallow copies of its modules, of the
+same class and attributes, with tensors and children of their own: so the caller's model is never changed, two calls
+never meet, and an exception leaves nothing bound.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import convolves_plainly, parameters_of
+from shardfn._torch import children_of, convolves_plainly, parameters_of, set_tables
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import OWN, class_of, patched_forward, unwrapped
+from shardfn.core.underway import may_be_differentiated
 
+OWN = "_shardfn_"  # attributes that begin so are this library's
+WRAPPED = f"{OWN}wrapped_module"
+CLASS = f"{OWN}class"  # on a module whose class was replaced by one that shards: the class of its model
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 LIKE_LISTS = (nn.ModuleList, nn.Sequential)
 # On a module that holds shards: attribute -> how the parameter was placed before, None for a plain tensor. Not on the
 # parameter: `module.to()` and `.half()` swap DTensors with new ones, and their attributes go with the old ones.
@@ -66,6 +76,10 @@ class ModelInfo:
     buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     ignored: tuple[str, ...] = ()  # parameters that are left out, by all of their names
 
+    def module(self, path: str) -> ModuleInfo | None:
+        """The module at a path."""
+        return next((module for module in self.modules if module.name == path), None)
+
 
 def class_name(cls: type) -> str:
     """The qualified name by which classes are compared, so that a plan pickles without importing them."""
@@ -79,17 +93,15 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
         TypeError: it is neither, or the mapping holds something else than tensors.
     """
     if isinstance(model, nn.Module):
-        return ModelInfo(_params(model), tuple(_modules(model)), _buffers(model))
+        params = _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
+        buffers = ((name, tuple(b.shape), b.dtype) for name, b in model.named_buffers(remove_duplicate=False))
+        return ModelInfo(params, tuple(_modules(model)), tuple(buffers))
     if not isinstance(model, Mapping):
         raise TypeError(f"expected an nn.Module or a mapping of names to tensors, got {type(model).__name__}")
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise TypeError(f"a mapping must hold tensors under names; {name!r} holds {type(value).__name__}")
     return ModelInfo(_tied(model.items()), (), ())
-
-
-def _params(model: nn.Module) -> tuple[ParamInfo, ...]:
-    return _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
 
 
 def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
@@ -121,8 +133,9 @@ def _tied(
     infos = []
     for tensor, (name, *aliases) in found.values():
         placed = noted[name] if name in noted else _placed(name, tensor)
-        shape, trains = tuple(tensor.shape), _trainable(tensor)
-        infos.append(ParamInfo(name, shape, tensor.dtype, trains, tuple(aliases), placed))
+        # A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be.
+        trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else may_be_differentiated(tensor)
+        infos.append(ParamInfo(name, tuple(tensor.shape), tensor.dtype, trains, tuple(aliases), placed))
     return tuple(infos)
 
 
@@ -141,19 +154,6 @@ def _placed(name: str, tensor: torch.Tensor) -> Placed | None:
             "have Shard and Replicate only, on a mesh with axis names"
         )
     return tuple((axis, p.dim if isinstance(p, Shard) else None) for axis, p in zip(axes, placements, strict=True))
-
-
-def _trainable(tensor: torch.Tensor) -> bool:
-    """A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be."""
-    return (
-        tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point() or tensor.is_complex()
-    )
-
-
-def _buffers(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    return tuple(
-        (name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)
-    )
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
@@ -184,23 +184,19 @@ def kind_of(module: nn.Module) -> str:
     the weight of its output projection without calling it, so that projection does not count either. A weight that is
     made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
-    forward = None if patched_forward(module) is not None else class_of(module).forward
-    if not issubclass(class_of(module), nn.MultiheadAttention) and "weight" not in parameters_of(unwrapped(module)):
+    cls = class_of(module)
+    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in parameters_of(unwrapped(module))
+    if not reads_weight or patched_forward(module) is not None:
         return "other"
-    if forward is nn.Linear.forward and not isinstance(
-        unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear
-    ):
-        return "linear"
-    if forward is not None and _forward_owner(module) in _TRANSPOSED:
+    if _forward_owner(module) in _TRANSPOSED:
         return "transposed linear"
-    if forward is nn.Embedding.forward:
-        return "embedding"
-    if forward is not None and issubclass(class_of(module), nn.Embedding):
-        return "own embedding"
-    return next((kind for cls, kind in _LAYERS.items() if forward is cls.forward and _is_plain(module)), "other")
+    known = (kind for layer, kind in _LAYERS.items() if cls.forward is layer.forward and _is_plain(module))
+    return next(known, "own embedding" if issubclass(cls, nn.Embedding) else "other")
 
 
 _LAYERS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution"),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), "transposed convolution"),
     nn.BatchNorm1d: "batch norm",  # the forwards of norms are those of a base class
@@ -214,7 +210,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether torch's own forward of a layer computes what it does in torch, and one that can be done in parts."""
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return module.groups == 1
-    return convolves_plainly(class_of(module))
+    of_attention = isinstance(unwrapped(module), nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return convolves_plainly(class_of(module)) and not of_attention
 
 
 def _list_of(module: nn.Module) -> str | None:
@@ -225,3 +222,140 @@ def _list_of(module: nn.Module) -> str | None:
     if len(classes) != 1 or not any(True for member in module for _ in member.parameters()):
         return None
     return class_name(classes.pop())
+
+
+# -- the modules themselves --------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """What this library puts in the place of a module's own forward, which is `original`; None: its class's."""
+
+    original: Any
+
+
+def patched_forward(module: nn.Module) -> Any:
+    """The forward that a module itself was given, before that of its class; None without."""
+    forward = unwrapped(module).__dict__.get("forward")
+    return forward.original if isinstance(forward, StandIn) else forward
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module behind one that only stands before it, and shares its tables of children, parameters and buffers.
+
+    The compatible classes wrap so: a tree of modules may hold such objects, names carry no prefix, and what computes is
+    the module behind.
+    """
+    return module.__dict__.get(WRAPPED, module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class whose forward a module computes, and which its copies are of.
+
+    The compatible classes stand before a module, or replace its class by one derived from it.
+    """
+    module = unwrapped(module)
+    return module.__dict__.get(CLASS, type(module))
+
+
+def submodule(module: nn.Module, path: str) -> Any:
+    """The module at a path, by the tables of children: a class may have a property of a child's name."""
+    for name in path.split(".") if path else ():
+        child = children_of(module)[name]
+        assert child is not None
+        module = child
+    return module
+
+
+def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> Any:
+    """A module of the same class that shares every attribute except parameters, buffers and the list of children.
+
+    What this library notes on modules (`OWN`) is about them, may hold them, and would keep them alive in a copy.
+    """
+    module = unwrapped(module)
+    copy = object.__new__(class_of(module))
+    copy.__dict__.update((key, value) for key, value in module.__dict__.items() if not key.startswith(OWN))
+    if isinstance(copy.__dict__.get("forward"), StandIn):
+        del copy.__dict__["forward"]
+    set_tables(copy, parameters=parameters, buffers=buffers, modules=dict(children_of(module)))
+    return copy
+
+
+# -- parallel forwards that are declared -------------------------------------------------------------------------------
+#
+# What a forward has as attributes is known of it:
+#
+#     keeps          the data axes over which it computes with a part of the weights
+#     without_data   `shaped(module, *args)`, which stands for the module's own forward in a run without data
+#     calls_own      whether it calls the module's own, and does the rest within `Layouts.hidden()`
+
+# By the name of a class, for the whole program: a library registers its modules where it defines them.
+_FORWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
+    """A decorator: the function is the parallel forward of a module class whose weights may be split.
+
+    Without it a module of torch other than linears, embeddings, convolutions, norms of channels and
+    `nn.MultiheadAttention` cannot split a weight over a compute axis, and a class of your own only where a run without
+    data can follow its parts. Plans made afterwards know it, in every process. `Policy(compute={pattern: fn})` does the
+    same for modules by name, and comes first.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> class Gain(nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.gain = nn.Parameter(torch.ones(size))
+        ...     def forward(self, x):
+        ...         return x * self.gain
+        >>> @sf.register(Gain)
+        ... def split_gain(module, local, layouts, x):  # x [..., size/tp], local["gain"] [size/tp]
+        ...     return x * local["gain"]
+        >>> sf.plan(Gain(8), sf.MeshSpec(tp=2), sf.Policy(rules={"gain": "c@tp"})).local_shape("gain")
+        (4,)
+
+    Args:
+        module_class: the class; subclasses that keep its forward are meant too.
+
+    Returns:
+        the decorator, which returns the function itself. The function is called as `fn(module, local, layouts, *args,
+        **kwargs)`: `local` maps the attributes of the module's own parameters, not of its children's, to what this rank
+        computes with, whole over data axes and split over compute axes, and `layouts` to their `Layout`. Collectives in
+        it are those of `sf.collectives`, over `layouts.mesh`.
+
+    Raises:
+        TypeError: not a module class.
+
+    Communication: none; what the function does.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(f"register: expected a class of nn.Module, got {module_class!r}")
+
+    def keep(function: Forward) -> Forward:
+        if not callable(function):
+            raise TypeError(f"register: expected a function, got {function!r}")
+        _FORWARDS[class_name(module_class)] = function
+        return function
+
+    return keep
+
+
+def registered(module: ModuleInfo) -> Callable[..., Any] | None:
+    """The one of the class whose forward a module has, or of the most derived class with that very forward."""
+    until = module.classes.index(module.forward) + 1 if module.forward else 0
+    return next((_FORWARDS[name] for name in module.classes[:until] if name in _FORWARDS), None)
+
+
+def declares(**known: Any) -> Callable[[Forward], Forward]:
+    """A decorator of a parallel forward: what is known of it, see above."""
+
+    def note(forward: Forward) -> Forward:
+        vars(forward).update(known)
+        return forward
+
+    return note
+
+
+def calls_own(forward: Callable[..., Any]) -> bool:
+    """Whether a parallel forward, or the one that a `partial` is of, calls the module's own."""
+    return getattr(getattr(forward, "func", forward), "calls_own", False)

@@ -89,13 +89,6 @@ def narrowed(x: Tensor, box: Box) -> Tensor:
     return x[tuple(slice(start, start + length) for start, length in box)]
 
 
-def without_padding(layout: Layout, leaf: Leaf, full: Tensor) -> Tensor:
-    """The view of a tensor of the model's shape that is a leaf, with a dim for each factor."""
-    if len(layout.leaves) > 1:
-        full = full.narrow(layout.block_dim, *layout.block(leaf))
-    return full.view(leaf.extent)
-
-
 def parts_of(layout: Layout, axes: Sequence[str], sizes: Mapping[str, int], computed: Sequence[str]) -> dict[str, Part]:
     """By each of `axes`, which part of a parameter a module computes with: whole over all axes but `computed`."""
     return {axis: part for axis in axes for part in [_part_of(layout, axis, sizes, computed)] if part is not None}

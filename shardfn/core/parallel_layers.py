@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardfn._torch import padding_widths
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError
-from shardfn.core.model import BIAS_DIM, ModuleInfo
+from shardfn.core.model import BIAS_DIM, ModuleInfo, class_of
 from shardfn.core.parts import Part, even
 from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import class_of
-from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, declared_forward, splits
+from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
     "torch.nn.modules.transformer.TransformerEncoderLayer",
@@ -40,8 +40,8 @@ def parallel_forwards(
     split = {module.name for module in plan.info.modules if splits(plan, module)}
     for module in plan.info.modules:
         layer = Layer(module, plan, axes, weight, adjust)
-        if (declared := declared_forward(plan, module)) is not None:
-            forwards[module.name] = custom_forward(layer, declared)
+        if module.name in plan.forwards:
+            forwards[module.name] = custom_forward(layer, plan.forwards[module.name])
         elif module.kind in _FORWARDS and module.name in split:
             forwards[module.name] = _FORWARDS[module.kind](layer)
         elif module.kind == "attention" and axes.drops is not None and not _ignored(plan, module):
@@ -111,20 +111,8 @@ def _convolved(own: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int,
         return _TRANSPOSED[space](x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
     padding: Any = own.padding
     if own.padding_mode != "zeros":
-        x, padding = F.pad(x, _widths(own), mode=own.padding_mode), 0
+        x, padding = F.pad(x, padding_widths(own), mode=own.padding_mode), 0
     return _CONVOLVE[space](x, w, bias, own.stride, padding, own.dilation, groups)
-
-
-def _widths(own: Any) -> list[int]:
-    """What is padded before and after each dim, the last one first."""
-    widths: list[int] = []
-    for at in reversed(range(len(own.kernel_size))):
-        total = own.dilation[at] * (own.kernel_size[at] - 1)
-        if own.padding == "same":
-            widths += [total // 2, total - total // 2]
-        else:
-            widths += [0, 0] if own.padding == "valid" else [own.padding[at]] * 2
-    return widths
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import MeshSpec, Roles, axes_of, roles
-from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe
+from shardfn.core.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
 from shardfn.core.pattern import compile_pattern, first_match, is_in, matches
 from shardfn.core.policy import BATCH_AXES, Policy
-from shardfn.core.registered import registered
 from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes, unknown_axes
 
 # Or a function of the user's own, `reduce(flat, shard)`: of the gradients of a bucket as one flat tensor, part i for
@@ -66,6 +65,7 @@ class Unit:
 
 
 _Made = TypeVar("_Made")
+_Sized = tuple[Factor, int, int]  # a factor of a rule, and its size without and with padding
 _Rule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
 
 
@@ -114,19 +114,25 @@ class Plan(_Open):
     activation_bytes: int = 0  # received by each rank in a step over the compute axes, when an example was given
     reduction: "Reduction | None" = "mean"  # what the backward of a gather does with pending gradients
     local_sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> attribute -> its size on a rank
+    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)  # module -> its parallel forward, declared
     vmaps: int | None = None  # of a tree inside a transform, whose leaves are plain: how many `vmap`s are around it
     # What follows from these, as every call needs it.
     leaves: dict[str, tuple[Layout, Leaf]] = field(init=False, repr=False)  # stored name -> the layout it is of, itself
     canonical: dict[str, str] = field(init=False, repr=False)  # any name of a parameter -> its canonical one
+    compute_dtypes: dict[str, torch.dtype] = field(init=False, repr=False)  # in which parameters are gathered and used
+    acts: dict[str, str] = field(init=False, repr=False)  # module -> the entry of `Policy.acts` about its output
     splits_compute: bool = field(init=False, repr=False)  # some parameter, over a compute axis of several ranks
     placed_axes: frozenset[str] = field(init=False, repr=False)  # over which modules compute with DTensors
     home: Home = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layouts = self.layouts.values()
+        dtypes = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
         derived = {
             "leaves": {leaf.name: (layout, leaf) for layout in layouts for leaf in layout.leaves},
-            "canonical": {name: layout.name for layout in layouts for name in (layout.name, *layout.aliases)},
+            "canonical": {name: layout.name for layout in layouts for name in layout.names},
+            "compute_dtypes": {layout.name: dtypes[layout.leaves[0].name] for layout in layouts},
+            "acts": _first_matches(self.policy.acts, self.info),
             "splits_compute": any(map(self.compute_axes, layouts)),
             "placed_axes": frozenset(axis for layout in layouts for axis, _ in layout.placed or ()),
             "home": Home(),
@@ -134,14 +140,13 @@ class Plan(_Open):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """Parameter -> the dtype in which it is gathered and used."""
-        return self.home.once("compute dtypes", self._compute_dtypes)
+    def layout_of(self, name: str) -> Layout:
+        """The layout of a parameter, by any of its names."""
+        return self.layouts[self.canonical[name]]
 
-    def _compute_dtypes(self) -> dict[str, torch.dtype]:
-        of_leaf = {leaf: bucket.dtype for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves}
-        return {name: of_leaf[layout.leaves[0].name] for name, layout in self.layouts.items()}
+    def weight_of(self, module: ModuleInfo) -> Layout:
+        """The layout of the weight of a module."""
+        return self.layouts[dict(module.params)["weight"]]
 
     def compute_axes(self, layout: Layout, dim: int | None = None) -> list[str]:
         """The compute axes of several ranks by which a rule splits a parameter, or one of its dims; outermost first.
@@ -174,7 +179,7 @@ class Plan(_Open):
             self.units,
             settings,
             tuple(p.acts.items()),
-            tuple((name, _function_name(fn)) for name, fn in p.compute.items()),
+            tuple((name, _function_name(fn)) for name, fn in self.forwards.items()),
             tuple((name, tuple(sizes.items())) for name, sizes in self.local_sizes.items()),
             self.vmaps,
         )
@@ -234,26 +239,34 @@ class Plan(_Open):
         2 (W - 1) / W n. Activations count when the plan was made with an `example`: they depend on the batch. Tokens
         that go to experts on other ranks count as if none of them stayed, see `sf.policies.Experts`.
         """
-        return self.activation_bytes + sum(
-            self._bucket_bytes(unit, bucket) for unit in self.units for bucket in unit.buckets
-        )
+        return self.activation_bytes + sum(received for _, received in self._traffic())
 
     @property
     def data_collectives(self) -> int:
         """Gathers of weights and reductions of gradients in one step; on gloo a large one is many messages instead."""
-        return sum(self._bucket_collectives(unit, bucket) for unit in self.units for bucket in unit.buckets)
+        return sum(collectives for collectives, _ in self._traffic())
 
-    def _bucket_collectives(self, unit: Unit, bucket: Bucket) -> int:
-        several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
-        split = sum(axis in bucket.axes for axis in several)
-        again = split if unit.regather else 0
-        again = min(again, 1) if self.kept_over(unit) is not None else again
-        trains = any(self.leaves[name][0].trainable for name in bucket.leaves)
-        return split + again + (len(several) if trains else 0)
-
-    def _units_said(self) -> str:
-        alone = len(self.units) == 1 and not self.units[0].name
-        return "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
+    def _traffic(self) -> Iterator[tuple[int, int]]:
+        """Of each bucket, how many collectives there are in one step, and how many bytes a rank receives in them."""
+        for unit, bucket in [(own, bucket) for own in self.units for bucket in own.buckets]:
+            several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
+            split = [axis for axis in bucket.axes if axis in several]
+            kept = self.kept_over(unit) if unit.regather else 1  # None: all of it is gathered again
+            again = {None: len(split), 1: 0}.get(kept, min(len(split), 1))
+            trains, received = False, 0
+            for name in bucket.leaves:
+                layout, size = self.leaves[name][0], prod(self.local_shape(name))
+                item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
+                for axis in several:
+                    if axis not in split:
+                        received += 2 * (self.axes[axis] - 1) * size * item // self.axes[axis]
+                for axis in reversed(split):
+                    gathers = bucket.dtype.itemsize * (2 if kept is None else 1)
+                    received += (self.axes[axis] - 1) * size * (gathers + item)
+                    size *= self.axes[axis]
+                received += (size - size // (kept or 1)) * bucket.dtype.itemsize
+                trains = trains or layout.trainable
+            yield len(split) + again + (len(several) if trains else 0), received
 
     @property
     def keep_axis(self) -> str | None:
@@ -266,24 +279,6 @@ class Plan(_Open):
         whole = isinstance(count, bool) or self.keep_axis is None or count >= self.axes[self.keep_axis]
         return None if whole else int(count)
 
-    def _bucket_bytes(self, unit: Unit, bucket: Bucket) -> int:
-        total = 0
-        kept = 1 if not unit.regather else self.kept_over(unit)
-        gathers = 2 if kept is None else 1
-        for name in bucket.leaves:
-            layout, _ = self.leaves[name]
-            size = prod(self.local_shape(name))
-            item = (bucket.reduce_dtype or bucket.dtype).itemsize if layout.trainable else 0
-            for axis in reversed(bucket.axes):
-                total += (self.axes[axis] - 1) * size * (gathers * bucket.dtype.itemsize + item)
-                size *= self.axes[axis]
-            total += (size - size // (kept or 1)) * bucket.dtype.itemsize
-            shard = prod(self.local_shape(name))
-            for axis in self.roles.data:
-                if axis not in (*bucket.axes, *bucket.kept):
-                    total += 2 * (self.axes[axis] - 1) * shard * item // self.axes[axis]
-        return total
-
     def explain(self, name: str) -> str:
         """Where the layout of one parameter comes from and what it costs.
 
@@ -292,7 +287,7 @@ class Plan(_Open):
         """
         if name not in self.canonical:
             raise KeyError(f"explain: the model has no parameter '{name}'{did_you_mean(name, self.canonical)}")
-        layout = self.layouts[self.canonical[name]]
+        layout = self.layout_of(name)
         lines = [f"{name} {layout.shape} {_dtype(layout.dtype)}: {layout.rule}, by {layout.source}"]
         for leaf in layout.leaves:
             shape = self.local_shape(leaf.name)
@@ -351,11 +346,64 @@ class Plan(_Open):
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        alone = len(self.units) == 1 and not self.units[0].name
+        units = "1 unit, the whole model at once" if alone else f"{len(self.units)} units"
         return (
-            f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; "
-            f"{self._units_said()}; {self.data_collectives} collectives over data axes and "
-            f"{self.comm_bytes:,} bytes received per step"
+            f"{table}\nmesh {mesh}; {self.bytes_per_rank:,} bytes of shards per rank; {units}; "
+            f"{self.data_collectives} collectives over data axes and {self.comm_bytes:,} bytes received per step"
         )
+
+    # -- plans of trees inside a transform -----------------------------------------------------------------------------
+
+    def in_vmaps(self, vmaps: int | None) -> "Plan":
+        """That of the same tree with plain leaves, inside `vmaps` mapped dims; None: with DTensors, in no transform."""
+        return self if self.vmaps == vmaps else self._once(("vmaps", vmaps), lambda: replace(self, vmaps=vmaps))
+
+    def without(self, axes: Sequence[str]) -> "Plan":
+        """That of the same leaves made whole over data axes, which have no part from there on."""
+        roles = self.roles.without(axes)
+        return self._once(("without", *axes), lambda: self._changed(lambda x: x.without(axes), roles)) if axes else self
+
+    def member(self, axes: Sequence[str]) -> "Plan":
+        """That of one member of a tree that is stacked along its first dim, which `axes` split."""
+        return self._once(("member", *axes), lambda: self._changed(Layout.member, self.roles.without(axes)))
+
+    def stacked(self, size: int, axes: Sequence[str]) -> "Plan":
+        """That of many such trees stacked along a new first dim of `size`, which `axes` split."""
+        roles = self.roles.whole().without([axis for axis in self.roles.absent if axis not in axes])
+        return self._once(("stacked", size, *axes), lambda: self._changed(lambda x: x.stacked(size, axes), roles))
+
+    @property
+    def has_members(self) -> bool:
+        """Whether it is of trees that are stacked along a first dim, which no axis splits."""
+        return all(leaf.splits[:1] == ((),) and leaf.merges[0] == 1 for _, leaf in self.leaves.values())
+
+    @property
+    def members(self) -> int | None:
+        """How many trees of the model are stacked along a first dim; None for a tree as it was made."""
+        if not self.info.params:
+            return None
+        first = self.info.params[0]
+        shape = self.layouts[first.name].shape
+        return shape[0] if len(shape) > len(first.shape) else None
+
+    def _changed(self, change: Callable[[Layout], Layout], roles: Roles) -> "Plan":
+        layouts = {name: change(layout) for name, layout in self.layouts.items()}
+        leaves = {leaf.name: leaf for layout in layouts.values() for leaf in layout.leaves}
+        data = [axis for axis in self.roles.storage if axis not in self.roles.compute]
+
+        def moved(bucket: Bucket) -> Bucket:
+            # The leaves of a bucket are split over the same axes, also after a change that is the same for all.
+            split = leaves[bucket.leaves[0]].axes
+            kept = tuple(axis for axis in bucket.kept if axis in split)
+            return replace(bucket, axes=tuple(axis for axis in data if axis in split and axis not in kept), kept=kept)
+
+        units = tuple(replace(unit, buckets=tuple(map(moved, unit.buckets))) for unit in self.units)
+        return replace(self, layouts=layouts, units=units, roles=roles)
+
+    def _once(self, key: Hashable, make: Callable[[], "Plan"]) -> "Plan":
+        """Made once and kept: what was computed for its collectives is found again in the next step."""
+        return self.home.once(("changed", self.reduction, key), make)
 
 
 def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy) -> Plan:
@@ -460,13 +508,10 @@ class _Draft:
 
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     """`plan` on a model that is already described."""
-    given = policy
-    if forwards := registered(info.modules):
-        policy = replace(given, compute={**given.compute, **forwards})
     draft = _Draft(info, axes, roles(list(axes), policy.batch), policy, Sizes(policy.sizes), [])
     draft = replace(draft, info=_without_ignored(draft))
     info, role, problems = draft.info, draft.role, draft.problems
-    rules = _rules(draft)
+    forwards, rules = _forwards(info, policy), _rules(draft)
     for param in info.params:
         if param.name in rules:
             draft.sizes.add(param.name, rules[param.name][0], param.shape)
@@ -474,7 +519,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
     unit_names = _unit_names(draft)
-    owners, kept = _owners(info, unit_names), _kept_axes(draft, rules)
+    owners, kept = _owners(info, unit_names), _kept_axes(draft, rules, forwards)
     layouts: dict[str, Layout] = {}
     for param in info.params:
         if param.name in rules:
@@ -482,29 +527,42 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             made = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
             stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
             layouts[param.name] = replace(made, unit=owners[param.name], kept=stays)
-    problems += _uncomputable(draft, layouts)
-    local_sizes = _local_sizes(draft, _split_factors(rules, role))
+    problems += _uncomputable(draft, layouts, forwards)
+    local_sizes = _local_sizes(draft, rules)
     _check_settings(draft)
     raise_problems("plan", problems)
-    if forwards:  # a module whose weights are whole computes as it is
-        split = [module for module in info.modules if not _is_whole(module.name, layouts, role)]
-        policy = replace(given, compute={**given.compute, **registered(split)})
-    return Plan(axes, role, layouts, _units(draft, layouts, unit_names), policy, info, local_sizes=local_sizes)
+    units = _units(draft, layouts, unit_names)
+    forwards = {path: fn for path, fn in forwards.items() if not _computes_whole(path, layouts, draft)}
+    return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes, forwards=forwards)
 
 
-def _is_whole(module: str, layouts: Mapping[str, Layout], role: Roles) -> bool:
-    """Whether a module has parameters, of which no compute axis splits any."""
+def _forwards(info: ModelInfo, policy: Policy) -> dict[str, Callable[..., Any]]:
+    """Module -> its parallel forward, that the policy has for it or else its class."""
+    named = {path: policy.compute[pattern] for path, pattern in _first_matches(policy.compute, info).items()}
+    return {module.name: fn for module in info.modules if (fn := registered(module)) is not None} | named
+
+
+def _first_matches(patterns: Mapping[str, object], info: ModelInfo) -> dict[str, str]:
+    """Module -> the first pattern that matches its name."""
+    found = {module.name: first_match(patterns, [module.name]) for module in info.modules if patterns}
+    return {path: pattern for path, pattern in found.items() if pattern is not None}
+
+
+def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: _Draft) -> bool:
+    """Whether a module that the policy does not name has parameters, of which no compute axis splits any."""
     below = [layout for name, layout in layouts.items() if is_in(name, module)]
-    return bool(below) and not any(axis in layout.axes for layout in below for axis in role.compute)
+    whole = below and not any(axis in layout.axes for layout in below for axis in draft.role.compute)
+    return bool(whole) and first_match(draft.policy.compute, [module]) is None
 
 
-def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, tuple[str, ...]]:
+def _kept_axes(
+    draft: _Draft, rules: Mapping[str, _Rule], forwards: Mapping[str, Callable[..., Any]]
+) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
     found: dict[str, tuple[str, ...]] = {}
-    policy, role, problems = draft.policy, draft.role, draft.problems
+    role, problems = draft.role, draft.problems
     for module in draft.info.modules:
-        pattern = first_match(policy.compute, [module.name])
-        asked = getattr(policy.compute[pattern], "keeps", ()) if pattern is not None else ()
+        asked = getattr(forwards.get(module.name), "keeps", ())
         for _, name in module.params:
             named = name in rules and not rules[name][1].startswith("default")
             factors = rules[name][0].factors if named else ()
@@ -518,7 +576,7 @@ def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, tuple[str
                 if axis in factor.axes and any(a in role.data for a in factor.axes[: factor.axes.index(axis)])
             ]
     splits = any(draft.axes[axis] > 1 for kept in found.values() for axis in kept)
-    if splits and any(type(count) is int for count in _regathers(policy)):
+    if splits and any(type(count) is int for count in _regathers(draft.policy)):
         problems.append(
             "Policy(regather=n): weights of experts differ between neighbouring ranks, which keep parts for each "
             "other; use True or False"
@@ -532,16 +590,12 @@ def _regathers(policy: Policy) -> list[bool | int]:
     return [policy.regather, *(settings["regather"] for settings in own if "regather" in settings)]
 
 
-def _split_factors(rules: Mapping[str, _Rule], role: Roles) -> set[tuple[str, tuple[str, ...]]]:
-    """Name and compute axes of the factors that have to divide."""
-    factors = (factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional)
-    return {(factor.name, tuple(axis for axis in factor.axes if axis in role.compute)) for factor in factors}
-
-
-def _local_sizes(draft: _Draft, split: Collection[tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, int]]:
-    """Module -> attribute -> the size that one rank has; what the rules `split` has been checked with them."""
+def _local_sizes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, dict[str, int]]:
+    """Module -> attribute -> the size that one rank has; what the rules split has been checked with them."""
     found: dict[str, dict[str, int]] = {}
-    given = draft.policy.local_sizes
+    given, compute = draft.policy.local_sizes, draft.role.compute
+    factors = [factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional]
+    split = {(factor.name, tuple(axis for axis in factor.axes if axis in compute)) for factor in factors}
     draft.check_patterns("Policy.local_sizes:", given, "module")
     for pattern, attribute, text in ((p, name, text) for p, texts in given.items() for name, text in texts.items()):
         try:
@@ -836,7 +890,7 @@ def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     padded = [draft.padded(factor, size) for factor, size in zip(spec.factors, true, strict=True)]
     sizes = iter(padded)
     rule = spec.with_factors(lambda factor: _resolve(draft, param, spec, factor, next(sizes)))
-    dims = _sized(rule, true, padded)
+    dims = rule.grouped(zip(rule.factors, true, padded, strict=True))
     fused = next((at for at, dim in enumerate(dims) if len(dim) > 1), 0)
     parts = rule.dims[fused].blocks if dims else ()
     names = [f"{param.name}[{part.label or i}]" for i, part in enumerate(parts)] if len(parts) > 1 else [param.name]
@@ -844,8 +898,8 @@ def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
         _leaf(draft, name, rule, [dim[i if at == fused else 0] for at, dim in enumerate(dims)])
         for i, name in enumerate(names)
     )
-    same = (param.name, param.aliases, param.shape, param.dtype, param.trainable)
-    return Layout(*same, rule, source, leaves, fused, shared=_shared(draft, spec, rule, true), placed=param.placed)
+    shared = _shared(draft, spec, rule, true)
+    return Layout(**vars(param), rule=rule, source=source, leaves=leaves, block_dim=fused, shared=shared)
 
 
 def _shared(draft: _Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
@@ -883,55 +937,36 @@ def _counted(factor: Factor, policy: Policy) -> bool:
     return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*(?!\s*\?)", text) for text in texts)
 
 
-class _Sized(NamedTuple):
-    """A block of a dim, and the sizes of its factors, without and with padding."""
-
-    block: Block
-    true: Sequence[int]
-    padded: Sequence[int]
-
-
-def _sized(rule: Spec, true: Sequence[int], padded: Sequence[int]) -> list[list[_Sized]]:
-    """The blocks of every dim, from the sizes of all factors of the rule."""
-    dims, start = [], 0
-    for dim in rule.dims:
-        blocks = []
-        for block in dim.blocks:
-            own = slice(start, start + len(block.factors))
-            blocks.append(_Sized(block, true[own], padded[own]))
-            start = own.stop
-        dims.append(blocks)
-    return dims
-
-
-def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[_Sized]) -> Leaf:
+def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[Sequence[_Sized]]) -> Leaf:
     """The stored leaf that is made of one block of each dim."""
-    shape: list[int] = []
-    extent: list[int] = []
-    splits: list[tuple[str, ...]] = []
+    stored: list[_Sized] = []
     merges: list[int] = []
-    for sized in blocks:
-        factors, true, padded = sized.block.factors, sized.true, sized.padded
-        if _flat(draft, sized):
-            inner = prod(true[1:])
-            factors, true, padded = factors[:1], [true[0] * inner], [padded[0] * inner]
-        shape += padded
-        extent += true
-        splits += [factor.axes for factor in factors]
-        merges.append(len(factors))
-    pairs = zip(rule.dims, blocks, strict=True)
-    dims = tuple(replace(dim, blocks=(replace(sized.block, label=None),)) for dim, sized in pairs)
-    return Leaf(name, tuple(shape), tuple(extent), tuple(splits), tuple(merges), replace(rule, dims=dims))
+    for block in blocks:
+        dims = block
+        if _flat(draft, block):
+            (outer, true, padded), *inner = block
+            size = prod(true for _, true, _ in inner)
+            dims = [(outer, true * size, padded * size)]
+        stored += dims
+        merges.append(len(dims))
+    factors = (tuple(factor for factor, _, _ in block) for block in blocks)
+    own = tuple(replace(dim, blocks=(Block(each),)) for dim, each in zip(rule.dims, factors, strict=True))
+    return Leaf(
+        name,
+        shape=tuple(size for _, _, size in stored),
+        extent=tuple(true for _, true, _ in stored),
+        splits=tuple(factor.axes for factor, _, _ in stored),
+        merges=tuple(merges),
+        rule=replace(rule, dims=own),
+    )
 
 
-def _flat(draft: _Draft, sized: _Sized) -> bool:
+def _flat(draft: _Draft, block: Sequence[_Sized]) -> bool:
     """Whether a plain split of the whole dim cuts only between whole outermost factors."""
-    outer, *inner = sized.block.factors
-    if not inner:
-        return True
-    if any(factor.axes for factor in inner) or sized.true[1:] != sized.padded[1:]:
+    (outer, _, padded), *inner = block
+    if any(factor.axes or true != stored for factor, true, stored in inner):
         return False
-    return sized.padded[0] % draft.ways(outer) == 0
+    return not inner or padded % draft.ways(outer) == 0
 
 
 def _unit_names(draft: _Draft) -> list[str]:
@@ -1037,12 +1072,12 @@ def _travels_late(leaf: Leaf) -> tuple[bool, int]:
 _HOLDERS = {f"torch.nn.modules.container.Parameter{what}" for what in ("List", "Dict")}
 
 
-def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout]) -> list[str]:
+def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout], forwards: Collection[str]) -> list[str]:
     """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
     problems, read_by = [], set[str]()  # modules whose weights are read by the one that they are in
     for module in draft.info.modules:
         names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
-        own_forward = any(matches(pattern, module.name) for pattern in draft.policy.compute)
+        own_forward = module.name in forwards
         if module.kind == "attention" and not own_forward:
             read_by.add(_out_proj(module))
             problems += _unlike_heads(draft, module, layouts)
@@ -1077,8 +1112,8 @@ def _out_proj(attention: ModuleInfo) -> str:
 
 def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layout]) -> list[str]:
     """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
-    after = next((other.params for other in draft.info.modules if other.name == _out_proj(module)), ())
-    names = {**dict(module.params), **{f"out_proj.{attribute}": name for attribute, name in after}}
+    after = draft.info.module(_out_proj(module))
+    names = dict(module.params) | {f"out_proj.{key}": name for key, name in (after.params if after else ())}
     found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
     complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
     if not complete or any(layout.placed is not None for layout in found.values()):
@@ -1088,10 +1123,10 @@ def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layou
         for attribute, layout in found.items()
     }
     wanted = splits["out_proj.weight"][1]
-    alike = {attribute: [[] for _ in dims] for attribute, dims in splits.items()}
-    for attribute, dims in alike.items():
-        if attribute not in _WITHOUT_HEADS:
-            dims[1 if attribute == "out_proj.weight" else 0] = wanted
+    alike = {
+        attribute: [wanted if dim == _DIM_OF_HEADS.get(attribute, 0) else [] for dim in range(len(dims))]
+        for attribute, dims in splits.items()
+    }
     if splits == alike:
         return []
     axis = next(axis for dims in splits.values() for split in dims for axis in split)
@@ -1104,7 +1139,8 @@ def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layou
     ]
 
 
-_WITHOUT_HEADS = ("out_proj.bias", "bias_k", "bias_v")  # keys and values of its own are [1, 1, c]
+# Of a weight of `nn.MultiheadAttention`, if not the first; its own keys and values are [1, 1, c], and have none.
+_DIM_OF_HEADS = {"out_proj.weight": 1, "out_proj.bias": None, "bias_k": None, "bias_v": None}
 
 
 def _check_names(draft: _Draft) -> None:

@@ -25,9 +25,9 @@ MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  
 BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
-def is_batch_axis(name: str) -> bool:
-    """Whether a mesh axis splits the batch, if no policy says so."""
-    return any(fnmatchcase(name, pattern) for pattern in BATCH_AXES)
+def is_batch_axis(name: str, batch: Sequence[str] = BATCH_AXES) -> bool:
+    """Whether a mesh axis splits the batch by the patterns of a policy, or of one that says nothing."""
+    return any(fnmatchcase(name, pattern) for pattern in batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +182,10 @@ class Policy:
         return Policy(**{name: value for name, value in merged.items() if name in both})
 
 
-def batch_with(axes: Sequence[str]) -> tuple[str, ...]:
-    """`Policy.batch` for data axes of any name, beside the usual ones."""
-    return (*(axis for axis in axes if not is_batch_axis(axis)), *BATCH_AXES)
+def batch_with(axes: Sequence[str]) -> dict[str, Any]:
+    """`Policy(batch=...)` for data axes of any name, beside the usual ones; nothing when these are all."""
+    others = [axis for axis in axes if not is_batch_axis(axis)]
+    return {"batch": (*others, *BATCH_AXES)} if others else {}
 
 
 def unit_settings(given: object, unit: object) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardfn.core.collectives import all_gather, all_gather_invariant, all_to_all, psum, psum_scatter, shard_slice
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import axes_of, roles
-from shardfn.core.policy import BATCH_AXES
+from shardfn.core.mesh import axes_of
+from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse, unknown_axes
 
 
@@ -105,7 +105,7 @@ def _moved(have: list[list[str]], want: list[list[str]], mesh: DeviceMesh) -> li
 
 def _gather(mesh: DeviceMesh, axis: str, dim: int) -> Step:
     """Ranks of a data axis go on with losses of their own, so cotangents are summed; those of a compute axis agree."""
-    gather = all_gather if roles([axis], BATCH_AXES).data else all_gather_invariant
+    gather = all_gather if is_batch_axis(axis) else all_gather_invariant
     return _step("all_gather", gather, mesh, axis, dim)
 
 

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, kinds_of_transforms, pytree, spec_of
 from shardfn.core.collectives import Moved, RankIndex, of_rank, pvary, watched, watching
+from shardfn.core.context import mapped_axes
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.lowering import Lift, Lower
-from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import axes_of
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse

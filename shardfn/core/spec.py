@@ -13,18 +13,19 @@ Nothing here knows about meshes or torch.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 from shardfn.core.errors import ShardError, caret, did_you_mean
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,]))")
 
 Span = tuple[int, int]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ class Spec:
 
         return replace(self, dims=tuple(map(each, self.dims)))
 
+    def grouped(self, values: Iterable[_Value]) -> list[list[list[_Value]]]:
+        """What there is for each factor, left to right, by dim and block."""
+        rest = iter(values)
+        return [[list(islice(rest, len(block.factors))) for block in dim.blocks] for dim in self.dims]
+
     def without(self, axes: Collection[str]) -> "Spec":
         """The same rule without some mesh axes; a factor that none is left for has no `?` either."""
 
@@ -128,6 +134,14 @@ class Spec:
             return replace(factor, axes=left, optional=factor.optional and bool(left))
 
         return self.with_factors(whole)
+
+    def stacked(self, axes: Sequence[str]) -> "Spec":
+        """With a new first dim, split over `axes`."""
+        return replace(self, dims=(Dim((Block((Factor("b", tuple(axes)),)),)), *self.dims))
+
+    def member(self) -> "Spec":
+        """Without the first dim."""
+        return replace(self, dims=self.dims[1:])
 
     def expand(self, ndim: int) -> "Spec":
         """The same rule for a tensor of `ndim` dims: `...` becomes anonymous dims.
@@ -344,10 +358,8 @@ class Sizes:
 
     def add(self, tensor: str, spec: Spec, shape: tuple[int, ...]) -> None:
         """Note that `tensor` of `shape` follows `spec` (already expanded to its dims)."""
-        keys = iter(_keys(tensor, spec))
-        for at, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
-            of_blocks = [list(islice(keys, len(block.factors))) for block in dim.blocks]
-            self._equations.append(_Equation(tensor, spec, at, size, of_blocks))
+        for at, (size, keys) in enumerate(zip(shape, spec.grouped(_keys(tensor, spec)), strict=True)):
+            self._equations.append(_Equation(tensor, spec, at, size, keys))
 
     def get(self, name: str) -> int | None:
         """The size of a name or of a number; None when it is not known."""

@@ -11,7 +11,7 @@ row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: v
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, NoReturn, TypeVar
 
@@ -25,12 +25,11 @@ from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.engine.binding import Forward
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Layout
-from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo
+from shardfn.core.mesh import index_along
+from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, calls_own, class_of
 from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
-from shardfn.core.pattern import first_match
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import class_of
 from shardfn.core.spec import parse
 
 
@@ -69,22 +68,17 @@ class Layer:
         layout, out = self.layout("weight"), BIAS_DIM[self.module.kind]
         return self.plan.compute_axes(layout, out), self.plan.compute_axes(layout, 1 - out)
 
+    def _path(self, attribute: str) -> str:
+        return f"{self.name}.{attribute}" if self.name else attribute
+
     def layout(self, attribute: str) -> Layout:
         """That of one of its parameters, or of a child's: "out_proj.weight"."""
-        owner, _, last = attribute.rpartition(".")
-        if not owner:
-            return self.plan.layouts[dict(self.module.params)[attribute]]
-        path = f"{self.name}.{owner}" if self.name else owner
-        child = next(module for module in self.plan.info.modules if module.name == path)
-        return self.plan.layouts[dict(child.params)[last]]
+        return self.plan.layout_of(self._path(attribute))
 
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
-        try:
-            layout = self.layout(attribute)
-        except KeyError:
-            return None
-        return self.weight(layout.name)
+        name = self.plan.canonical.get(self._path(attribute))
+        return None if name is None else self.weight(name)
 
     def parts(self, attribute: str) -> dict[str, Part]:
         """By axis, which part of a parameter a rank has."""
@@ -144,30 +138,25 @@ _Value = TypeVar("_Value")
 
 
 class _Asked(dict[str, _Value]):
-    """By attribute, what a module owns itself; another key is an error that says so."""
+    """By attribute, what the module of a parallel forward owns itself; another key is an error that says so."""
 
-    missing: Callable[[str], Exception] = KeyError
+    layer: Layer
 
     def __missing__(self, key: str) -> NoReturn:
-        raise self.missing(key)
-
-
-def _not_its_own(plan: Plan, module: ModuleInfo, key: str) -> ShardError:
-    """What a parallel forward should do that asks for a weight which its module has not."""
-    path = f"{module.name}.{key}" if module.name else key
-    child = path.rpartition(".")[0]
-    own = ", ".join(repr(attribute) for attribute, _ in module.params) or "none"
-    remedy = did_you_mean(key, [attribute for attribute, _ in module.params])
-    if path in plan.canonical:
-        inner = key.rpartition(".")[0]
-        remedy = (
-            f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
-            f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
+        plan, module = self.layer.plan, self.layer.module
+        path = f"{module.name}.{key}" if module.name else key
+        own = [attribute for attribute, _ in module.params]
+        remedy = did_you_mean(key, own)
+        if path in plan.canonical:
+            child, inner = path.rpartition(".")[0], key.rpartition(".")[0]
+            remedy = (
+                f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
+                f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
+            )
+        raise ShardError(
+            f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given "
+            f"the weights that it owns itself: {', '.join(map(repr, own)) or 'none'}{remedy}"
         )
-    return ShardError(
-        f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given the "
-        f"weights that it owns itself: {own}{remedy}"
-    )
 
 
 class Layouts(_Asked[Layout]):
@@ -178,78 +167,34 @@ class Layouts(_Asked[Layout]):
     have been before.
     """
 
-    def __init__(
-        self, layouts: Mapping[str, Layout], axes: "ComputeAxes", split: Sequence[str], path: str, adjust: Adjustments
-    ) -> None:
-        super().__init__(layouts)
-        self._entered, self._path, self._ready = axes.entered, path, adjust.ready
-        self.mesh, self.axes, self.hidden, self.note_part = axes.mesh, tuple(split), axes.hidden, axes.note_part
+    def __init__(self, layer: Layer) -> None:
+        plan, axes = layer.plan, layer.axes
+        super().__init__({attribute: plan.layouts[name] for attribute, name in layer.module.params})
+        split = {axis for layout in self.values() for axis in plan.compute_axes(layout)}
+        self.layer, self.axes = layer, tuple(axis for axis in plan.roles.compute if axis in split)
+        self.mesh, self.hidden, self.note_part = axes.mesh, axes.hidden, axes.note_part
         self.require, self.received = axes.require, axes.received
 
     def entered(self, x: Tensor, axis: str, at: int) -> Tensor:
         """An argument, varying over an axis."""
-        name = f"{self._path}, argument {at}"
-        return self._entered(x, axis, name, (name, axis) in self._ready)
-
-
-def without_data(shaped: Forward) -> Callable[[Forward], Forward]:
-    """A decorator of a parallel forward: `shaped(module, *args)` stands for the module's own in a run without data."""
-
-    def keep(forward: Forward) -> Forward:
-        _SHAPED[forward] = shaped
-        return forward
-
-    return keep
-
-
-def calls_own_forward(forward: Forward) -> Forward:
-    """A decorator of a parallel forward that calls the module's own, and does the rest within `Layouts.hidden()`."""
-    _CALLING.add(forward)
-    return forward
-
-
-_SHAPED: dict[Forward, Forward] = {}
-_CALLING: set[Forward] = set()
-
-
-def declared_forward(plan: Plan, module: ModuleInfo) -> Forward | None:
-    """The parallel forward that `Policy.compute` has for a module."""
-    pattern = first_match(plan.policy.compute, [module.name])
-    return None if pattern is None else plan.policy.compute[pattern]
+        name = f"{self.layer.name}, argument {at}"
+        return self.layer.axes.entered(x, axis, name, (name, axis) in self.layer.adjust.ready)
 
 
 def others_forwards(plan: Plan) -> set[str]:
     """The modules whose forward is not their own."""
-    return {
-        module.name
-        for module in plan.info.modules
-        if module.kind in FORWARDS
-        or (module.kind != "other" and splits(plan, module))
-        or ((fn := declared_forward(plan, module)) is not None and getattr(fn, "func", fn) not in _CALLING)
-    }
-
-
-def shaped_forwards(plan: Plan) -> dict[str, Forward]:
-    """Module path -> what stands for its forward in a run without data on whole weights."""
-    declared = {m.name: fn for m in plan.info.modules if (fn := declared_forward(plan, m)) is not None}
-    shaped = {name: _SHAPED.get(fn) or getattr(fn, "without_data", None) for name, fn in declared.items()}
-    return {name: fn for name, fn in shaped.items() if fn is not None}
+    declared = {path for path, forward in plan.forwards.items() if not calls_own(forward)}
+    derived = (m for m in plan.info.modules if m.kind in FORWARDS or (m.kind != "other" and splits(plan, m)))
+    return declared | {module.name for module in derived}
 
 
 def custom_forward(layer: Layer, fn: Forward) -> Forward:
-    """A parallel forward of `Policy.compute`, as the forward of a module."""
-    plan, module, weight = layer.plan, layer.module, layer.weight
-    own_layouts = {attribute: plan.layouts[name] for attribute, name in module.params}
-    split = {axis for layout in own_layouts.values() for axis in plan.compute_axes(layout)}
-    compute = [axis for axis in plan.roles.compute if axis in split]
-    layouts = Layouts(own_layouts, layer.axes, compute, module.name, layer.adjust)
-
-    missing = partial(_not_its_own, plan, module)
-    layouts.missing = missing
+    """A declared parallel forward, as the forward of a module."""
+    layouts, weight = Layouts(layer), layer.weight
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         local = _Asked({attribute: weight(layout.name) for attribute, layout in layouts.items()})
-        local.missing = missing
+        local.layer = layer
         return fn(own, local, layouts, *args, **kwargs)
 
     return forward
@@ -260,8 +205,8 @@ def _linear(layer: Layer) -> Forward:
     name, axes, weight, bias_name = layer.name, layer.axes, layer.weight, dict(layer.module.params).get("bias")
     layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
     out = OUT_DIM[layer.module.kind]
-    _, _, asked_for = _acts_on_linears(layer.plan).get(name, (None, (), ("",)))
-    gathers = name in layer.adjust.gather or not asked_for  # as "b s c" in `Policy.acts` has its output whole
+    # "b s c" in `Policy.acts` has its output whole.
+    gathers = name in layer.adjust.gather or (bool(columns) and _asked_of(layer.plan, layer.module) == ())
     ready = {axis for path, axis in layer.adjust.ready if path == name}
     split = {axis: parts[axis] for axis in columns}
 
@@ -307,24 +252,27 @@ def kept_by_acts(plan: Plan) -> set[str]:
         ShardError: an entry names other axes than the weight's, or the dim is padded.
     """
     found = set()
-    for module, (layout, columns, last) in _acts_on_linears(plan).items():
-        if not last:
+    for module in plan.info.modules:
+        if not (last := _asked_of(plan, module)):
+            continue
+        layout = plan.weight_of(module)
+        if not (columns := plan.compute_axes(layout, OUT_DIM[module.kind])):
             continue
         if list(last) != columns or len(columns) != 1:
             raise ShardError(
-                f"apply: Policy.acts asks for {module!r} split over {', '.join(last)}, whose last dim is split over "
-                f"{', '.join(columns) or 'nothing'}"
+                f"apply: Policy.acts asks for {module.name!r} split over {', '.join(last)}, whose last dim is split "
+                f"over {', '.join(columns) or 'nothing'}"
             )
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
-            raise ShardError(_padded_logits(plan, module, layout, columns[0]))
-        found.add(module)
+            raise ShardError(_padded_logits(plan, module.name, layout, columns[0]))
+        found.add(module.name)
     return found
 
 
 def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
     """Why logits cannot stay split, and what to write."""
     size, stored, ranks = layout.leaves[0].extent[0], layout.leaves[0].shape[0], plan.axes[axis]
-    entry = first_match(plan.policy.acts, [module]) or module
+    entry = plan.acts[module]
     name = next((factor.name for factor in layout.rule.dims[0].factors if factor.name in plan.policy.pad), "_")
     remedy = f"acts={{{entry!r}: '... {name}'}}, which gathers them, or "
     if size % ranks == 0:
@@ -338,22 +286,13 @@ def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
     )
 
 
-def _acts_on_linears(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
-    """Path of a column-parallel linear -> its weight, column axes, compute axes of the last dim that acts asks for."""
-    return plan.home.once("acts on linears", lambda: _resolved_acts(plan))
-
-
-def _resolved_acts(plan: Plan) -> dict[str, tuple[Layout, list[str], tuple[str, ...]]]:
-    found = {}
-    for module in plan.info.modules if plan.policy.acts else ():
-        act = first_match(plan.policy.acts, [module.name])
-        if act is not None and module.kind in OUT_DIM:
-            layout = plan.layouts[dict(module.params)["weight"]]
-            dims = parse(plan.policy.acts[act]).dims
-            last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
-            if columns := plan.compute_axes(layout, OUT_DIM[module.kind]):
-                found[module.name] = layout, columns, tuple(axis for axis in last if plan.axes[axis] > 1)
-    return found
+def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
+    """The axes that `Policy.acts` wants to split the features of a linear's output; None without an entry about it."""
+    if module.name not in plan.acts or module.kind not in OUT_DIM:
+        return None
+    dims = parse(plan.policy.acts[plan.acts[module.name]]).dims
+    last = dims[-1].factors[-1].axes if dims and dims[-1].factors else ()
+    return tuple(axis for axis in last if plan.axes[axis] > 1)
 
 
 class _Lookups(TorchFunctionMode):
@@ -384,8 +323,8 @@ def _lookup(layer: Layer) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
     plan, axes, weight, name, layout = layer.plan, layer.axes, layer.weight, layer.name, layer.layout("weight")
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
-    act = first_match(plan.policy.acts, [name])
-    joins = act is None or not set(columns) & {axis for f in parse(plan.policy.acts[act]).factors for axis in f.axes}
+    asked = parse(plan.policy.acts[plan.acts[name]]).factors if name in plan.acts else ()
+    joins = not set(columns) & {axis for factor in asked for axis in factor.axes}
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
@@ -397,7 +336,7 @@ def _lookup(layer: Layer) -> Forward:
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:
             axes.require_whole(ids, axis, "its ids")
-        first = _first_row(axes, vocab, w.shape[0])
+        first = index_along(vocab, axes.sizes, axes.coords) * w.shape[0]
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
         padding = None if own.padding_idx is None or simulated() else own.padding_idx - first
@@ -430,14 +369,6 @@ def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -
                 raise IndexError(
                     f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
                 )
-
-
-def _first_row(axes: ComputeAxes, names: Sequence[str], rows: int) -> int:
-    """The index of this rank's first row when the axes `names` split a table, outermost first, into parts of `rows`."""
-    index = 0
-    for axis in names:
-        index = index * axes.sizes[axis] + axes.coords[axis]
-    return index * rows
 
 
 # By the kind of a module: what makes its parallel forward.

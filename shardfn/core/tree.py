@@ -21,7 +21,6 @@ from shardfn._torch import in_transform, pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import clear_padding_
-from shardfn.core.mapped import has_members, member, outside, stacked
 from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
@@ -93,7 +92,7 @@ class Params(dict[str, Any]):
             self._note_parts(watched)
 
     def _note_parts(self, parts: WeakIdKeyDictionary) -> None:
-        members = has_members(self.plan)
+        members = self.plan.has_members
         for name, leaf in self._parts():
             parts[leaf] = PartOfLeaf(name, members)
 
@@ -271,9 +270,9 @@ def _as_members(made: Params, tree: Params) -> Params:
     pairs = [(leaf, made[name]) for name, leaf in tree.items()]
     more = {x.dim() - leaf.dim() if isinstance(x, Tensor) else 0 for leaf, x in pairs}
     if more == {1} and len({x.shape[0] for _, x in pairs}) == 1 and all(_is_first(x, leaf) for leaf, x in pairs):
-        return Params(made, stacked(tree.plan, pairs[0][1].shape[0], ()), made.mesh, made.buffers)
-    if more == {-1} and has_members(tree.plan) and all(_is_first(leaf, x) for leaf, x in pairs):
-        return Params(made, member(tree.plan, ()), made.mesh, made.buffers)
+        return Params(made, tree.plan.stacked(pairs[0][1].shape[0], ()), made.mesh, made.buffers)
+    if more == {-1} and tree.plan.has_members and all(_is_first(leaf, x) for leaf, x in pairs):
+        return Params(made, tree.plan.member(()), made.mesh, made.buffers)
     return made
 
 
@@ -294,7 +293,7 @@ def _like_members(other: Any, tree: Any) -> Any:
     if not (isinstance(other, Params) and isinstance(tree, Params)) or other.plan == tree.plan or not (other and tree):
         return other
     for many, one in ((other.plan, tree.plan), (tree.plan, other.plan)):
-        if has_members(many) and member(many, ()) == one:
+        if many.has_members and many.member(()) == one:
             return Params(other, tree.plan, other.mesh, other.buffers)
     return other
 
@@ -356,7 +355,7 @@ def _alike(trees: Sequence[Any]) -> list[Any]:
     inner = next((t for t in trees if isinstance(t, Params) and t.plan.vmaps is not None), None)
     if inner is None:
         return list(trees)
-    plan = outside(inner.plan)
+    plan = inner.plan.in_vmaps(None)
     return [_constant(t, inner) if isinstance(t, Params) and t.plan == plan else t for t in trees]
 
 

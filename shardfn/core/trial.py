@@ -44,11 +44,11 @@ from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.flow import Flow
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
+from shardfn.core.model import class_of, submodule, unwrapped
 from shardfn.core.pattern import is_in, matches, modules_above
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.shadow import class_of, submodule, unwrapped
-from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, shaped_forwards, weight_parts
+from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, weight_parts
 from shardfn.core.traced_axes import TracedAxes
 from shardfn.core.underway import derivatives_asked_for
 from shardfn.core.wiring import (
@@ -348,7 +348,7 @@ class Trial:
             (f"module {module.name}", axis)
             for module in self.plan.info.modules
             if module.kind == "linear"
-            for axis, parts in self.plan.layouts[dict(module.params)["weight"]].shared
+            for axis, parts in self.plan.weight_of(module).shared
             if self.plan.axes[axis] % parts == 0
         )
 
@@ -429,10 +429,10 @@ class Trial:
 
     def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
         """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
-        shaped, casts, forwards = shaped_forwards(self.plan), unit_casts(self.plan), dict(wiring.forwards)
+        casts, forwards = unit_casts(self.plan), dict(wiring.forwards)
         for path in others_forwards(self.plan):
             module = unwrapped(submodule(self.model, path))
-            own = shaped.get(path) or own_forward(module)
+            own = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
         around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
         around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}

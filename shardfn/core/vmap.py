@@ -1,6 +1,12 @@
 """`vmap` over samples, over members of an ensemble, over directions. Layer 4.
 
-What is mapped lies on mesh axes, which have no part in the mapped function; see `core/mapped.py`.
+What is mapped lies on mesh axes: samples on the data axes, members of an ensemble on the axis that splits their dim.
+Those axes have no part in the mapped function, which sees one sample or one member: nothing is gathered or reduced over
+them. A tree that comes out has the mapped dim in front again, split over them. Its plans (`core/plan.py`):
+
+    outside   w [out@tp, in@fsdp]        x [b@fsdp, c]
+    inside    w [out@tp, in]             x [c]            `without(fsdp)`
+    outside   d w [b@fsdp, out@tp, in]                    `stacked(b, fsdp)`
 
     mapped argument                                 axes                    what it is
     a plain tensor                                  all data axes           samples of this data rank
@@ -25,12 +31,12 @@ from shardfn._torch import in_transform, one_for_each, pytree, vmap_depth
 from shardfn.core.agreement import require_same
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, new_buffers
 from shardfn.core.collectives import weighed
+from shardfn.core.context import mapped_over
 from shardfn.core.dropout import index_over, lane, stream
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import MAPPED, ByFormulas
 from shardfn.core.lowering import is_tree, left, lower, over_params
-from shardfn.core.mapped import inside, mapped_over, member, stacked, without
 from shardfn.core.mesh import grid
 from shardfn.core.tree import Params
 from shardfn.core.underway import is_asked_for
@@ -156,7 +162,7 @@ def _as_stacked(tree: Params) -> Params:
         shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(found))
         raise ShardError(f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}")
     ((size, axes, planned),) = found
-    return tree if planned else Params(tree, stacked(tree.plan, size, axes), tree.mesh, tree.buffers)
+    return tree if planned else Params(tree, tree.plan.stacked(size, axes), tree.mesh, tree.buffers)
 
 
 def _first_dim(tree: Params, name: str, leaf: Tensor) -> tuple[int, tuple[str, ...], bool]:
@@ -194,7 +200,7 @@ def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
     if dim == 0:  # each member counts in the loss of its own rank only
         own = lower(tree, depth)
         leaves = {name: weighed(leaf, 1 / _ranks(tree, axes)) for name, leaf in own.items()}
-        return Params(leaves, inside(member(tree.plan, axes), depth), tree.mesh, tree.buffers)
+        return Params(leaves, tree.plan.member(axes).in_vmaps(depth), tree.mesh, tree.buffers)
     own = [axis for axis in axes if axis in tree.plan.roles.data]
     rest = [axis for axis in tree.plan.roles.data if axis not in axes and tree.plan.axes[axis] > 1]
     if rest and _ranks(tree, own) > 1:
@@ -203,7 +209,7 @@ def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
             f"lies on {', '.join(own)} only. Stack it too, or reshard it to a mesh without {', '.join(rest)}."
         )
     leaves = _whole(tree) if own else lower(tree, depth)
-    return Params(leaves, inside(without(tree.plan, own), depth), tree.mesh, tree.buffers)
+    return Params(leaves, tree.plan.without(own).in_vmaps(depth), tree.mesh, tree.buffers)
 
 
 def _ranks(tree: Params, axes: Sequence[str]) -> int:
@@ -231,6 +237,6 @@ def _leaving(tree: Params, axes: Sequence[str]) -> Params:
     if not in_transform():
         require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
     total = local * prod(tree.plan.axes[axis] for axis in axes)
-    plan = inside(stacked(tree.plan, total, axes), tree.plan.vmaps - 1)
+    plan = tree.plan.stacked(total, axes).in_vmaps(tree.plan.vmaps - 1)
     made = Params(tree, plan, tree.mesh, tree.buffers)
     return made.like((name, weighed(leaf, _ranks(made, axes))) for name, leaf in tree.items())

@@ -24,7 +24,7 @@ from shardfn.core.functional import gather
 from shardfn.core.initialize import NewTree, Origin, agreed_plan
 from shardfn.core.layout import Layout, Leaf
 from shardfn.core.mesh import Grid, grid, per_rank
-from shardfn.core.ownership import Box, blocks, local_boxes, narrowed, without_padding
+from shardfn.core.ownership import Box, blocks, local_boxes, narrowed
 from shardfn.core.pattern import first_match, matches
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
@@ -150,7 +150,7 @@ class _Files:
             if not any(matches(pattern, name) for name in made.canonical):
                 near = did_you_mean(pattern, made.canonical)
                 raise ShardError(f"load_safetensors: only={pattern!r} matches no parameter of the model{near}")
-        found = [((x.name, *x.aliases), x.shape, x.dtype) for x in made.layouts.values()]
+        found = [(x.names, x.shape, x.dtype) for x in made.layouts.values()]
         if self.partial:
             return [x for x in found if first_match(self._only, x[0]) is not None]
         return [*found, *((names, tuple(x.shape), x.dtype) for names, x in _buffers(self._model).items())]
@@ -330,7 +330,7 @@ def save_safetensors(
         export.attempt(export.writer.open)
         for layout in _held(params):
             full = export.collect(layout)
-            export.attempt(export.write, (layout.name, *layout.aliases), full)
+            export.attempt(export.write, layout.names, full)
             del full  # the next one is not made before this one is gone
         for buffer_names in _buffers(model) if _is_whole(params) else ():
             export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
@@ -359,7 +359,7 @@ def _decide(
         leaf = params[layout.leaves[0].name]
         if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
             raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
-        have[stored_names.kept_name(model, (layout.name, *layout.aliases))] = layout.shape, _written(leaf.dtype, dtype)
+        have[stored_names.kept_name(model, layout.names)] = layout.shape, _written(leaf.dtype, dtype)
     for all_names in _buffers(model) if _is_whole(params) else ():
         buffer = params.buffers.get(all_names[0])
         if buffer is not None:
@@ -395,9 +395,9 @@ def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
     own = _named(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
-    tree = {name: x.shape for x in params.plan.layouts.values() for name in (x.name, *x.aliases)}
+    tree = {name: x.shape for x in params.plan.layouts.values() for name in x.names}
     for layout in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
-        for name in (layout.name, *layout.aliases):
+        for name in layout.names:
             if isinstance(own.get(name), DTensor) and shapes[name] == layout.leaves[0].shape:
                 shapes[name] = layout.shape
     if _is_whole(params):
@@ -469,7 +469,7 @@ class _Export:
             for owner in self._places.ranks():
                 coords = self._places.coords_of(owner)
                 if all(at == 0 or axis in leaf.axes for axis, at in coords.items()):  # others have the same parts
-                    self._move(leaf, owner, None if full is None else without_padding(layout, leaf, full))
+                    self._move(leaf, owner, None if full is None else layout.part(leaf, full).view(leaf.extent))
         return full
 
     def _move(self, leaf: Leaf, owner: int, target: Tensor | None) -> None:

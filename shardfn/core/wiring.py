@@ -1,7 +1,27 @@
-"""What goes into the module copies of one call: weights, parallel forwards, a guard against direct reads. Layer 4."""
+"""What goes into the module copies of one call: weights, parallel forwards, and what is around forwards. Layer 4.
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+Activations between modules may be split along another dim than features, as `Policy.acts` asks:
+
+    acts={"layers.*": "b s@tp c"}                                                     what each rank has
+        layers.0            its first input is sliced                                 [b, s/W, c]
+          norm, residual    on this rank's positions
+          attention         has column-parallel children: its inputs are gathered     [b, s, c]
+            q, k, v, o      as ever, with this rank's heads; the sum after o is       [b, s/W, c]
+                            scattered
+        norm                                                                          [b, s/W, c]
+        head                column-parallel: its input is gathered                    [b, s, vocab/W]
+
+[Note: steps]
+Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
+(`flow.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice, after the
+all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is enough, a
+second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
+scattered where it is made.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -9,19 +29,20 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import Compiler, pytree
-from shardfn.core.compute_axes import Adjustments, ComputeAxes
+from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.core.engine.binding import Forward, Wiring
 from shardfn.core.errors import ShardError
-from shardfn.core.model import ModuleInfo, describe, kind_of
+from shardfn.core.model import describe, kind_of, submodule
 from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
 from shardfn.core.pattern import is_in, modules_above
 from shardfn.core.plan import Plan, Unit
-from shardfn.core.sequence import stepped
-from shardfn.core.shadow import submodule
+from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import others_forwards, splits
+from shardfn.core.underway import may_be_differentiated
 
 Around = Callable[[Forward], Forward]
+Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
 
 
 def wire(
@@ -59,12 +80,13 @@ def wire(
 
     wrapped = dict(around)
     entered = {source: adjust.axes_of(source) for source, _ in adjust.vary if source.startswith("input ")}
-    shares = (
-        {f"module {module.name}" for module in plan.info.modules if _in_shares(plan, module)} if axes.follows else ()
-    )
+    # Modules that asked to have their output split over more ranks than it has parts, see `shared_parts`.
+    linears = [module for module in plan.info.modules if module.kind == "linear"] if axes.follows else []
+    shares = {f"module {linear.name}" for linear in linears if plan.weight_of(linear).shared}
     readers = _with_parts(plan, names) if axes.follows else sorted({source.partition(" of ")[2] for source in entered})
     for path in readers:
-        wrapped[path] = chained(wrapped.get(path, _as_it_is), _entering(axes, path, entered, adjust.ready, shares))
+        entering = _entering(axes, path, entered, adjust.ready, shares)
+        wrapped[path] = chained(wrapped[path], entering) if path in wrapped else entering
     for path, moves in stepped(axes, adjust).items():
         wrapped[path] = chained(moves, wrapped.get(path))
     for path, leaf, axis in sorted(adjust.sums):
@@ -122,11 +144,6 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 
-def _in_shares(plan: Plan, module: ModuleInfo) -> bool:
-    """Whether a module asked to have its output split over ranks of which there are more than parts."""
-    return module.kind == "linear" and bool(plan.layouts[plan.canonical[dict(module.params)["weight"]]].shared)
-
-
 def shared_parts(plan: Plan, path: str, axis: str) -> int:
     """How many parts the output of a linear has that asked to be split over `axis` (`kv@tp?`) and does not divide.
 
@@ -136,10 +153,10 @@ def shared_parts(plan: Plan, path: str, axis: str) -> int:
     Raises:
         ShardError: ranks of the axis would need parts of a part.
     """
-    module = next((m for m in plan.info.modules if m.name == path), None)
+    module = plan.info.module(path)
     if module is None or module.kind != "linear":
         return 0
-    layout, ranks = plan.layouts[dict(module.params)["weight"]], plan.axes[axis]
+    layout, ranks = plan.weight_of(module), plan.axes[axis]
     parts = dict(layout.shared).get(axis, 0)
     if parts and ranks % parts:
         raise ShardError(
@@ -186,7 +203,7 @@ def _entering(
             given = {**dict(enumerate(args)), **kwargs}
             sources = {key: f"input {key} of {path}" for key in given}
             for key, source in sources.items():
-                for axis in entered.get(source, ()) if _has_gradients(given[key]) else ():
+                for axis in entered.get(source, ()) if may_be_differentiated(given[key]) else ():
                     given[key] = axes.varied_once(given[key], axis, source, (source, axis) in ready)
             with axes.seen_from({source: given[key] for key, source in sources.items()}, shares):
                 return inner(*[given.pop(at) for at in range(len(args))], **given)
@@ -194,14 +211,6 @@ def _entering(
         return forward
 
     return around
-
-
-def _has_gradients(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _as_it_is(forward: Forward) -> Forward:
-    return forward
 
 
 def _on_output(change: Callable[[Any], Any]) -> Around:
@@ -267,3 +276,71 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+# -- activations split by `Policy.acts` --------------------------------------------------------------------------------
+
+
+def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
+    """What slices or gathers the inputs and outputs of a module."""
+
+    def moved(tree: Any, decide: Decision) -> tuple[Any, list[tuple[Step, Tensor, Tensor]]]:
+        leaves, structure = pytree.tree_flatten(tree)
+        done = []
+        for step in decide(leaves):
+            before = leaves[step.at]
+            leaves[step.at] = axes.step(before, step)
+            done.append((step, before, leaves[step.at]))
+        return (pytree.tree_unflatten(leaves, structure), done) if done else (tree, done)
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            (args, kwargs), done = moved((args, kwargs), inputs)
+            with axes.gathers_again([own for own in done if own[0].how in ("gather", "join")]):
+                out = inner(*args, **kwargs)
+            return moved(out, outputs)[0]
+
+        return forward
+
+    return around
+
+
+def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
+    """Module path -> what takes the steps that a run without data found."""
+
+    def at(path: str, steps: Set[Step]) -> Decision:
+        own = sorted(step for step in steps if step.path == path)
+        return lambda leaves: own
+
+    paths = {step.path for step in adjust.inputs | adjust.outputs}
+    return {path: stepping(axes, at(path, adjust.inputs), at(path, adjust.outputs)) for path in paths}
+
+
+def boundaries(plan: Plan) -> dict[str, str]:
+    """Module path -> the entry of `Policy.acts` that splits its output along another dim than the last.
+
+    Raises:
+        ShardError: an entry splits the last dim too.
+    """
+    found = {}
+    for module in plan.info.modules:
+        if (pattern := plan.acts.get(module.name)) is None or any(".dropout." in cls for cls in module.classes):
+            continue
+        rule = plan.policy.acts[pattern]
+        split = [[axis for f in dim.factors for axis in f.axes if is_split(plan, axis)] for dim in parse(rule).dims]
+        if any(split[:-1]) and split[-1]:
+            raise ShardError(f"apply: Policy.acts[{pattern!r}]: '{rule}' splits features and another dim; choose one")
+        if any(split[:-1]):
+            found[module.name] = rule
+    return found
+
+
+def ranks_of_acts(plan: Plan) -> int:
+    """Between how many ranks activations are split at most."""
+    rules = map(parse, boundaries(plan).values())
+    return prod(plan.axes[axis] for axis in {axis for rule in rules for f in rule.factors for axis in f.axes})
+
+
+def is_split(plan: Plan, axis: str) -> bool:
+    """Whether a compute axis has several ranks."""
+    return axis in plan.roles.compute and plan.axes[axis] > 1

@@ -37,7 +37,7 @@ from shardfn.compat.sharded import held_now, within
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
-from shardfn.core.shadow import WRAPPED, unwrapped
+from shardfn.core.model import WRAPPED, unwrapped
 
 _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "

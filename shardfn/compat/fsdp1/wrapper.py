@@ -43,7 +43,7 @@ from shardfn.compat.meshes import OWN_AXES, placed_mesh
 from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import WRAPPED, unwrapped
+from shardfn.core.model import WRAPPED, unwrapped
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))

@@ -4,7 +4,7 @@
 `fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes
 its parameters `nn.Parameter(DTensor)` shards under the same names. The class only overrides `__call__`, which runs the
 module by `apply` with the tree of all groups below; inner groups are its units. Copies that the engine makes are of the
-model's own class (`CLASS` in `core/shadow.py`).
+model's own class (`CLASS` in `core/model.py`).
 """
 
 import functools
@@ -29,8 +29,7 @@ from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
-from shardfn.core.model import shards_in
-from shardfn.core.shadow import CLASS, submodule
+from shardfn.core.model import CLASS, shards_in, submodule
 from shardfn.held import STANDS_FOR, owned
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])

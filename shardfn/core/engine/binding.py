@@ -39,7 +39,7 @@ from shardfn._torch import (
 from shardfn.core.engine.compiled import GraphBreak, compiled, own_code
 from shardfn.core.engine.weights import LazyWeights
 from shardfn.core.errors import ShardError
-from shardfn.core.shadow import class_of, patched_forward, shallow_copy, submodule, unwrapped
+from shardfn.core.model import class_of, patched_forward, shallow_copy, submodule, unwrapped
 
 Forward = Callable[..., Any]
 InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments

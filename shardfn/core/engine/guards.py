@@ -30,7 +30,7 @@ from shardfn.core.engine.arithmetic import computing, converting
 from shardfn.core.engine.binding import Bound, is_cache
 from shardfn.core.engine.reached import Held, alike, reach, read, users_classes
 from shardfn.core.engine.values import Values
-from shardfn.core.shadow import class_of
+from shardfn.core.model import class_of
 
 _NOTHING = object()
 _dict_of = attrgetter("__dict__")

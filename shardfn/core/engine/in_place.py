@@ -38,8 +38,8 @@ from shardfn._torch import metadata_of, node_that_runs, parameters_of, pytree, r
 from shardfn.core.engine.gathered import UNPACKED
 from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError
+from shardfn.core.model import StandIn, submodule, unwrapped
 from shardfn.core.plan import Plan
-from shardfn.core.shadow import StandIn, submodule, unwrapped
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 _LATER = (GeneratorType, AsyncGeneratorType, CoroutineType, map, filter)
@@ -309,7 +309,7 @@ def call_of(table: Any) -> _Call | None:
 def runs_in_place(plan: Plan) -> bool:
     """Whether modules compute a plan's forward by themselves: with whole weights in their shapes, and no graphs."""
     policy = plan.policy
-    others = plan.splits_compute or policy.acts or policy.compute or policy.compile is not False
+    others = plan.splits_compute or policy.acts or plan.forwards or policy.compile is not False
     return not others and all(layout.plain for layout in plan.layouts.values())
 
 

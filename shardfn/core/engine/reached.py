@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import forward_hooks
 from shardfn.core.engine.binding import is_cache
-from shardfn.core.shadow import OWN, class_of, unwrapped
+from shardfn.core.model import OWN, class_of, unwrapped
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
 _NEAR = 3  # the same, of what is looked at in every call

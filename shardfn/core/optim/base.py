@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from shardfn.core.context import recording
 from shardfn.core.errors import did_you_mean
 from shardfn.core.optim.trees import Tree, like, require_match, require_tree, views
-from shardfn.core.recording import recording
 
 Options: TypeAlias = Mapping[str, Any]
 Groups: TypeAlias = Mapping[str, Options]

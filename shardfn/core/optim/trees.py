@@ -42,7 +42,7 @@ def model_names(params: Tree, name: str) -> tuple[str, ...]:
     """What the model calls a stored leaf: `wqkv.weight[q]` is part of `wqkv.weight`; tied names are all of them."""
     if isinstance(params, Params) and name in params.plan.leaves:
         layout = params.plan.leaves[name][0]
-        return (layout.name, *layout.aliases)
+        return layout.names
     return (name,)
 
 
