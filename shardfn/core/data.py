@@ -4,6 +4,7 @@ Batches are split over the data axes only: ranks along a compute axis (`tp`) wor
 communicates.
 """
 
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import on_each_rank, pytree, simulated
 from shardfn.core.errors import ShardError, raise_problems
-from shardfn.core.mesh import axes_of, roles
+from shardfn.core.mesh import axes_of, nested_index, roles
 from shardfn.core.policy import BATCH_AXES, Policy
 
 
@@ -67,11 +68,8 @@ def rank(mesh: DeviceMesh, policy: Policy | None = None) -> tuple[int, int]:
     sizes = axes_of(mesh)
     if mesh.get_coordinate() is None:
         raise ShardError(f"data.rank: this process is not part of the mesh {sizes} over ranks {mesh.mesh.tolist()}")
-    index, count = 0, 1
-    for axis in roles(list(sizes), policy.batch if policy is not None else BATCH_AXES).data:
-        index = index * sizes[axis] + mesh.get_local_rank(axis)
-        count *= sizes[axis]
-    return index, count
+    data = roles(list(sizes), policy.batch if policy is not None else BATCH_AXES).data
+    return nested_index([(mesh.get_local_rank(axis), sizes[axis]) for axis in data]), prod(sizes[a] for a in data)
 
 
 def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> Any:

@@ -10,7 +10,7 @@ is transposed with them, tp neighbours stay neighbours, and no communicator is a
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -341,6 +341,14 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = min(size, step * index)
     return start, min(size, start + step) - start
+
+
+def nested_index(places: Iterable[tuple[Any, int]]) -> Any:
+    """The number of a part of a part...: of `(index, count)` pairs, outermost first. Indices may be tensors."""
+    number: Any = 0
+    for index, count in places:
+        number = number * count + index
+    return number
 
 
 def nested_chunk(size: int, splits: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> tuple[int, int]:
