@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "shardfn._torch": 0,
     "shardfn.core.errors": 0,
-    "shardfn.core.context": 0,
     "shardfn.core.pattern": 0,
     "shardfn.core.policy": 0,
     "shardfn.core.spec": 1,

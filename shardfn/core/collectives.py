@@ -42,12 +42,18 @@ from shardfn._torch import (
     waited,
 )
 from shardfn.core import direct
-from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mapped import mapped_axes
 from shardfn.core.mesh import MeshSpec, axes_of
 from shardfn.core.pool import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
+from shardfn.core.underway import (
+    axes_of_losses,
+    holding,
+    is_under_way,
+    may_be_differentiated,
+    note_shared,
+    several_losses,
+)
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.

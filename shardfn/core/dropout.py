@@ -8,7 +8,7 @@ No generator is asked for it, so that every mesh has the same masks, and so has 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import Grid, axes_of, grid, per_rank
+from shardfn.core.mesh import Grid, axes_of, grid, nested_index, per_rank
 from shardfn.core.recording import Recording, recording
 from shardfn.core.shadow import class_of, patched_forward
 from shardfn.core.spec import Spec, parse
+from shardfn.core.underway import holding
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
 _MASK = 2**32 - 1
@@ -117,10 +118,7 @@ def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
     """This rank's place along several axes as one number, outermost first; a tensor in a simulation."""
 
     def of(coords: Mapping[str, int]) -> int:
-        index = 0
-        for axis in axes:
-            index = index * mesh_grid.sizes[axis] + coords[axis]
-        return index
+        return nested_index([(coords[axis], mesh_grid.sizes[axis]) for axis in axes])
 
     if not simulated() or not axes:
         return of(mesh_grid.coords) if axes else 0
@@ -275,11 +273,8 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
-    token = _STREAM.set(Stream(_keys(_checked("dropout_seed", seed)), recording()))
-    try:
+    with holding(_STREAM, Stream(_keys(_checked("dropout_seed", seed)), recording())):
         yield
-    finally:
-        _STREAM.reset(token)
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -295,14 +290,9 @@ def _checked(verb: str, words: Sequence[Any]) -> tuple[Word, ...]:
     return tuple(word.long() if isinstance(word, Tensor) else word for word in words)
 
 
-@contextmanager
-def lane(index: Word, count: int, of_part: bool) -> Iterator[None]:
+def lane(index: Word, count: int, of_part: bool) -> AbstractContextManager[None]:
     """Within it runs one of `count` samples, or members, that a `vmap` maps over: of all ranks, or of this rank's."""
-    token = _LANES.set((*_LANES.get(), _Lane(index, count, of_part)))
-    try:
-        yield
-    finally:
-        _LANES.reset(token)
+    return holding(_LANES, (*_LANES.get(), _Lane(index, count, of_part)))
 
 
 # Which part of an activation this rank has: (index, count) of each dim over compute axes, and the dim of the batch.
@@ -415,7 +405,4 @@ class Masks:
 
     def _batch(self) -> Word:
         """How many parts of the batch come before this rank's, or this lane's."""
-        index: Any = 0
-        for own, count in zip(self._values[2:], self._counts, strict=True):
-            index = index * count + own
-        return index
+        return nested_index(zip(self._values[2:], self._counts, strict=True))

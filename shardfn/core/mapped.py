@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 
-from shardfn.core.context import holding
 from shardfn.core.layout import Layout
 from shardfn.core.plan import Bucket, Plan
+from shardfn.core.underway import holding
 
 _AXES: ContextVar[frozenset[str]] = ContextVar("axes", default=frozenset())
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import outside_modes
 from shardfn.core.errors import ShardError
+from shardfn.core.underway import holding
 
 
 @dataclass
@@ -59,8 +60,5 @@ recording: Callable[[], Recording | None] = _CURRENT.get  # the one under way
 def recorded(inputs: Sequence[Tensor]) -> Iterator[Recording]:
     """Within it runs a step whose operations are recorded."""
     made = Recording({id(x): i for i, x in enumerate(inputs)})
-    token = _CURRENT.set(made)
-    try:
+    with holding(_CURRENT, made):
         yield made
-    finally:
-        _CURRENT.reset(token)

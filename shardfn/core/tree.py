@@ -25,7 +25,7 @@ from shardfn.core.mapped import has_members, member, outside, stacked
 from shardfn.core.mesh import grid, per_rank
 from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
-from shardfn.core.underway import is_under_way
+from shardfn.core.underway import holding, is_under_way
 
 _INSTEAD = {
     **dict.fromkeys(
@@ -180,11 +180,8 @@ def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
     parts = WeakIdKeyDictionary()
     for tree in _trees(given):
         tree._note_parts(parts)
-    token = _PARTS.set(parts)
-    try:
+    with holding(_PARTS, parts):
         yield parts
-    finally:
-        _PARTS.reset(token)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from shardfn.core.plan import Plan, Unit
 from shardfn.core.sequence import stepped
 from shardfn.core.shadow import submodule
 from shardfn.core.tensor_parallel import others_forwards, splits
+from shardfn.core.underway import may_be_differentiated
 
 Around = Callable[[Forward], Forward]
 
@@ -186,7 +187,7 @@ def _entering(
             given = {**dict(enumerate(args)), **kwargs}
             sources = {key: f"input {key} of {path}" for key in given}
             for key, source in sources.items():
-                for axis in entered.get(source, ()) if _has_gradients(given[key]) else ():
+                for axis in entered.get(source, ()) if may_be_differentiated(given[key]) else ():
                     given[key] = axes.varied_once(given[key], axis, source, (source, axis) in ready)
             with axes.seen_from({source: given[key] for key, source in sources.items()}, shares):
                 return inner(*[given.pop(at) for at in range(len(args))], **given)
@@ -194,10 +195,6 @@ def _entering(
         return forward
 
     return around
-
-
-def _has_gradients(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _as_it_is(forward: Forward) -> Forward:

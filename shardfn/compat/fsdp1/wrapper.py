@@ -40,10 +40,11 @@ from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.meshes import OWN_AXES, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
+from shardfn.compat.sharded import RECORD, held_now, run, units_in
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import WRAPPED, unwrapped
+from shardfn.core.underway import holding
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
@@ -421,7 +422,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
-        with within(_applying), whole_parameters(self, Asked()):
+        with holding(_applying, True), whole_parameters(self, Asked()):
             return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
