@@ -5,16 +5,16 @@ module hands on the calls that it gets from the method. Those are what runs with
 compute; a cache that goes from one call to the next keeps what they put into it, this rank's part.
 """
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardfn._torch import pytree
 from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, is_cache
-from shardfn.core.engine.blanks import snapshot
+from shardfn.core.engine.blanks import snapshot, tensors_in
 from shardfn.core.errors import ShardError
 from shardfn.core.shadow import submodule, unwrapped
 
@@ -37,7 +37,11 @@ class Shell:
 
     @staticmethod
     def _entry(model: nn.Module, path: str, step: Step) -> Callable[[Forward], Forward]:
-        return lambda _: _Entry(submodule(model, path), path, step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(path, args, kwargs)
+
+        # The method may ask for its signature: `generate` passes what a forward takes.
+        return lambda _: wraps(unwrapped(submodule(model, path)).forward)(call)
 
     def run(self, method: str, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> Any:
         """What the method returns."""
@@ -53,21 +57,6 @@ class Shell:
             if uncompiled:
                 del root.__dict__["get_compiled_call"]
             self._bound.write_back(buffers)
-
-
-class _Entry:
-    """The forward of a module of the shell."""
-
-    def __init__(self, module: nn.Module, path: str, step: Step) -> None:
-        self._module, self._path, self._step = module, path, step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._path, args, kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """What the method may ask for: `generate` passes what a forward takes."""
-        return inspect.signature(unwrapped(self._module).forward)
 
 
 class History:
@@ -114,12 +103,4 @@ _FILLED = object()
 
 def filled(cache: Any) -> bool:
     """Whether a cache holds keys and values."""
-    return any(x.is_floating_point() and x.numel() for x in _tensors(cache, 4))
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            yield from _tensors(dict(vars(leaf)), depth - 1)
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4, in_caches=True))

@@ -13,13 +13,14 @@ from shardfn.core.engine.binding import is_cache
 from shardfn.core.engine.values import Values
 
 
-def tensors_in(tree: Any, depth: int) -> Iterator[Tensor]:
-    """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
+def tensors_in(tree: Any, depth: int, in_caches: bool = False) -> Iterator[Tensor]:
+    """Every tensor of a tree, and of the objects in it that torch does not know as containers; caches are left out."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable) and not is_cache(leaf):
-            yield from tensors_in(dict(vars(leaf)), depth - 1)
+        elif depth and hasattr(leaf, "__dict__"):
+            if in_caches if is_cache(leaf) else not isinstance(leaf, type | Callable):
+                yield from tensors_in(dict(vars(leaf)), depth - 1, in_caches)
 
 
 def to_meta(tree: Any, values: Values | None = None) -> Any:
