@@ -28,8 +28,6 @@ from shardfn._torch import (
     chunk_cat,
     copy_each,
     foreach,
-    receive_from,
-    send_to,
     tensor_over,
 )
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, scatter_sum_steps
@@ -155,8 +153,8 @@ class Crossing:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
         peers, sent = self._peers(), self._messages(flat, len(wholes))
         places = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
-        works += [send_to(self.group, mine, peer, tag) for tag, mine in sent.items() for peer in peers]
+        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [self.group.send([mine], peer, tag) for tag, mine in sent.items() for peer in peers]
         if sent:
             copy_each([*self._parts(wholes, staging, self.rank).values()], [*sent.values()])
         return works
@@ -304,8 +302,8 @@ class Crossing:
         rows = [out, *extra] if begins == 0 else list(extra)
         places = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
         parts = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
-        works += [send_to(self.group, part, peer, tag) for peer, sent in parts for tag, part in sent.items()]
+        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
         own = self._parts(wholes, staging, self.rank)
         if own:
