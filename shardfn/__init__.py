@@ -3,40 +3,24 @@
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from shardfn import checkpoint as checkpoint
-from shardfn import collectives as collectives
-from shardfn import data as data
-from shardfn import optim as optim
-from shardfn import policies as policies
-from shardfn import tree as tree
-from shardfn.core.apply import apply as apply
-from shardfn.core.check import Report as Report
-from shardfn.core.check import check as check
-from shardfn.core.derivatives import hvp as hvp
-from shardfn.core.derivatives import jvp as jvp
-from shardfn.core.derivatives import vjp as vjp
-from shardfn.core.errors import ShardError as ShardError
-from shardfn.core.functional import gather as gather
-from shardfn.core.functional import reduce_grads as reduce_grads
-from shardfn.core.functional import reshard as reshard
-from shardfn.core.functional import shard as shard
-from shardfn.core.inspect import typeof as typeof
-from shardfn.core.inspect import visualize as visualize
-from shardfn.core.jit import jit as jit
-from shardfn.core.loss import cross_entropy as cross_entropy
-from shardfn.core.mesh import MeshSpec as MeshSpec
-from shardfn.core.mesh import make_mesh as make_mesh
-from shardfn.core.model import register as register
-from shardfn.core.plan import Plan as Plan
-from shardfn.core.policy import Policy as Policy
-from shardfn.core.shard_map import shard_map as shard_map
-from shardfn.core.simulation import simulate as simulate
-from shardfn.core.transforms import grad as grad
-from shardfn.core.transforms import value_and_grad as value_and_grad
-from shardfn.core.tree import Params as Params
-from shardfn.core.trial import plan as plan
-from shardfn.core.vmap import vmap as vmap
-from shardfn.trainer import Trainer as Trainer
+from shardfn import checkpoint, collectives, data, optim, policies, tree
+from shardfn.core.apply import apply
+from shardfn.core.check import Report, check, simulate
+from shardfn.core.errors import ShardError
+from shardfn.core.functional import gather, reduce_grads, reshard, shard
+from shardfn.core.inspect import typeof, visualize
+from shardfn.core.jit import jit
+from shardfn.core.loss import cross_entropy
+from shardfn.core.mesh import MeshSpec, make_mesh
+from shardfn.core.model import register
+from shardfn.core.plan import Plan
+from shardfn.core.policy import Policy
+from shardfn.core.shard_map import shard_map
+from shardfn.core.torch_func import hvp, jvp, vjp, vmap
+from shardfn.core.transforms import grad, value_and_grad
+from shardfn.core.tree import Params
+from shardfn.core.trial import plan
+from shardfn.trainer import Trainer
 
 __all__ = [
     "MeshSpec",

@@ -17,28 +17,14 @@ from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
 
 import torch
+import torch._C._functorch as functorch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._functorch import (
-    TransformType,
-    _unwrap_for_grad,
-    _wrap_for_grad,
-    get_interpreter_stack,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    maybe_get_level,
-    peek_interpreter_stack,
-)
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _local_tensor
@@ -46,19 +32,14 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, _api
 from torch.distributed.tensor._api import _FromTorchTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DTensorSpec", "pytree"]
+__all__ = ["DTensorSpec", "TorchDispatchMode", "pytree"]
 
 # torch 2.13 renamed these two; the old names warn on every call, the new ones are absent before.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -139,12 +120,12 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return wrap_local(local, like._spec) if isinstance(like, DTensor) else local
 
 
-innermost_transform: Callable[[], Any] = peek_interpreter_stack  # of `torch.func`; None outside of all
+innermost_transform: Callable[[], Any] = functorch.peek_interpreter_stack  # of `torch.func`; None outside of all
 
 
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; saved-tensor hooks are forbidden there."""
-    return peek_interpreter_stack() is not None
+    return functorch.peek_interpreter_stack() is not None
 
 
 # What a tree of the upper part of a structure says of each leaf; None when it is no such tree.
@@ -153,32 +134,32 @@ one_for_each: Callable[[Any, pytree.TreeSpec], list[Any] | None] = pytree._broad
 
 def from_outside(x: Tensor) -> bool:
     """Whether x belongs to a transform that is not running at this point."""
-    return maybe_get_level(x) > len(get_interpreter_stack() or ())
+    return functorch.maybe_get_level(x) > len(functorch.get_interpreter_stack() or ())
 
 
 def differentiated_in_vmap(tensors: Iterable[Tensor]) -> bool:
     """Whether a `grad` inside a `vmap` differentiates with respect to one of the tensors."""
-    stack = get_interpreter_stack() or []
-    first = next((level.level() for level in stack if level.key() == TransformType.Vmap), None)
-    grads = {level.level() for level in stack if level.key() == TransformType.Grad}
-    return first is not None and any((at := maybe_get_level(x)) > first and at in grads for x in tensors)
+    stack = functorch.get_interpreter_stack() or []
+    first = next((level.level() for level in stack if level.key() == functorch.TransformType.Vmap), None)
+    grads = {level.level() for level in stack if level.key() == functorch.TransformType.Grad}
+    return first is not None and any((at := functorch.maybe_get_level(x)) > first and at in grads for x in tensors)
 
 
 def differentiated_in_transform(x: Tensor) -> bool:
     """Whether an active transform differentiates with respect to what x is made of."""
-    if is_functorch_wrapped_tensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+    if functorch.is_functorch_wrapped_tensor(x) and forward_ad.unpack_dual(x).tangent is not None:
         return True
-    while is_functorch_wrapped_tensor(x):
+    while functorch.is_functorch_wrapped_tensor(x):
         if x.requires_grad:
             return True
-        x = get_unwrapped(x)
+        x = functorch.get_unwrapped(x)
     return False
 
 
 def innermost_value(x: Tensor) -> Tensor:
     """The tensor that transforms wrap, with all mapped dims and no derivative."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
     return x
 
 
@@ -227,14 +208,9 @@ def checkpoint_nothing_in_transforms() -> None:
     module._checkpoint_without_reentrant_generator = plain_in_transforms
 
 
-def is_of_transformers(model: Any) -> bool:
-    """Whether a class, or a module, is one of the models of transformers."""
-    return hasattr(model, "_no_split_modules")
-
-
 def unsplit_classes(model: Any) -> Collection[str] | None:
-    """The classes of a transformers model whose modules stay in one piece; None for another model."""
-    return (model._no_split_modules or ()) if is_of_transformers(model) else None
+    """The classes of a transformers model, or class of them, whose modules stay in one piece; None for another one."""
+    return (model._no_split_modules or ()) if hasattr(model, "_no_split_modules") else None
 
 
 def init_of(model: Any) -> Callable[[Any], Any] | None:
@@ -247,9 +223,9 @@ def names_left_out(model: Any, when: str) -> Collection[str]:
     return getattr(model, f"_keys_to_ignore_on_{when}", None) or ()
 
 
-def holds_data(x: Tensor) -> bool:
-    """Whether a tensor has values of its own: it is no transform's, no recording's and no simulation's."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
+def holds_data(x: Any) -> bool:
+    """Whether it is a tensor with values of its own: it is no transform's, no recording's and no simulation's."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(x)
 
 
 def convolves_plainly(cls: Any) -> bool:
@@ -306,17 +282,17 @@ def has_no_memory() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
     """The operations of `fn(*inputs)` as a `torch.fx.GraphModule`, found without computing anything.
 
-    Tensors from elsewhere are attributes of it, and keep their values.
+    Tensors from elsewhere are attributes of it, as fake ones; the second result has the real ones by identity of these.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     state = torch.get_rng_state()
     try:
         # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             watch = _Recorder(mode)
 
             def run(*given: Tensor) -> Any:
@@ -326,11 +302,7 @@ def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
             graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
     finally:
         torch.set_rng_state(state)
-    held = *graph.named_buffers(remove_duplicate=False), *graph.named_parameters(remove_duplicate=False)
-    for name, value in held:
-        if id(value) in watch.real:
-            setattr(graph, name, watch.real[id(value)])
-    return graph
+    return graph, watch.real
 
 
 class _Recorder(TorchDispatchMode):
@@ -344,7 +316,7 @@ class _Recorder(TorchDispatchMode):
     real number, and the state before it tells which one it is.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: fake_tensor.FakeTensorMode) -> None:
         super().__init__()
         self.real: dict[int, Tensor] = {}  # by the identity of its fake one
         self._mode = mode
@@ -352,17 +324,17 @@ class _Recorder(TorchDispatchMode):
         self._drawn: dict[tuple[Any, bytes], Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(map(_is_real, pytree.tree_leaves((args, kwargs)))):
+        if not any(map(holds_data, pytree.tree_leaves((args, kwargs)))):
             return self._noting_draws(func, args, kwargs or {})
         args, kwargs = pytree.tree_map_only(Tensor, self._as_fake, (args, kwargs or {}))
         out = self._noting_draws(func, args, kwargs)
         return pytree.tree_map_only(Tensor, lambda x: self.real.get(id(x), x), out)
 
     def _as_fake(self, x: Tensor) -> Tensor:
-        if not _is_real(x):
+        if not holds_data(x):
             return x
         if id(x) not in self._fakes:
-            with _disable_current_modes():  # of a view the base comes first, which is none of the step's operations
+            with outside_dispatch():  # of a view the base comes first, which is none of the step's operations
                 fake = self._fakes[id(x)] = self._mode.from_tensor(x)
             self.real[id(fake)] = x
         return self._fakes[id(x)]
@@ -370,7 +342,7 @@ class _Recorder(TorchDispatchMode):
     def _noting_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        with _disable_current_modes():
+        with outside_dispatch():
             key = func, torch.get_rng_state().numpy().tobytes()
             torch.rand(())
         changes = func._schema.is_mutable
@@ -382,24 +354,15 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _is_real(x: Any) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter)
-
-
-@contextmanager
-def outside_modes() -> Iterator[None]:
+def outside_modes() -> AbstractContextManager[Any]:
     """Within it, operations are neither recorded nor done for simulated ranks; other modes are off, too."""
-    if not has_no_memory() and not simulated():
-        yield
-        return
-    with outside_dispatch():
-        yield
+    return outside_dispatch() if has_no_memory() or simulated() else nullcontext()
 
 
 def asks_for_values(error: Exception) -> bool:
     """Whether a recorded operation failed since Python wants a value, or a shape depends on one."""
     of_memory = "is not supported for tensor subclasses", "Cannot access data pointer", "FakeTensor.__format__"
-    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException) or any(
+    return isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException) or any(
         why in str(error) for why in of_memory
     )
 
@@ -414,17 +377,18 @@ def backend_for_graphs(name: str) -> Callable[..., Any]:
 def storage_key(x: Tensor) -> int:
     """The same number for tensors of one storage, and another one for every other storage in use."""
     storage = x.untyped_storage()
-    return storage._cdata if isinstance(x, FakeTensor) else storage.data_ptr()
+    return storage._cdata if isinstance(x, fake_tensor.FakeTensor) else storage.data_ptr()
 
 
-outside_dispatch: Callable[[], AbstractContextManager[Any]] = _disable_current_modes  # no mode sees operations within
+# No mode sees operations within.
+outside_dispatch: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many see operations here
 
 
 def in_selective_checkpoint() -> bool:
     """Whether a selective checkpoint keeps what operations give here, or looks for it: it counts them."""
     kinds = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
-    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack())
 
 
 outside_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # no mode sees functions
@@ -493,7 +457,7 @@ def storage_number(x: Tensor) -> int:
 
 
 # Whether a tensor is one around others, without memory of its own: a DTensor, or what a collective is to fill.
-wraps: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
+wraps: Callable[[Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 
 # Collectives as operations of a graph: what is started here is there after `waited`.
@@ -536,8 +500,7 @@ class _AsOneRank(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._efficientzerotensor.default:
-            return torch.ops.aten.zeros.default(*args, **(kwargs or {}))
+        func = AS_TENSORS.get(func, func)
         if func is torch.ops.aten.size.default:
             return list(args[0].shape)
         generator = (kwargs or {}).get("generator")
@@ -615,24 +578,21 @@ def simulated_ranks(count: int) -> Iterator[None]:
     c10d = dist.distributed_c10d
     outer, hook, made = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
     tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
-    for name, table in tables.items():
-        copy = {key: list(value) if isinstance(value, list) else value for key, value in table.items()}
-        setattr(c10d, name, copy)  # names of groups stay unique
-    c10d._update_default_pg(None)
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-        sys.excepthook = hook
-        with LocalTensorMode(count), _states_of_ranks(), _AsOneRank():
-            yield
-    finally:
-        for group, name in c10d._pg_names.items():
-            if group not in tables["_pg_names"]:
-                c10d.__dict__["_unregister_process_group"](name)
-        for name, table in tables.items():
-            setattr(c10d, name, table)
-        c10d._update_default_pg(outer)
-        c10d._world.group_count = made  # the next group has the same name on ranks that have not simulated
-        sys.excepthook = hook
+    copies: Any = {name: {k: v[:] if isinstance(v, list) else v for k, v in tables[name].items()} for name in tables}
+    with patch.multiple(c10d, **copies):  # names of groups stay unique
+        c10d._update_default_pg(None)
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+            sys.excepthook = hook
+            with LocalTensorMode(count), _states_of_ranks(), _AsOneRank():
+                yield
+        finally:
+            for group, name in c10d._pg_names.items():
+                if group not in tables["_pg_names"]:
+                    c10d.__dict__["_unregister_process_group"](name)
+            c10d._update_default_pg(outer)
+            c10d._world.group_count = made  # the next group has the same name on ranks that have not simulated
+            sys.excepthook = hook
 
 
 _GROUP_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
@@ -654,7 +614,7 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
 
 def of_each_rank(x: Tensor) -> Tensor:
     """A tensor from outside of the simulation as one of all ranks, differentiable."""
-    held = x if not is_functorch_wrapped_tensor(x) else values_of(x)[0]
+    held = x if not functorch.is_functorch_wrapped_tensor(x) else values_of(x)[0]
     return x if isinstance(held, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
 
 
@@ -678,8 +638,8 @@ class Level:
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter, self._number = interpreter, interpreter.level()
-        self.forward_mode = interpreter.key() == TransformType.Jvp
-        self.reverse_mode = interpreter.key() == TransformType.Grad
+        self.forward_mode = interpreter.key() == functorch.TransformType.Jvp
+        self.reverse_mode = interpreter.key() == functorch.TransformType.Grad
 
     def below(self) -> AbstractContextManager[Any]:
         """Within it, the transform around this one is the innermost."""
@@ -699,18 +659,21 @@ class Level:
             lowered = [self._inside(x) for x in operands]
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), self._interpreter.lower():
                 outputs = below(fn, *lowered)
-            return tuple(_wrap_for_grad(x, self._number) for x in outputs)
+            return tuple(functorch._wrap_for_grad(x, self._number) for x in outputs)
 
         methods = {name: staticmethod(getattr(function, name)) for name in ("setup_context", "backward")}
         methods["forward"] = staticmethod(forward)
         once: Any = type(function.__name__, (_SingleLevelFunction,), methods)
         # One that only transforms around this one differentiate would be asked here for what it is in forward mode.
-        lifted = [x if maybe_get_level(x) == self._number else _wrap_for_grad(x, self._number) for x in inputs]
+        lifted = [
+            x if functorch.maybe_get_level(x) == self._number else functorch._wrap_for_grad(x, self._number)
+            for x in inputs
+        ]
         with enable_single_level_autograd_function():
             return once.apply(fn, *lifted)
 
     def _inside(self, x: Tensor) -> Tensor:
-        return _unwrap_for_grad(x, self._number)
+        return functorch._unwrap_for_grad(x, self._number)
 
 
 def innermost() -> Level | None:
@@ -720,7 +683,7 @@ def innermost() -> Level | None:
 
 def kinds_of_transforms() -> tuple[str, ...]:
     """Of the active ones, outermost first."""
-    return tuple(level.key().name for level in get_interpreter_stack() or ())
+    return tuple(level.key().name for level in functorch.get_interpreter_stack() or ())
 
 
 def vmap_depth() -> int:
@@ -728,16 +691,9 @@ def vmap_depth() -> int:
     return kinds_of_transforms().count("Vmap")
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
+def outside_transforms() -> AbstractContextManager[Any]:
     """Within it no `torch.func` transform is active, for work on tensors that none of them has to do with."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    if not in_transform():
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 # The tables of what an nn.Module owns directly, also as absent (None): what `torch.func.functional_call` swaps too,
@@ -913,9 +869,6 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-# Point to point, of tensors that lie in one piece: `torch.distributed.isend` and `irecv` without their checks per call.
-
-
 def accumulates(node: Any) -> bool:
     """Whether the backward under way only adds a gradient for `node` to the `.grad` of a leaf."""
     if type(node).__name__ != "AccumulateGrad":
@@ -949,16 +902,6 @@ def grad_dtypes_of(leaves: Iterable[Tensor]) -> list[torch.dtype]:
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Whether hooks of a leaf wait for its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
-def send_to(group: dist.ProcessGroup, tensor: Tensor, rank: int, tag: int) -> Any:
-    """Start to send to a rank of the group; the tensor must stay as it is until the work is done."""
-    return group.send([tensor], rank, tag)
-
-
-def receive_from(group: dist.ProcessGroup, tensor: Tensor, rank: int, tag: int) -> Any:
-    """Start to receive from a rank of the group."""
-    return group.recv([tensor], rank, tag)
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -1016,16 +959,11 @@ def dtypes_of(tensors: Collection[Tensor]) -> list[torch.dtype]:
     return list(map(_dtype_of, tensors)) if set(map(type, tensors)) == {DTensor} else [x.dtype for x in tensors]
 
 
-def specs_of(tensors: Sequence[Any]) -> list[DTensorSpec]:
-    """The metadata of DTensors: mesh, placements, global shape and dtype."""
-    return list(map(spec_of, tensors))
-
-
 def same_layouts(these: Sequence[Tensor], those: Sequence[Any]) -> bool:
     """Whether tensors are alike pair by pair: DTensors of one layout and shape, or plain tensors of one shape."""
     kinds = {*map(type, these), *map(type, those)}
     if kinds == {DTensor}:
-        ours, theirs = specs_of(these), specs_of(those)
+        ours, theirs = list(map(spec_of, these)), list(map(spec_of, those))
         return all(map(is_, ours, theirs)) or all(map(eq, map(_layout_of, ours), map(_layout_of, theirs)))
     return kinds <= {Tensor, nn.Parameter} and all(map(eq, map(_shape_of, these), map(_shape_of, those)))
 
@@ -1056,7 +994,7 @@ def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device)
     for peer in range(group.size()):
         if peer != rank:
             with suppress(RuntimeError):
-                receive_from(group, torch.empty(1), peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 # Numbers that an operator takes for sizes and that hold two; torch asks their nodes, in C++ and in `torch.SymInt`.
@@ -1117,15 +1055,9 @@ class Node:
 
     def contiguous(self, sizes: Any, strides: Any) -> "Node":
         def row_major(world: str) -> bool:
-            expected = 1
-            for pair in reversed([*zip(sizes, strides, strict=True)]):
-                size, stride = (_of(n, world) for n in pair)
-                if size == 0:
-                    return True
-                if size != 1 and stride != expected:
-                    return False
-                expected *= size
-            return True
+            lengths, steps = ([_of(n, world) for n in numbers] for numbers in (sizes, strides))
+            pairs = enumerate(zip(lengths, steps, strict=True))
+            return 0 in lengths or all(n == 1 or step == math.prod(lengths[i + 1 :]) for i, (n, step) in pairs)
 
         return self.made(row_major("rank"), row_major("one"))
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfn._torch import children_of, is_of_transformers, unsplit_classes
+from shardfn._torch import children_of, unsplit_classes
 from shardfn.core.collectives import axis_size, shard_slice
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
@@ -126,7 +126,7 @@ def _inside(model: nn.Module) -> tuple[str, nn.Module]:
     """
     if hasattr(model, "config"):
         for path, module in model.named_modules():
-            if is_of_transformers(class_of(module)):
+            if unsplit_classes(class_of(module)) is not None:
                 return path, module
     raise TypeError(f"from_transformers: expected a model of transformers, got {type(model).__name__}")
 

@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import LAZY_MODULES, TorchDispatchMode
+from shardfn._torch import LAZY_MODULES, TorchDispatchMode, pytree
 
 __all__ = [
     "Collectives",
@@ -695,10 +695,6 @@ def _call_on_mesh(test: _Target, axes: Mapping[str, int], values: Mapping[str, A
     test.load()(_mesh(tuple(axes.items())), **values)
 
 
-def _settle() -> None:
-    dist.barrier()
-
-
 def _count_open_files() -> int:
     try:
         return len(os.listdir("/dev/fd"))
@@ -849,7 +845,8 @@ class _Pool:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.teams: dict[int, _Team] = {}
-        self.owner = 0
+        os.register_at_fork(after_in_child=self.teams.clear)  # the ranks are those of the parent
+        atexit.register(self.close)
 
     def call(self, request: _Request, ranks: int, timeout: float) -> list[_Answer]:
         with self.lock:
@@ -860,7 +857,7 @@ class _Pool:
                 reusable = all(isinstance(answer, _Result) and answer.reusable for answer in answers)
                 if reusable and ranks > 1:
                     # A barrier fails where the call left a collective that not every rank joined.
-                    settle = dataclasses.replace(request, target=_find_target(_settle), payload=_NO_ARGUMENTS)
+                    settle = dataclasses.replace(request, target=_find_target(dist.barrier), payload=_NO_ARGUMENTS)
                     settled = team.ask(settle, min(timeout, _SETTLE_TIMEOUT))
                     reusable = not any(isinstance(answer, _Failure) for answer in settled)
                     answers = answers if reusable else [_unsettled(answer) for answer in settled]
@@ -870,10 +867,6 @@ class _Pool:
             return answers
 
     def _team(self, ranks: int) -> _Team:
-        if self.owner != os.getpid():  # first use, or a fork of the process whose ranks these are
-            self.teams.clear()
-            self.owner = os.getpid()
-            atexit.register(self.close)
         if ranks in self.teams and not self.teams[ranks].is_alive():
             self.teams.pop(ranks).kill()
         if ranks not in self.teams:
@@ -882,7 +875,7 @@ class _Pool:
 
     def close(self) -> None:
         with self.lock:
-            while self.teams and self.owner == os.getpid():
+            while self.teams:
                 self.teams.popitem()[1].kill()
 
 
@@ -1091,6 +1084,4 @@ def _input_bytes(namespace: str, name: str, kind: str, values: Sequence[Any]) ->
 
 
 def _nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(_nbytes(item) for item in value) if isinstance(value, list | tuple) else 0
+    return sum(x.nbytes for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))

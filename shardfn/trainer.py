@@ -28,7 +28,7 @@ from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
 from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
-from shardfn.core.transforms import differentiator, of_dtensors, value_of
+from shardfn.core.transforms import differentiator, explained, value_of
 from shardfn.core.tree import Params, map_local
 from shardfn.held import adopt, install, taken_over, whole
 from shardfn.others import OTHERS, Saved, load_into, memory_for
@@ -225,7 +225,7 @@ class Trainer(nn.Module):
         try:
             params = self.params
             self._held.lend(params)
-            with of_dtensors("Trainer.evaluate"):
+            with explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
         finally:
             for module, mode in modes:

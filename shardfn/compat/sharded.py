@@ -4,8 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -97,16 +95,6 @@ class Tree:
     @property
     def fits(self) -> bool:
         return self.held.fits and self.versions == [unit.version for unit in self.units.values()]
-
-
-@contextmanager
-def within(flag: ContextVar[bool]) -> Iterator[None]:
-    """Within it, the flag is up."""
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
 
 
 def record_in(module: nn.Module, kind: type[Kind]) -> Kind | None:

@@ -1,4 +1,4 @@
-"""`check`: a sharded step against the same step on one rank, in this process. Layer 4."""
+"""`simulate`: all ranks of a mesh in this process; `check`: a sharded step there, against one on one rank. Layer 4."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import part_of_rank, pytree, simulated
+from shardfn._torch import part_of_rank, pytree, simulated, simulated_ranks
 from shardfn.core.data import local_batch
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather, shard
@@ -21,13 +21,51 @@ from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid, index_along
 from shardfn.core.optim.elementwise import adamw
 from shardfn.core.plan import replace_units
 from shardfn.core.policy import Policy
-from shardfn.core.simulation import simulate
 from shardfn.core.transforms import value_and_grad
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = (*_DROPOUTS, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of norms
 _SHOWN = 8  # problems in a printed report
+
+
+@contextmanager
+def simulate(**axes: int) -> Iterator[DeviceMesh]:
+    """Within it this process is all ranks of a mesh: the real program, in a notebook or a test, without torchrun.
+
+    Tensors made within hold one value for each rank, and every operation is done for each; collectives exchange
+    between them. Tensors from outside are the same on all ranks. It is for seeing and testing, not for speed: CPU only,
+    one operation after another.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(8, 4)
+        >>> with sf.simulate(fsdp=2, tp=2) as mesh:
+        ...     params = sf.shard(model, mesh, sf.Policy(rules={"weight": "o@tp c@fsdp"}))
+        ...     x = sf.data.local_batch(torch.ones(4, 8), mesh)
+        ...     loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).sum())(params, x)
+        ...     whole = sf.gather(grads)
+        >>> whole["bias"].reconcile()
+        tensor([2., 2., 2., 2.])
+
+    Args:
+        axes: axis name -> size, outermost first.
+
+    Yields:
+        the mesh. `sf.data.local_batch` gives each rank its part of a batch. A tensor that is the same on all ranks (a
+        loss, what `gather` returns) becomes an ordinary one by `.reconcile()`, `float()` or `.tolist()`.
+
+    Raises:
+        ShardError: inside another simulation.
+        TypeError: a size is not a whole number, or there is no axis.
+
+    Communication: none between processes.
+    """
+    sizes = axes_of(MeshSpec(**axes))
+    if simulated():
+        raise ShardError("simulate: a simulation goes on already")
+    with simulated_ranks(prod(sizes.values())):
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, receive_from, send_to, tensor_over
+from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, tensor_over
 from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, gather_flat_steps, scatter_sum_steps
 from shardfn.core.layout import Leaf
 from shardfn.core.mesh import Grid, per_rank
@@ -239,8 +239,8 @@ class Crossing:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
         peers, sent = self._peers(), self._messages(flat, len(wholes))
         places = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
-        works += [send_to(self.group, mine, peer, tag) for tag, mine in sent.items() for peer in peers]
+        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [self.group.send([mine], peer, tag) for tag, mine in sent.items() for peer in peers]
         if sent:
             copy_each([*self._parts(wholes, staging, self.rank).values()], [*sent.values()])
         return works
@@ -382,8 +382,8 @@ class Crossing:
         rows = [out, *extra] if begins == 0 else list(extra)
         places = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
         parts = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [receive_from(self.group, place, peer, tag) for peer, into in places for tag, place in into.items()]
-        works += [send_to(self.group, part, peer, tag) for peer, sent in parts for tag, part in sent.items()]
+        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
         own = self._parts(wholes, staging, self.rank)
         if own:

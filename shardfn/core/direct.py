@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn._torch import group_named, has_no_memory, receive_from, send_to
+from shardfn._torch import group_named, has_no_memory
 
 _LARGEST = 2**21  # bytes that a rank sends; gloo is as fast above
 # Of messages; others of a group have small ones. Ranks that mean different collectives wait instead of mixing them up.
@@ -35,8 +35,8 @@ def serves(x: Tensor, group: dist.ProcessGroup, parts: int = 1) -> bool:
 def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
     """Part i goes to rank i, and what comes from rank i into place i; this rank's own place is left as it is."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
-    works = [receive_from(group, received[rank], rank, tag) for rank in others]
-    works += [send_to(group, sent[rank], rank, tag) for rank in others]
+    works = [group.recv([received[rank]], rank, tag) for rank in others]
+    works += [group.send([sent[rank]], rank, tag) for rank in others]
     for work in works:
         work.wait()
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
 from shardfn.core.context import Recording, holding, recording
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import Grid, axes_of, grid, index_along, per_rank
+from shardfn.core.mesh import Grid, axes_of, grid, index_along, nested_index, per_rank
 from shardfn.core.model import class_of, patched_forward
 from shardfn.core.spec import Spec, parse
 
@@ -400,7 +400,4 @@ class Masks:
 
     def _batch(self) -> Word:
         """How many parts of the batch come before this rank's, or this lane's."""
-        index: Any = 0
-        for own, count in zip(self._values[2:], self._counts, strict=True):
-            index = index * count + own
-        return index
+        return nested_index(zip(self._values[2:], self._counts, strict=True))

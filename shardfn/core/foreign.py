@@ -6,14 +6,14 @@ an error. And the leaves of trees are this rank's plain parts there: a sum over 
 are not those of the leaf.
 """
 
-import inspect
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
+from inspect import currentframe, unwrap
 from itertools import islice
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import CellType, FrameType
 from typing import Any
 
@@ -66,8 +66,8 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
             with holding(_WATCHES, True), watched_parts(given) as parts, _Refusing(verb), _OfParts(verb, parts):
                 out = func(*args, **kwargs)
         except RuntimeError as error:  # some of them torch refuses itself, without their name
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-            if isinstance(error, ShardError) or (name := _called_as(reversed(frames))) is None:
+            frames = reversed([*walk_tb(error.__traceback__)])
+            if isinstance(error, ShardError) or (name := _called_as(frames)) is None:
                 raise
             raise _refused(verb, name) from error
         if code[0] is not None:
@@ -79,7 +79,7 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _codes(func: Any, depth: int = 4) -> tuple[Any, ...]:
     """The code of a function, and of the functions that it closes over."""
-    func = inspect.unwrap(func) if callable(func) else func
+    func = unwrap(func) if callable(func) else func
     cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != CellType()]
     inner = [_codes(value, depth - 1) for value in cells if depth and callable(value)]
     return getattr(func, "__code__", getattr(func, "__name__", None)), *inner
@@ -98,7 +98,7 @@ class _Refusing(TorchDispatchMode):
         self._verb = verb
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _NAMESPACES and (name := _called_as(islice(_callers(), 3, None))) is not None:
+        if func.namespace in _NAMESPACES and (name := _called_as(islice(walk_stack(currentframe()), 1, None))):
             raise _refused(self._verb, name)
         return AS_TENSORS.get(func, func)(*args, **(kwargs or {}))
 
@@ -141,7 +141,7 @@ def _is_over_members(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _is_ours() -> bool:
     """Whether code of this library does the operation that is under way, or what is within `apply` or a `shard_map`."""
     innermost = True
-    for frame in islice(_callers(), 3, None):
+    for frame, _ in islice(walk_stack(currentframe()), 2, None):
         file = frame.f_code.co_filename
         if file == __file__:  # the function that is watched
             return False
@@ -164,10 +164,10 @@ def _adds_dims(index: Any) -> bool:
     return all(at is None or at is ... or at == slice(None) for at in (index if isinstance(index, tuple) else (index,)))
 
 
-def _called_as(frames: Iterable[FrameType]) -> str | None:
+def _called_as(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     """The function of torch.distributed that code outside of torch called, innermost frame first; None for our code."""
     name = None
-    for frame in frames:
+    for frame, _ in frames:
         file = frame.f_code.co_filename
         if frame.f_code.co_name == "__torch_function__":  # a mode that hands on what others call
             continue
@@ -177,10 +177,3 @@ def _called_as(frames: Iterable[FrameType]) -> str | None:
             module = str(frame.f_globals.get("__name__", "torch.distributed"))
             name = f"{module.replace('.distributed_c10d', '')}.{frame.f_code.co_name}"
     return None
-
-
-def _callers() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -8,6 +8,7 @@ on CPUs have no forward mode, of their gradient or at all, or no gradient of it.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from inspect import isfunction, signature
 from typing import Any
 
 import torch
@@ -42,44 +43,33 @@ class ByFormulas(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, formula = kwargs or {}, self._formulas.get(func)
-        out = NotImplemented if formula is None else formula(*args, **kwargs)
+        kwargs, out = kwargs or {}, NotImplemented
+        if func in self._formulas:
+            given = dict(zip(_NAMES[func], args, strict=False)) | kwargs
+            out = self._formulas[func](**{name: value for name, value in given.items() if value is not None})
         return func(*args, **kwargs) if out is NotImplemented else out
 
 
-# Formulas, for what torch's functions take. `NotImplemented`: they do not hold for these arguments, but torch's own do.
+# Formulas, for what torch's functions are given, by the names that it has there, without what is None.
+# `NotImplemented`: they do not hold for these arguments, but torch's own do; so for `others`, which they do not know.
 
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
 
 
-def _mse_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    weight: Any = None,
-) -> Any:
-    if not size_average is reduce is weight is None:
-        return NotImplemented
-    return _reduced((input - target).square(), reduction)
+def _mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", **others: Any) -> Any:
+    return NotImplemented if others else _reduced((input - target).square(), reduction)
 
 
-def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
-    if weight is not None:
-        return NotImplemented
+def _huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, **others: Any) -> Any:
     off = (input - target).abs()
-    return _reduced(torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta)), reduction)
+    losses = torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta))
+    return NotImplemented if others else _reduced(losses, reduction)
 
 
-def _soft_margin_loss(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Any:
-    if not size_average is reduce is None:
-        return NotImplemented
-    return _reduced(F.softplus(-target * input), reduction)
+def _soft_margin_loss(input: Tensor, target: Tensor, reduction: str = "mean", **others: Any) -> Any:
+    return NotImplemented if others else _reduced(F.softplus(-target * input), reduction)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -94,66 +84,45 @@ def _normed(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
     return centered * (centered.square().mean(tuple(dims), keepdim=True) + eps).rsqrt()
 
 
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    out = _normed(input, range(-len(normalized_shape), 0), eps)
+def _scaled(out: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(input.dtype)
+    return (out if bias is None else out + bias).to(dtype)
 
 
-def _by_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    shape = (-1, *(1,) * (out.dim() - 2))
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    return _scaled(_normed(input, range(-len(normalized_shape), 0), eps), weight, bias, input.dtype)
 
 
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if running_mean is not None or not use_input_stats:
+def _by_channel(input: Tensor, dims: Sequence[int], given: Mapping[str, Any]) -> Any:
+    """Each channel, dim 1, normed over dims by what it has there, in no running mean."""
+    if "running_mean" in given:
         return NotImplemented
-    return _by_channel(_normed(input, range(2, input.dim()), eps), weight, bias).to(input.dtype)
+    shape = (-1, *(1,) * (input.dim() - 2))
+    weight, bias = (x if x is None else x.view(shape) for x in (given.get("weight"), given.get("bias")))
+    return _scaled(_normed(input, dims, given.get("eps", 1e-5)), weight, bias, input.dtype)
 
 
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if not training or running_mean is not None:
-        return NotImplemented
-    return _by_channel(_normed(input, [0, *range(2, input.dim())], eps), weight, bias).to(input.dtype)
+def _instance_norm(input: Tensor, use_input_stats: bool = True, **given: Any) -> Any:
+    return _by_channel(input, range(2, input.dim()), given) if use_input_stats else NotImplemented
 
 
-def _batch_norm_in_forward_mode(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(("running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
-    if given.get("training") and given.get("running_mean") is not None:
+def _batch_norm(input: Tensor, training: bool = False, **given: Any) -> Any:
+    return _by_channel(input, [0, *range(2, input.dim())], given) if training else NotImplemented
+
+
+def _batch_norm_in_forward_mode(input: Tensor, **given: Any) -> Any:
+    if given.get("training") and "running_mean" in given:
         raise ShardError(
             "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or "
             "make it with track_running_stats=False"
         )
-    return _batch_norm(input, *args, **kwargs)
+    return _batch_norm(input, **given)
 
 
-def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    if p != 2.0 or out is not None:
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **others: Any) -> Any:
+    if p != 2.0 or others:
         return NotImplemented
     square = input.square().sum(dim, keepdim=True)  # a norm has no second derivative where padding is zero
     return input / square.clamp_min(eps**2).sqrt()
@@ -199,3 +168,5 @@ FORWARD_MODE = {
     F.scaled_dot_product_attention: _attention,
 }
 FORWARD_MODE_DIFFERENTIATED = FORWARD_MODE | {F.batch_norm: _batch_norm_in_forward_mode}
+_NAMES = {func: tuple(signature(func).parameters) for func in FORWARD_MODE_DIFFERENTIATED if isfunction(func)}
+_NAMES[F.scaled_dot_product_attention] = tuple(signature(_attention).parameters)  # written in C++, which does not say

@@ -5,9 +5,9 @@ module hands on the calls that it gets from the method. Those are what runs with
 compute; a cache that goes from one call to the next keeps what they put into it, this rank's part.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,11 @@ class Shell:
 
     @staticmethod
     def _entry(model: nn.Module, path: str, step: Step) -> Callable[[Forward], Forward]:
-        return lambda _: _Entry(submodule(model, path), path, step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(path, args, kwargs)
+
+        # The method may ask for its signature: `generate` passes what a forward takes.
+        return lambda _: wraps(unwrapped(submodule(model, path)).forward)(call)
 
     def run(self, method: str, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> Any:
         """What the method returns."""
@@ -53,21 +57,6 @@ class Shell:
             if uncompiled:
                 del root.__dict__["get_compiled_call"]
             self._bound.write_back(buffers)
-
-
-class _Entry:
-    """The forward of a module of the shell."""
-
-    def __init__(self, module: nn.Module, path: str, step: Step) -> None:
-        self._module, self._path, self._step = module, path, step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._path, args, kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """What the method may ask for: `generate` passes what a forward takes."""
-        return inspect.signature(unwrapped(self._module).forward)
 
 
 class History:

@@ -12,7 +12,6 @@ import heapq
 import os
 import re
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import Leaf
-from shardfn.core.mesh import nested_chunk
+from shardfn.core.mesh import nested_chunk, nested_index
 from shardfn.core.ownership import runs
 from shardfn.core.plan import Plan
 from shardfn.core.spec import Factor, Spec
@@ -92,9 +91,8 @@ def segments(
     every = map(of_rank, product(*(range(sizes[axis]) for axis in axes)))
     neighbours = groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at"))
     for at, run in neighbours:
-        first = next(run)
-        (last,) = deque(run, maxlen=1) or (first,)
-        yield Segment(first.start, last.stop, at)
+        held = list(run)
+        yield Segment(held[0].start, held[-1].stop, at)
 
 
 def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
@@ -106,8 +104,7 @@ def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
     """
     wanted = dict(at)
     places = product(*([wanted[axis]] if axis in wanted else range(size) for axis, size in sizes.items()))
-    weights = [prod(list(sizes.values())[i + 1 :]) for i in range(len(sizes))]
-    return [ranks[sum(c * w for c, w in zip(place, weights, strict=True))] for place in places]
+    return [ranks[nested_index(zip(place, sizes.values(), strict=True))] for place in places]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,18 +125,25 @@ class SideBlock:
 class View:
     """One tensor: its type, its dims, and the mesh it lives on (`ranks` is empty for a plain tensor)."""
 
-    dtype: str
-    rule: str
+    type: str  # what `typeof` prints
     sides: tuple[tuple[SideBlock, ...], ...]
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
-    pending: tuple[str, ...] = ()
-    reduction: str = ""  # how pending values are reduced when it is not a sum
+    pending: tuple[str, ...]
 
-    @property
-    def type(self) -> str:
-        """What `typeof` prints."""
-        return f"{self.dtype}[{self.rule}]{self.reduction}"
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        rule: str,
+        sides: Sequence[tuple[SideBlock, ...]],
+        axes: Mapping[str, int],
+        ranks: Sequence[int],
+        pending: Sequence[str],
+    ) -> "View":
+        """The view of a tensor that is laid out by a rule."""
+        rule = f"{rule} +{','.join(pending)}".lstrip() if pending else rule
+        return cls(f"{dtype_text(dtype)}[{rule}]", tuple(sides), tuple(axes.items()), tuple(ranks), tuple(pending))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -253,25 +257,21 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
     layout = plan.layouts[plan.canonical[name]] if name in plan.canonical else plan.leaves[name][0]
     leaves = layout.leaves if name in plan.canonical else (plan.leaves[name][1],)
     rule = layout.rule if name in plan.canonical else leaves[0].rule
-    if isinstance(x, Plan):
-        sides = _sides(rule, leaves, layout.block_dim)
-        ranks = tuple(range(prod(plan.axes.values())))
-        return View(dtype_text(layout.dtype), str(rule), sides, tuple(plan.axes.items()), ranks)
-    tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
-    states = [_state(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)]
-    agreed = _agreed(leaves, [state for state in states if state is not None])
-    if len(tensors) < len(leaves) or None in states or agreed is None:
-        if len(leaves) > 1:
-            stored = ", ".join(leaf.name for leaf in leaves if leaf.name in x)
-            raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
-        return _tensor_view(tensors[0])
-    kept, pending = agreed
+    kept, pending, dtype, ranks = tuple(plan.axes), (), layout.dtype, range(prod(plan.axes.values()))
+    if isinstance(x, Params):
+        tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
+        states = [_state(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)]
+        agreed = _agreed(leaves, [state for state in states if state is not None])
+        if len(tensors) < len(leaves) or None in states or agreed is None:
+            if len(leaves) > 1:
+                stored = ", ".join(leaf.name for leaf in leaves if leaf.name in x)
+                raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
+            return _tensor_view(tensors[0])
+        (kept, pending), dtype, ranks = agreed, tensors[0].dtype, x.mesh.mesh.flatten().tolist()
     rule = rule.without([axis for factor in rule.factors for axis in factor.axes if axis not in kept])
     left = [leaf.without([axis for axis in leaf.axes if axis not in kept]) for leaf in leaves]
     sides = _sides(rule, left, layout.block_dim)
-    ranks = tuple(x.mesh.mesh.flatten().tolist())
-    view = View(dtype_text(tensors[0].dtype), str(rule), sides, tuple(plan.axes.items()), ranks)
-    return _with_pending(view, [axis for axis in plan.axes if axis in pending])
+    return View.of(dtype, str(rule), sides, plan.axes, ranks, [axis for axis in plan.axes if axis in pending])
 
 
 def _state(leaf: Leaf, x: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -315,30 +315,21 @@ def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[Si
     return tuple(sides)
 
 
-def _with_pending(view: View, pending: Sequence[str]) -> View:
-    if not pending:
-        return view
-    return replace(view, rule=f"{view.rule} +{','.join(pending)}".lstrip(), pending=tuple(pending))
-
-
 def _tensor_view(x: Tensor) -> View:
     """The view of a tensor outside a tree: sizes for names, axes as numbers when the mesh has no names for them."""
-    if not isinstance(x, DTensor):
-        return _plain_view(x, [()] * x.dim(), {}, ())
-    mesh = x.device_mesh
-    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-    axes = {name: mesh.size(i) for i, name in enumerate(names)}
-    view = _plain_view(x, _splits(x, axes), axes, tuple(mesh.mesh.flatten().tolist()))
-    partial = {name: p for name, p in zip(names, x.placements, strict=True) if p.is_partial()}
-    kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
-    return replace(_with_pending(view, tuple(partial)), reduction="".join(f" ({kind})" for kind in kinds))
-
-
-def _plain_view(x: Tensor, splits: Sequence[tuple[str, ...]], axes: Mapping[str, int], ranks: tuple[int, ...]) -> View:
+    splits, axes, ranks, partial = [()] * x.dim(), dict[str, int](), list[int](), dict[str, Any]()
+    if isinstance(x, DTensor):
+        mesh = x.device_mesh
+        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+        axes = {name: mesh.size(i) for i, name in enumerate(names)}
+        splits, ranks = _splits(x, axes), mesh.mesh.flatten().tolist()
+        partial = {name: p for name, p in zip(names, x.placements, strict=True) if p.is_partial()}
     labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
     rows = zip(labels, x.shape, splits, strict=True)
-    sides = tuple((SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows)
-    return View(dtype_text(x.dtype), " ".join(labels), sides, tuple(axes.items()), ranks)
+    sides = [(SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows]
+    view = View.of(x.dtype, " ".join(labels), sides, axes, ranks, [*partial])
+    kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
+    return replace(view, type="".join([view.type, *(f" ({kind})" for kind in kinds)]))
 
 
 def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -422,7 +413,7 @@ class _Strip:
         cuts = (*self.cuts[: first + 1], *self.cuts[-2:])
         return replace(self, cuts=cuts, held=(*self.held[:first], None, self.held[-1]))
 
-    def place(self, index: int, positions: Sequence[int]) -> int:
+    def place(self, index: int, positions: Sequence[Any]) -> Any:
         """Where an index lies when the cuts are drawn at `positions`."""
         return positions[bisect_left(self.cuts, index)]
 
@@ -431,14 +422,11 @@ def _strip(view: View, dim: int) -> _Strip:
     labels, start = [], 0
     for part in view.sides[dim]:
         size = prod(part.extent)
-        labels.append((part.label if _says_size(part.label) else f"{part.label} = {size}", start, start + size))
+        says_size = part.label.partition("@")[0].isdecimal()
+        labels.append((part.label if says_size else f"{part.label} = {size}", start, start + size))
         start += size
     found = view.segments[dim]
     return _Strip((0, *(segment.stop for segment in found)), tuple(segment.at for segment in found), tuple(labels))
-
-
-def _says_size(label: str) -> bool:
-    return label.partition("@")[0].isdecimal()
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -448,12 +436,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     >>> ranks_text([3]), ranks_text([0, 2]), ranks_text([*range(8), 12]), ranks_text(range(0, 64, 8))
     ('3', '0,2', '0-7,12', '0,8,…,56')
     """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    neighbours = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in pairs] for _, pairs in neighbours]
     if len(runs) > 3 and len(ranks) > 4:
         return f"{ranks[0]},{ranks[1]},…,{ranks[-1]}"
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
@@ -486,20 +470,14 @@ def _scaled(lengths: Sequence[int], least: int, total: int) -> list[int]:
     return out
 
 
-class _Canvas:
-    """Characters at (line, column)."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, dict[int, str]] = {}
+class _Canvas(list[str]):
+    """Lines of text that grow as they are written."""
 
     def put(self, line: int, column: int, text: str) -> None:
         """Write `text` from `column` on."""
-        self._lines.setdefault(line, {}).update({column + i: char for i, char in enumerate(text)})
-
-    def lines(self) -> list[str]:
-        """What was written, without blanks at the end."""
-        rows = [self._lines.get(i, {}) for i in range(max(self._lines, default=-1) + 1)]
-        return ["".join(row.get(i, " ") for i in range(max(row, default=-1) + 1)).rstrip() for row in rows]
+        self += [""] * (line + 1 - len(self))
+        before = self[line].ljust(column)
+        self[line] = before[:column] + text + before[column + len(text) :]
 
 
 def _draw(view: View) -> list[str]:
@@ -528,7 +506,7 @@ def _draw(view: View) -> list[str]:
             canvas.put(y, left - ticks, str(cut).rjust(ticks - 1))
         for name, (_, start, stop) in zip(names, rows.labels, strict=True):
             canvas.put((rows.place(start, ys) + rows.place(stop, ys)) // 2, 0, name)
-    return canvas.lines()
+    return [line.rstrip() for line in canvas]
 
 
 def _draw_grid(canvas: _Canvas, xs: Sequence[int], ys: Sequence[int]) -> None:
@@ -751,7 +729,7 @@ def _tick(tile: "Axes", rows: _Strip, columns: _Strip, ys: Sequence[float], xs: 
         axis.set_ticks([at[i] for i in kept], [str(strip.cuts[i]) for i in kept])
         alone = len(strip.labels) == 1
         for text, start, stop in strip.labels:
-            middle = (at[bisect_left(strip.cuts, start)] + at[bisect_left(strip.cuts, stop)]) / 2
+            middle = (strip.place(start, at) + strip.place(stop, at)) / 2
             text = _clipped(text, 44) if alone else _clipped(text.partition(":")[0], 8)  # the rule above says it all
             down = axis is tile.xaxis
             spot, away = ((middle, ys[-1]), (0, -10)) if down else ((0, middle), (-26, 0))

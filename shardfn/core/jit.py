@@ -7,9 +7,8 @@ The step runs once, on fake tensors, as it would in any loop: units gather and g
 optimizers write in place. What is recorded is what it did to tensors; Python is gone afterwards.
 """
 
-import linecache
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -36,11 +35,8 @@ from shardfn.core.context import Number, recorded
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
 from shardfn.core.loss import SplitLogits
-from shardfn.core.lowering import is_tree
 from shardfn.core.plan import Plan
-from shardfn.core.tree import Params
-
-_MANY = 8  # graphs of one step from which it is probably recorded again and again
+from shardfn.core.tree import Params, is_tree
 
 
 def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
@@ -99,17 +95,6 @@ def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "induct
 
 
 @dataclass(frozen=True)
-class _Tree:
-    """A tree of shards without its tensors."""
-
-    names: tuple[str, ...]
-    specs: tuple[DTensorSpec | None, ...]
-    buffers: tuple[str, ...]
-    plan: Plan
-    mesh: DeviceMesh
-
-
-@dataclass(frozen=True)
 class _Leaf:
     """A tensor: a DTensor when there is a spec, split logits when there is an `origin`, too."""
 
@@ -119,7 +104,7 @@ class _Leaf:
     def around(self, local: Tensor) -> Tensor:
         """What `local` is a part of."""
         if self.spec is None or self.origin is None:
-            return _with_spec(local, self.spec)
+            return local if self.spec is None else wrap_local(local, self.spec)
         (placement,) = self.spec.placements
         assert isinstance(placement, Shard)
         return SplitLogits.of(local, self.spec.mesh, placement.dim, self.origin)
@@ -140,32 +125,24 @@ class _Flat:
 
     tensors: list[Tensor]
     places: list[int]
-    parts: list[_Tree | _Leaf | _Constant]
-    structure: pytree.TreeSpec
+    parts: list[_Leaf | _Constant]
+    structure: pytree.TreeSpec  # of trees of shards and what is beside them
+    inner: pytree.TreeSpec  # of these, a tree of shards as its leaves and its buffers
+    layouts: list[tuple[Plan, DeviceMesh] | None]  # of each, if it is a tree
     trees: list[Params]
 
     def kind(self) -> tuple[Any, ...]:
         """What a graph depends on."""
         about = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
-        return self.structure, self.places, about, _overlaps(self.tensors), self.parts
+        return self.structure, self.inner, self.places, about, _overlaps(self.tensors), self.parts, self.layouts
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Params]]:
         """The pytree with other tensors; the trees in it."""
         values = iter([tensors[i] for i in self.places])
-        trees: list[Params] = []
-        leaves: list[Any] = []
-        for part in self.parts:
-            if isinstance(part, _Constant):
-                leaves.append(part.value)
-            elif isinstance(part, _Leaf):
-                leaves.append(part.around(next(values)))
-            else:
-                pairs = zip(part.names, part.specs, strict=True)
-                shards = {name: _with_spec(next(values), spec) for name, spec in pairs}
-                buffers = {name: next(values) for name in part.buffers}
-                trees.append(Params(shards, part.plan, part.mesh, buffers))
-                leaves.append(trees[-1])
-        return pytree.tree_unflatten(leaves, self.structure), trees
+        leaves = [x.value if isinstance(x, _Constant) else x.around(next(values)) for x in self.parts]
+        pairs = zip(pytree.tree_unflatten(leaves, self.inner), self.layouts, strict=True)
+        nodes = [x if layout is None else Params(x[0], *layout, x[1]) for x, layout in pairs]
+        return pytree.tree_unflatten(nodes, self.structure), [x for x in nodes if isinstance(x, Params)]
 
 
 def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -195,10 +172,6 @@ def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return found
 
 
-def _with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
-    return local if spec is None else wrap_local(local, spec)
-
-
 def _constant(value: Any) -> _Constant:
     try:
         hash(value)
@@ -212,26 +185,21 @@ def _constant(value: Any) -> _Constant:
 
 def _flatten(tree: Any) -> _Flat:
     nodes, structure = pytree.tree_flatten(tree, is_leaf=is_tree)
-    flat = _Flat([], [], [], structure, [x for x in nodes if isinstance(x, Params)])
+    leaves, inner = pytree.tree_flatten([(dict(x), x.buffers) if isinstance(x, Params) else x for x in nodes])
+    layouts = [(x.plan, x.mesh) if isinstance(x, Params) else None for x in nodes]
+    flat = _Flat([], [], [], structure, inner, layouts, [x for x in nodes if isinstance(x, Params)])
     index: dict[int, int] = {}
-
-    def note(x: Tensor) -> DTensorSpec | None:
+    for x in leaves:
+        if not isinstance(x, Tensor):
+            flat.parts.append(_constant(x))
+            continue
         local = unwrap_local(x)
         if id(local) not in index:
             index[id(local)] = len(flat.tensors)
             flat.tensors.append(local)
         flat.places.append(index[id(local)])
-        return spec_of(x) if isinstance(x, DTensor) else None
-
-    for node in nodes:
-        if isinstance(node, Params):
-            specs = tuple(map(note, node.values()))
-            for buffer in node.buffers.values():
-                note(buffer)
-            flat.parts.append(_Tree(tuple(node), specs, tuple(node.buffers), node.plan, node.mesh))
-        else:
-            origin = node.origin if isinstance(node, SplitLogits) else None
-            flat.parts.append(_Leaf(note(node), origin) if isinstance(node, Tensor) else _constant(node))
+        origin = x.origin if isinstance(x, SplitLogits) else None
+        flat.parts.append(_Leaf(spec_of(x) if isinstance(x, DTensor) else None, origin))
     return flat
 
 
@@ -307,13 +275,13 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
         return outputs
 
     try:
-        graph = record(run, [x.detach() for x in given.tensors])
+        graph, real = record(run, [x.detach() for x in given.tensors])
     except Exception as error:
         if asks_for_values(error):
             raise ShardError(_needs_values(error)) from error
         raise
     found, result, sources, buffers = traced
-    constants = _lift_constants(graph)
+    constants = _lift_constants(graph, real)
     inputs = [*given.tensors, *constants]
     compiler = backend_for_graphs(backend) if isinstance(backend, str) else backend
     with torch.no_grad():
@@ -323,42 +291,40 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
     return _Graph(given.kind(), modes, _states(), compiled, constants, found.numbers, result, sources, buffers)
 
 
-def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
-    """Make the tensors that a graph holds inputs of it, after the others."""
+def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
+    """Make the tensors that a graph holds, or the `real` ones behind them, inputs of it, after the others."""
     attributes = [node for node in graph.graph.nodes if node.op == "get_attr"]
     holds = [node for node in attributes if isinstance(getattr(graph, str(node.target), None), Tensor)]
-    last = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     values: dict[int, Tensor] = {}  # by identity: what is written under one name is read under another
     places: dict[int, fx.Node] = {}
-    after = last[-1] if last else None
     for node in holds:
-        value = getattr(graph, str(node.target))
+        held = getattr(graph, str(node.target))
+        value = real.get(id(held), held)
         if id(value) not in values:
             values[id(value)] = value
-            with graph.graph.inserting_after(after) if after is not None else graph.graph.inserting_before():
-                after = places[id(value)] = graph.graph.placeholder(f"constant_{len(places)}")
+            with graph.graph.inserting_before(first):
+                places[id(value)] = graph.graph.placeholder(f"constant_{len(places)}")
         node.replace_all_uses_with(places[id(value)])
-        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     for name in {str(node.target) for node in holds}:
         delattr(graph, name)
-    graph.graph.eliminate_dead_code()
     graph.recompile()
     return list(values.values())
 
 
-_LIBRARIES = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 def _needs_values(error: BaseException) -> str:
     """Which line asked for the value of a tensor."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(frame.filename.startswith(at) for at in _LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     where = own[-1] if own else frames[-1]
-    line = linecache.getline(where.filename, where.lineno or 0).strip()
     experts = any(frame.filename == str(Path(__file__).with_name("experts.py")) for frame in frames)
     return (
-        f"jit: {Path(where.filename).name}:{where.lineno} `{line}` needs the value of a tensor, which there is none of "
-        f"while the step is recorded. Use torch.where instead of if, masks instead of x[mask], return tensors instead "
-        f"of numbers, or do it outside of the step."
+        f"jit: {Path(where.filename).name}:{where.lineno} `{where.line}` needs the value of a tensor, which there is "
+        "none of while the step is recorded. Use torch.where instead of if, masks instead of x[mask], return tensors "
+        "instead of numbers, or do it outside of the step."
         + (" Experts that pick their tokens need a function of sorted ones: Experts(grouped=...)." if experts else "")
     )

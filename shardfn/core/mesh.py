@@ -333,10 +333,7 @@ def not_in_mesh(mesh: DeviceMesh) -> ShardError:
 
 def index_along(axes: Iterable[str], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
     """The place of a rank along several axes as one number, outermost first."""
-    index = 0
-    for axis in axes:
-        index = index * sizes[axis] + coords[axis]
-    return index
+    return nested_index([(coords[axis], sizes[axis]) for axis in axes])
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -347,6 +344,14 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = min(size, step * index)
     return start, min(size, start + step) - start
+
+
+def nested_index(places: Iterable[tuple[Any, int]]) -> Any:
+    """The number of a part of a part...: of `(index, count)` pairs, outermost first. Indices may be tensors."""
+    number: Any = 0
+    for index, count in places:
+        number = number * count + index
+    return number
 
 
 def nested_chunk(size: int, splits: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> tuple[int, int]:

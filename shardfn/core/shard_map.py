@@ -64,14 +64,12 @@ def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Cal
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard_map: expected a DeviceMesh, got {type(mesh).__name__}")
-    ins, outs = _sides(spec, axes_of(mesh))
+    region = _Region(mesh, *_sides(spec, axes_of(mesh)))
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        region = _Region(fn, mesh, ins, outs)
-
         @wraps(fn)
         def call(*args: Any) -> Any:
-            return region(*args)
+            return region.run(fn, args)
 
         return call
 
@@ -93,8 +91,6 @@ def _sides(spec: str, axes: Mapping[str, int]) -> tuple[list[Spec], list[Spec]]:
             problems.append(f"'{side}': a pending sum (+{side.partial[0]}) does not leave; psum it inside")
         if any(dim.ellipsis or len(dim.factors) > 1 for dim in side.dims):
             problems.append(f"'{side}': one name for each dim; split inside of the function")
-        if len(set(used)) < len(used):
-            problems.append(f"'{side}': an axis splits one dim only")
         order = list(axes)
         for dim in side.dims:
             split = [order.index(axis) for factor in dim.factors for axis in factor.axes if axis in axes]
@@ -116,35 +112,28 @@ def _axes(*specs: Spec) -> set[str]:
 
 @dataclass
 class _Region:
-    """A function, and what is known of it."""
+    """Where functions of this rank's parts run."""
 
-    fn: Callable[..., Any]
     mesh: DeviceMesh
     ins: list[Spec]
     outs: list[Spec]
 
-    def __call__(self, *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What the function gives for such parts, as `DTensor`s."""
         sizes = self._checked(args)
-        given = [i for i, x in enumerate(args) if isinstance(x, DTensor)]
-        locals_ = list(args)
-        if given:
-            parts = Lower.apply([spec_of(args[i]) for i in given], *(args[i] for i in given))
-            for i, part in zip(given, parts, strict=True):
-                locals_[i] = part
+        given = [x for x in args if isinstance(x, DTensor)]
         if given and in_transform():
             raise ShardError("shard_map: a DTensor inside a transform; leaves of trees are this rank's parts there")
+        parts = iter(Lower.apply([*map(spec_of, given)], *given) if given else ())
         several = {axis for axis, size in axes_of(self.mesh).items() if size > 1} - mapped_axes()
         self._require_one_loss(several)
-        if not in_transform():  # the region computes for the batch of all ranks, a derivative by x is this rank's
-            locals_ = [
-                of_rank(x, 1 / self._batches(spec)) if x is own else x
-                for x, own, spec in zip(locals_, args, self.ins, strict=True)
-            ]
+        pairs = zip(args, self.ins, strict=True)
+        locals_ = [next(parts) if isinstance(x, DTensor) else of_rank(x, self._share(spec)) for x, spec in pairs]
         typed = _Typed(self.mesh, several)
         for x, spec in zip(locals_, self.ins, strict=True):
             typed.note(x, frozenset(_axes(spec) & several))
         with typed, watched(typed.note_collective, typed.note_index):
-            result = self.fn(*locals_)
+            result = fn(*locals_)
         found = list(result) if isinstance(result, tuple | list) else [result]
         self._require_outputs(found, typed)
         pairs = zip(found, self.outs, strict=True)
@@ -163,10 +152,10 @@ class _Region:
         if batch and "Grad" in kinds_of_transforms():
             raise several_losses("shard_map", batch[0], "the region adds up gradients of weights over all")
 
-    def _batches(self, spec: Spec) -> int:
-        """Over how many data ranks an input is split."""
+    def _share(self, spec: Spec) -> float:
+        """How a loss of this rank counts by a plain input: the region computes for the batch of all data ranks."""
         sizes = axes_of(self.mesh)
-        return prod(sizes[axis] for axis in _axes(spec) if is_batch_axis(axis))
+        return 1 if in_transform() else 1 / prod(sizes[axis] for axis in _axes(spec) if is_batch_axis(axis))
 
     def _checked(self, args: Sequence[Any]) -> dict[str, int]:
         """The size of every name."""
@@ -267,12 +256,11 @@ class _Typed(TorchFunctionMode):
     def axes_of(self, x: Tensor) -> frozenset[str]:
         """Over which axes a tensor differs; constants do not."""
         axes, derived = self._known[x] if x in self._known else (frozenset[str](), False)
-        if not derived:
-            if x.grad_fn is not None:  # also when it was made inside an autograd.Function, where there is none yet
-                raise ShardError(
-                    f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function or "
-                    "a closure brings in: pass it as an input, or compute outside of the region"
-                )
+        if not derived and x.grad_fn is not None:  # also of what an autograd.Function made, in which there was none yet
+            raise ShardError(
+                f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function or "
+                "a closure brings in: pass it as an input, or compute outside of the region"
+            )
         return axes
 
     def varied(self, x: Tensor, axes: Iterable[str]) -> Tensor:

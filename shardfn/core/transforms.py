@@ -30,12 +30,12 @@ from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.layout import Layout
-from shardfn.core.lowering import entered, is_tree
+from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid, per_rank
 from shardfn.core.offload import stored_on
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
-from shardfn.core.tree import Params, map_local
+from shardfn.core.tree import Params, is_tree, map_local
 from shardfn.core.underway import (
     Differentiation,
     asks,
@@ -46,7 +46,6 @@ from shardfn.core.underway import (
 )
 
 Reduction = Literal["mean", "sum"] | None
-Reduced = PlanReduction | None
 _CANNOT = (  # what torch says of DTensors, the last in forward mode
     "got mixed torch.Tensor and DTensor",
     "not supported with DTensor",
@@ -171,7 +170,7 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
     owner = _first_tree(given)
     here = Differentiation(trees, given)
     with torch.enable_grad():
-        with here.runs(), of_dtensors("value_and_grad"):
+        with here.runs(), explained("value_and_grad"):
             loss, aux = loss_of(trees)
         over = owner if owner is not None or here.around else here.used  # whose data ranks have the batch
         loss, count = _objective(loss, over)
@@ -181,9 +180,10 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
         connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)
-    with of_dtensors("value_and_grad"), _of_forward_mode(here):
+    with explained("value_and_grad", loss=here):
         grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
-    value = _shared(_averaged(loss, over), over) if connected else _averaged(loss.detach(), over)
+    value = _over_data(pmean_of_losses, loss if connected else loss.detach(), over)
+    value = _over_data(pvary, value, over) if connected else value
     return value, aux, grads, count
 
 
@@ -192,35 +192,26 @@ def _first_tree(given: Sequence[Any]) -> Params | None:
 
 
 @contextmanager
-def of_dtensors(verb: str, write: str = _WEIGHT) -> Iterator[None]:
-    """Within it an error of torch's about `DTensor`s, which leaves are in a loss, says what to write.
+def explained(verb: str, write: str = _WEIGHT, loss: Differentiation | None = None) -> Iterator[None]:
+    """Within it an error of torch's says what to write: about `DTensor`s, which leaves are, or its own forward mode.
 
     Raises:
-        ShardError: of what is computed outside of `apply`, or of its backward.
+        ShardError: of what is computed outside of `apply`, or of its backward; of a `loss` with a forward mode in it.
     """
     try:
         yield
     except (RuntimeError, AssertionError) as error:
+        if loss is not None and loss.has_forward_mode and "modified by an inplace operation" in str(error):
+            raise ShardError(
+                f"value_and_grad: torch cannot differentiate its forward mode here: {error}\n"
+                "In place of sf.hvp(f, (p,), v) write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
+            ) from error
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
         if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
             raise
         raise ShardError(
             f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
             f"{str(error).splitlines()[0]}\n{write}"
-        ) from error
-
-
-@contextmanager
-def _of_forward_mode(loss: Differentiation) -> Iterator[None]:
-    """Within it an error of torch's about its own forward mode says what to write."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not loss.has_forward_mode or "modified by an inplace operation" not in str(error):
-            raise
-        raise ShardError(
-            f"value_and_grad: torch cannot differentiate its forward mode here: {error}\n"
-            "In place of sf.hvp(f, (p,), v) write sf.grad(lambda p: sf.tree.dot(sf.grad(f)(p), v))(p)"
         ) from error
 
 
@@ -307,24 +298,21 @@ def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> F
     if not leaves:
         raise TypeError(_NOTHING)
     outermost = not is_under_way() and all(kind == "Vmap" for kind in kinds_of_transforms())
-    passed: list[Any] = []  # what is no tensor, around the transform
+    passed: list[Any] = []  # what goes out beside the loss: its tensors have to leave the transform
 
     def objective(*values: Any) -> tuple[Tensor, Any]:
         loss, aux = loss_of([_replaced(x, value) for x, value in zip(inputs, values, strict=True)])
         loss, count = _objective(loss, owner)
         if outermost and owner is not None and not loss.requires_grad:
             raise unused("value_and_grad", leaves)
-        flat, structure = pytree.tree_flatten((aux, count))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        passed[:] = [structure, [None if isinstance(x, Tensor) else (x,) for x in flat]]
-        return loss, (loss, tensors)
+        passed[:] = [aux, count]
+        return loss, (loss, _tensors(passed))
 
     found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(wanted))), has_aux=True)(*wanted)
-    structure, others = passed
     rest = iter(tensors)
-    aux, count = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
+    aux, count = pytree.tree_map_only(Tensor, lambda _: next(rest), passed)
     grads = [_gradients_of(x, grads) for x, grads in zip(inputs, found, strict=True)]
-    return _shared(_averaged(loss, owner), owner), aux, grads, count
+    return _over_data(pvary, _over_data(pmean_of_losses, loss, owner), owner), aux, grads, count
 
 
 def _with_reduction(tree: Any, reduce: Reduction) -> Any:
@@ -373,8 +361,8 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     count = None
     if isinstance(loss, Mean):
         count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
-        count = _averaged(count, owner)
-        shared = _shared(count, owner) if count.requires_grad or in_transform() else count
+        count = _over_data(pmean_of_losses, count, owner)
+        shared = _over_data(pvary, count, owner) if count.requires_grad or in_transform() else count
         divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
         loss = _whole(loss.total) / divisor.to(loss.total.dtype)
     loss = _whole(loss)
@@ -391,22 +379,17 @@ def _whole(value: Any) -> Any:
 
 def value_of(loss: Any, owner: Params) -> Tensor:
     """What `value_and_grad` with respect to a tree gives for a loss."""
-    return _averaged(_objective(loss, owner)[0], owner)
+    return _over_data(pmean_of_losses, _objective(loss, owner)[0], owner)
 
 
-def _averaged(value: Tensor, owner: Params | None) -> Tensor:
-    """The mean over the data ranks of the tree that is differentiated."""
+def _over_data(collective: Callable[..., Tensor], value: Tensor, owner: Params | None) -> Tensor:
+    """A collective over the data ranks of the tree that is differentiated.
+
+    `pmean_of_losses` gives their mean, `pvary` a value that all of them have alike, for use in the loss of each.
+    """
     if owner is not None:
         for axis in owner.plan.roles.data:
-            value = pmean_of_losses(value, owner.mesh, axis)
-    return value
-
-
-def _shared(value: Tensor, owner: Params | None) -> Tensor:
-    """A value that all data ranks have alike, for use in the loss of each."""
-    if owner is not None:
-        for axis in owner.plan.roles.data:
-            value = pvary(value, owner.mesh, axis)
+            value = collective(value, owner.mesh, axis)
     return value
 
 
@@ -505,7 +488,7 @@ def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool
     return wrap_local(per_rank(places, zeros, [])[0], spec)
 
 
-def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: Reduced) -> Tensor:
+def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: PlanReduction | None) -> Tensor:
     """A gradient that arithmetic on the DTensor itself made, in its parameter's placements."""
     if not isinstance(gradient, DTensor):
         raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import in_transform, pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import clear_padding_
 from shardfn.core.mesh import grid, per_rank
@@ -184,11 +185,8 @@ def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
     parts = WeakIdKeyDictionary()
     for tree in _trees(given):
         tree._note_parts(parts)
-    token = _PARTS.set(parts)
-    try:
+    with holding(_PARTS, parts):
         yield parts
-    finally:
-        _PARTS.reset(token)
 
 
 @dataclass(frozen=True)

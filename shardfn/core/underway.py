@@ -1,4 +1,4 @@
-"""Losses that run to be differentiated, and what a tensor has to do with them. Layer 1.
+"""What is under way: losses that run to be differentiated. Layer 1.
 
 A graph is walked where it is asked about only: a node costs half a microsecond.
 """
@@ -6,7 +6,7 @@ A graph is walked where it is asked about only: a node costs half a microsecond.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeGuard
 
@@ -71,23 +71,13 @@ class Differentiation:
         """
         for axis in axes:
             shared = {node: name for node, over, name in self._shared if over == axis}
-            nodes: list[Any] = [loss.grad_fn]
-            seen = set[Any]()
-            while nodes and shared:
-                node = nodes.pop()
-                if node is None or node in seen:
-                    continue
-                seen.add(node)
+            for node in _nodes([loss], partial(_makes_varying, axis=axis)) if shared else ():
                 if node in shared:
                     raise ShardError(
                         f"value_and_grad: the loss uses what {shared[node]} over {axis!r} gives, which its ranks share,"
                         " and each of them has a loss of its own. Write sf.collectives.pvary(x, mesh, "
                         f"{axis!r}) of it, whose gradient is that of all losses"
                     )
-                name = type(node).__name__
-                varies = name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis
-                if name not in _OF_TREES and not varies:
-                    nodes += [other for other, _ in node.next_functions]
 
     @contextmanager
     def runs(self) -> Iterator[None]:
@@ -102,16 +92,12 @@ class Differentiation:
 
 # Data axes of trees that transforms around are given: each of their ranks has a loss of its own.
 _AXES_OF_LOSSES: ContextVar[frozenset[str]] = ContextVar("axes of losses", default=frozenset())
+axes_of_losses: Callable[[], frozenset[str]] = _AXES_OF_LOSSES.get
 # Nodes of graphs: collectives, behind some of which what ranks share is varying; or behind which it is about trees,
 # whose cotangents are means.
 _COLLECTIVES, _VARYING = {"EagerBackward", "InTransformBackward"}, {"pvary", "into_losses"}
 _OF_TREES = {"_GatherBackward", "GatherBucketBackward", "ReduceBucketBackward", "LiftBackward"}
 _UNDER_WAY: ContextVar[tuple[Differentiation, ...]] = ContextVar("differentiations under way", default=())
-
-
-def axes_of_losses() -> frozenset[str]:
-    """The data axes of trees that transforms around differentiate functions of."""
-    return _AXES_OF_LOSSES.get()
 
 
 def losses_over(axes: Collection[str]) -> AbstractContextManager[None]:
@@ -193,12 +179,25 @@ def _sources(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """What tensors are made of: ids of leaves that ask for a gradient, and the nodes in between."""
     given = [x for x in tensors if x.requires_grad]
     yield from (id(x) for x in given if x.grad_fn is None)
-    nodes: list[Any] = [x.grad_fn for x in given]
+    for node in _nodes(given):
+        yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
+
+
+def _nodes(tensors: Iterable[Tensor], ends_at: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of the graph that tensors are made by, but for those before a node at which it `ends_at`."""
+    nodes: list[Any] = [x.grad_fn for x in tensors]
     seen = set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
-        nodes += [before for before, _ in node.next_functions]
+        yield node
+        if not ends_at(node):
+            nodes += [before for before, _ in node.next_functions]
+
+
+def _makes_varying(node: Any, axis: str) -> bool:
+    """Whether what ranks share over an axis is varying behind a node, or about trees, whose cotangents are means."""
+    name = type(node).__name__
+    return name in _OF_TREES or (name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis)

@@ -33,8 +33,9 @@ from shardfn.compat.fsdp1.buffers import as_before
 from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
 from shardfn.compat.fsdp1.instance import Instance, instances, own_of, state_dict_settings
 from shardfn.compat.loading import CopiesIntoShards, whole_of
-from shardfn.compat.sharded import held_now, within
+from shardfn.compat.sharded import held_now
 from shardfn.core.checkpoint import from_state_dict
+from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
 from shardfn.core.model import WRAPPED, unwrapped
@@ -112,7 +113,7 @@ class StateDicts:
         plain = type(self.__dict__[WRAPPED]).state_dict
         if _collecting.get():
             return plain(self, **given)
-        with within(_collecting):
+        with holding(_collecting, True):
             held: Any = plain(self, prefix=given.get("prefix", ""), keep_vars=True)
         made = _flavoured(self, held, keep_vars)
         if destination is None:
@@ -141,14 +142,14 @@ class StateDicts:
             return plain(self, state_dict, strict=strict)
         renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
         converted = state_dict if renamed else _as_shards(self, state_dict)
-        with within(_collecting), _undone_on_error(self), CopiesIntoShards():
+        with holding(_collecting, True), _undone_on_error(self), CopiesIntoShards():
             return plain(self, converted, strict=strict)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """What `load_state_dict` of a module around calls: the values for this tree become shards first."""
         if not _collecting.get():
             own = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
-            with within(_collecting):
+            with holding(_collecting, True):
                 state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
         type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
@@ -235,7 +236,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     own, held = own_of(module), held_now(module)
     kind = kind_wanted(own)
-    with within(_collecting):
+    with holding(_collecting, True):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     params = held.params(module)

@@ -32,15 +32,16 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from shardfn.compat.compiling import compile_units
 from shardfn.compat.fsdp1 import arguments, meshes
-from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
+from shardfn.compat.fsdp1.arguments import NOT_GIVEN
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
 from shardfn.compat.fsdp1.construction import shard_now
-from shardfn.compat.fsdp1.instance import Instance, instance_of, instances
+from shardfn.compat.fsdp1.instance import Instance, Settings, instance_of, instances
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
 from shardfn.compat.meshes import OWN_AXES, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, run, units_in, within
+from shardfn.compat.sharded import RECORD, held_now, run, units_in
+from shardfn.core.context import holding
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.model import WRAPPED, unwrapped
@@ -421,7 +422,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
         self.__dict__[RECORD].require(TrainingState.IDLE)
-        with within(_applying), whole_parameters(self, Asked()):
+        with holding(_applying, True), whole_parameters(self, Asked()):
             return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)

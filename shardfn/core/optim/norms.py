@@ -15,7 +15,7 @@ from shardfn._torch import (
     on_each_rank,
     pytree,
     simulated,
-    specs_of,
+    spec_of,
     unwrap_locals,
     vmap_depth,
     with_locals,
@@ -28,6 +28,7 @@ from shardfn.core.optim.trees import Tree, leaves_of, require_match, trainable
 from shardfn.core.storage import map_runs, merged
 from shardfn.core.tree import Params
 from shardfn.core.tree import map as map_tree
+from shardfn.core.underway import may_be_differentiated
 
 _PIECE = 2**17  # elements that are squared and added in one go
 
@@ -54,7 +55,7 @@ def global_norm(tree: Tree) -> Tensor:
     if isinstance(tree, Params) and _differentiated(tree):
         lowered = lower(tree, vmap_depth())
         return into_losses(_norm_of_parts(lowered), lowered.mesh, lowered.plan.roles.data)
-    return _norm("global_norm", [leaf for leaf in pytree.tree_leaves(tree) if _is_floating(leaf)])
+    return _norm("global_norm", [leaf for leaf in pytree.tree_leaves(tree) if may_be_differentiated(leaf)])
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
@@ -79,7 +80,7 @@ def dot(a: Tree, b: Tree) -> Tensor:
     """
     if not isinstance(a, Params):
         pairs: list[tuple[Tensor, Tensor]] = []
-        map_tree(lambda x, y: pairs.append((x, y)) if _is_floating(x) else None, a, b)
+        map_tree(lambda x, y: pairs.append((x, y)) if may_be_differentiated(x) else None, a, b)
         return _products([x for x, _ in pairs], [y for _, y in pairs], _wide([x for pair in pairs for x in pair]))
     require_match("tree.dot", "the second tree", a, list(a), b)
     if _differentiated(a) or _differentiated(b):
@@ -87,7 +88,7 @@ def dot(a: Tree, b: Tree) -> Tensor:
         wide = _wide([*x.values(), *y.values()])
         total = _sum_of_parts(x, lambda names: _products([x[n] for n in names], [y[n] for n in names], wide))
         return into_losses(total, x.mesh, x.plan.roles.data)
-    names = [name for name, leaf in a.items() if _is_floating(leaf)]
+    names = [name for name, leaf in a.items() if may_be_differentiated(leaf)]
     xs, ys = (unwrap_locals([tree[name] for name in names]) for tree in (a, b))
     leaves, wide = [a[name] for name in names], _wide([*xs, *ys])  # of all: a rank may have nothing to add
     return _summed("tree.dot", leaves, lambda mine: _products([xs[i] for i in mine], [ys[i] for i in mine], wide))
@@ -114,7 +115,7 @@ def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) ->
     """A sum over floating leaves of a lowered tree: that of leaves split over the same axes goes over those axes."""
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for name, leaf in tree.items():
-        if _is_floating(leaf):
+        if may_be_differentiated(leaf):
             by_axes.setdefault(tree.plan.leaves[name][1].axes, []).append(name)
     device = grid(tree.mesh, tree.plan.roles.storage).device
     total = torch.zeros((), dtype=_wide(list(tree.values())), device=device)
@@ -129,10 +130,6 @@ def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) ->
 def _wide(leaves: Sequence[Tensor]) -> torch.dtype:
     double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
     return torch.float64 if double else torch.float32
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
@@ -151,7 +148,7 @@ def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
 
 def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[int]], Tensor]) -> Tensor:
     """A sum over leaves, of which every rank adds those, by index, that count there; outside autograd."""
-    specs = specs_of(leaves)
+    specs = list(map(spec_of, leaves))
     mesh = specs[0].mesh
     if any(spec.mesh is not mesh and spec.mesh != mesh for spec in specs):
         raise ShardError(f"{verb}: the leaves live on several meshes; sf.reshard them to one")
@@ -266,7 +263,7 @@ def clip(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:
         norm = _norm("clip", wanted)
         return grads.like({**grads, **dict(zip(names, _clipped(wanted, norm, max_norm), strict=True))}), norm
     leaves, structure = pytree.tree_flatten(grads)
-    chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+    chosen = [i for i, leaf in enumerate(leaves) if may_be_differentiated(leaf)]
     norm = _norm("clip", [leaves[i] for i in chosen])
     for i, leaf in zip(chosen, _clipped([leaves[i] for i in chosen], norm, max_norm), strict=True):
         leaves[i] = leaf
