@@ -35,12 +35,12 @@ from shardfn.core.engine.in_place import Place, runs_in_place, with_table
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import Grid, grid
-from shardfn.core.model import OWN, note_shard, submodule, unwrapped
+from shardfn.core.model import CLASS, OWN, note_shard, submodule, unwrapped
 from shardfn.core.plan import Plan, Reduction, plan
 from shardfn.core.policy import Policy
 from shardfn.core.tree import Params
 from shardfn.core.wiring import unit_casts
-from shardfn.watched import REPLACED, SHARD, watch_optimizers
+from shardfn.torch_optimizers import REPLACED, SHARD, watch_optimizers
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
@@ -89,11 +89,16 @@ class Held:
         params.holds_back = holds_back
         return params
 
-    def run(self, model: nn.Module, params: Params, method: str, args: Any, kwargs: Any) -> Any:
+    def run(self, model: nn.Module, params: Params | None, method: str, args: Any, kwargs: Any) -> Any:
         """Call a method of the module with the weights of a tree that `params` made.
 
-        The module itself computes, or copies of it where its forwards are not its own, or compiled.
+        The module itself computes, or copies of it where its forwards are not its own, or compiled. Without a tree the
+        whole parameters in the places of the shards count, and nobody trains them.
         """
+        if params is None and not self.plan.placed_axes:
+            return bound(model, method)(*args, **kwargs)
+        if params is None:  # modules want DTensors
+            params = self._params_of_whole(model)
         self.lend(params)
         self._of_modules = params.buffers
         try:
@@ -152,8 +157,8 @@ class Held:
             if not isinstance(p, DTensor) and not any(name == ignored for ignored in self.plan.info.ignored):
                 raise _added(f"'{name}' was added by a forward")
 
-    def params_of_whole(self, model: nn.Module) -> Params:
-        """The tree of the values that whole parameters in the places of the shards have now; nobody trains them."""
+    def _params_of_whole(self, model: nn.Module) -> Params:
+        """The tree of the values that whole parameters in the places of the shards have now."""
         tree = self.params(model)
         now = dict(model.named_parameters(remove_duplicate=False))
         made = from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
@@ -200,6 +205,13 @@ class Held:
             unwrap_local(mine[name]).copy_(unwrap_local(leaf))
 
 
+def bound(module: nn.Module, method: str) -> Any:
+    """A method of the model itself: a class that shards in place has another `__call__`."""
+    module = unwrapped(module)
+    swapped = module.__dict__.get(CLASS) if method not in module.__dict__ else None
+    return getattr(module, method) if swapped is None else getattr(swapped, method).__get__(module)
+
+
 def _added(what: str) -> ShardError:
     return ShardError(
         f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters before the model is "
@@ -213,17 +225,20 @@ def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         buffers_of(submodule(model, owner))[key] = value
 
 
-def owned(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(module path, attribute, parameter) of every place where a module holds a parameter."""
-    return ((module.name, attribute, name) for module in plan.info.modules for attribute, name in module.params)
+def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, dict[str, str]]]:
+    """(module, attribute, parameter, leaf -> its attribute) of every place where a module holds a parameter."""
+    for info in plan.info.modules:
+        module = submodule(model, info.name)
+        for attribute, name in info.params:
+            leaves = (leaf.name for leaf in plan.layouts[name].leaves)
+            yield module, attribute, name, {leaf: attribute + leaf.removeprefix(name) for leaf in leaves}
 
 
 def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
-    for path, attribute, name in owned(plan):
-        table = parameters_of(submodule(model, path))
-        for leaf in plan.layouts[name].leaves:
-            slots.setdefault(leaf.name, (table, attribute + leaf.name.removeprefix(name)))
+    for module, _, _, leaves in _owned(model, plan):
+        for leaf, key in leaves.items():
+            slots.setdefault(leaf, (parameters_of(module), key))
     return {name: slots[name] for name in plan.leaves}
 
 
@@ -235,28 +250,23 @@ def install(model: nn.Module, params: Params) -> Held:
     watch_optimizers()
     made: dict[str, nn.Parameter] = {}
     done: set[tuple[int, str]] = set()  # several objects may stand before one module, and share its tables
-    for path, attribute, name in owned(params.plan):
-        table = parameters_of(submodule(model, path))
+    for module, attribute, name, leaves in _owned(model, params.plan):
+        table, layout = parameters_of(module), params.plan.layouts[name]
         if (id(table), attribute) in done:
             continue
         done.add((id(table), attribute))
         before = table[attribute]
         assert before is not None
-        keys: dict[str, nn.Parameter] = {}
-        for leaf in params.plan.layouts[name].leaves:
-            if leaf.name not in made:
-                made[leaf.name] = nn.Parameter(params[leaf.name], params.plan.layouts[name].trainable)
-                vars(made[leaf.name]).update(vars(before), **{SHARD: (leaf.name, before.dim())})
+        for leaf, key in leaves.items():
+            if leaf not in made:
+                made[leaf] = nn.Parameter(params[leaf], layout.trainable)
+                vars(made[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
             vars(before)[REPLACED] = name
-            key = attribute + leaf.name.removeprefix(name)
-            keys[key] = made[leaf.name]
-            note_shard(submodule(model, path), key, params.plan.layouts[name].placed)
-        _put(table, attribute, keys)
+            note_shard(module, key, layout.placed)
+        _put(table, attribute, {key: made[leaf] for leaf, key in leaves.items()})
     _refresh_flat_weights(model)
     _warn_of_references(model)
-    for name, buffer in params.buffers.items():
-        path, _, key = name.rpartition(".")
-        buffers_of(submodule(model, path))[key] = buffer
+    _add_buffers(model, params.buffers)
     return Held(model, params.plan, params.mesh)
 
 
@@ -364,23 +374,22 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
 
 
 @contextmanager
-def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
+def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
     """Within it, the module has whole, ordinary parameters in the place of those shards of which `full` has values.
 
     What is yielded holds them by canonical name. The shards are as they were; the caller writes back what changed.
     """
-    tables = [parameters_of(module) for module in model.modules()]
-    before = [dict(table) for table in tables]
+    before: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id of a table: itself, and what was in it
     made: dict[str, nn.Parameter] = {}
-    for path, attribute, name in owned(held.plan):
+    for module, attribute, name, leaves in _owned(model, held.plan):
         if name not in full:
             continue
-        table = parameters_of(submodule(model, path))
-        leaves = [attribute + leaf.name.removeprefix(name) for leaf in held.plan.layouts[name].leaves]
+        table, keys = parameters_of(module), list(leaves.values())
+        before.setdefault(id(table), (table, dict(table)))
         if name not in made:
             made[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
-            vars(made[name])[STANDS_FOR] = table[leaves[0]]
-        for key in leaves:
+            vars(made[name])[STANDS_FOR] = table[keys[0]]
+        for key in keys:
             del table[key]
         table[attribute] = made[name]
     _refresh_flat_weights(model)
@@ -388,7 +397,7 @@ def whole(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[
         yield made
         _note_replaced(model, made, held)
     finally:
-        for table, had in zip(tables, before, strict=True):
+        for table, had in before.values():
             table.clear()
             table.update(had)
         _refresh_flat_weights(model)
@@ -406,10 +415,23 @@ def _note_replaced(model: nn.Module, made: dict[str, nn.Parameter], held: Held) 
     Raises:
         ShardError: by something that cannot be cut into the shards.
     """
-    for path, attribute, name in owned(held.plan):
-        now = parameters_of(submodule(model, path)).get(attribute)
+    for module, attribute, name, _ in _owned(model, held.plan):
+        now = parameters_of(module).get(attribute)
         if name not in made or now is made[name]:
             continue
         if now is None or now.shape != made[name].shape:
             raise ShardError(f"'{name}' was replaced by {None if now is None else tuple(now.shape)} while it was whole")
         made[name] = now
+
+
+@contextmanager
+def having(*objects: object, **values: Any) -> Iterator[None]:
+    """Within it these attributes of the objects have these values; afterwards those that they had before."""
+    before = [(one, name, getattr(one, name)) for one in objects for name in values]
+    for one, name, _ in before:
+        setattr(one, name, values[name])
+    try:
+        yield
+    finally:
+        for one, name, value in before:
+            setattr(one, name, value)

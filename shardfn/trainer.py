@@ -30,9 +30,9 @@ from shardfn.core.plan import Plan, plan
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import differentiator, explained, value_of
 from shardfn.core.tree import Params, map_local
-from shardfn.held import adopt, install, taken_over, whole
-from shardfn.others import OTHERS, Saved, load_into, memory_for
-from shardfn.watched import count_steps, not_reduced
+from shardfn.held import adopt, having, install, taken_over, whole_in_place
+from shardfn.stateful import OTHERS, Saved, load_into, memory_for
+from shardfn.torch_optimizers import count_steps, not_reduced
 
 
 class Trainer(nn.Module):
@@ -156,14 +156,8 @@ class Trainer(nn.Module):
                 "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated: "
                 "nothing would train. Use the ones it is given: sf.apply(trainer.module, params, ...)"
             )
-        if self._is_whole and not self.plan.placed_axes:
-            return self.module(*args, **kwargs)
-        if self._is_whole:
-            params = self._held.params_of_whole(self.module)
-        else:
-            params = self._held.params(self.module, holds_back=lambda unit: not self._syncs)
-        method = kwargs.pop("method", None) or "__call__"
-        return self._held.run(self.module, params, method, args, kwargs)
+        params = None if self._is_whole else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
 
     def step(self, *batch: Any) -> dict[str, Any]:
         """One update on this data rank's batch.
@@ -369,11 +363,8 @@ class Trainer(nn.Module):
 
         Until then `.grad` is a `DTensor` of partial sums, whole on every rank: more memory, for less traffic.
         """
-        before, self._syncs = self._syncs, False
-        try:
+        with having(self, _syncs=False):
             yield
-        finally:
-            self._syncs = before
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
@@ -386,12 +377,9 @@ class Trainer(nn.Module):
         """
         full = gather(self.params)
         held = self._held
-        self._is_whole = True
-        try:
-            with whole(self.module, {name: full[name].detach().clone() for name in self.plan.layouts}, held) as made:
-                yield
-        finally:
-            self._is_whole = False
+        values = {name: full[name].detach().clone() for name in self.plan.layouts}
+        with having(self, _is_whole=True), whole_in_place(self.module, values, held) as made:
+            yield
         if writeback:
             held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
 

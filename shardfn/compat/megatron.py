@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.compat.fsdp2.group import group_of
+from shardfn.compat.fsdp2.group import Group
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import default_device_type
 from shardfn.core.model import class_of
@@ -144,7 +144,7 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
         for cls in listed:
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
                 raise ShardError(f"{what} lists {cls!r}, which is no class of modules")
-            if group_of(inside) is not None:
+            if Group.has_sharded(inside):
                 raise ShardError(
                     f"TorchFullyShardedDataParallel: {name!r} ({class_of(inside).__name__}) is sharded already"
                 )

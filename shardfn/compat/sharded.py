@@ -1,32 +1,35 @@
 """What the module of a class that shards in place knows, the policy that a tree of such means, and its run. Layer 6.
 
 `fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
+
+Gathers stay outside of compiled graphs, and a graph ends where a unit begins. So what is compiled is the forward of
+every sharded module that holds no other one; `torch.compile(model)`, or a compiled function that calls the model, says
+how at the call, by the context that it runs in.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import pytree, seen_by_dynamo
-from shardfn.compat.compiling import compile_units, options_around
 from shardfn.compat.meshes import spread
 from shardfn.core.engine.compiled import GraphBreak
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.initialize import shard_own
-from shardfn.core.model import CLASS, OWN, shards_in, unwrapped
+from shardfn.core.model import OWN, shards_in, unwrapped
 from shardfn.core.pattern import exactly
 from shardfn.core.plan import Reduction, plan
 from shardfn.core.policy import Policy
-from shardfn.held import Held, adopt, install
+from shardfn.held import Held, adopt, bound, install
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
 _TREES = f"{OWN}trees"  # the key of the plans of the tree below a module, by whether they are in full precision
-Kind = TypeVar("Kind", bound="Sharded")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,6 +50,26 @@ class Sharded:
     scale: float = 1.0  # of gradients, beside the mean over ranks
     is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
     version: int = 0  # counts changes of what a plan is made from
+
+    @classmethod
+    def has_sharded(cls, module: nn.Module) -> bool:
+        """Whether a class of this kind has sharded a module."""
+        return isinstance(module.__dict__.get(RECORD), cls)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """What a sharded module knows."""
+        return module.__dict__[RECORD]
+
+    @classmethod
+    def all_in(cls, module: nn.Module) -> Iterator[tuple[str, nn.Module, Self]]:
+        """(name, module, what it knows) of every module of this kind in a tree, in its order."""
+        return ((name, one, cls.of(one)) for name, one in module.named_modules() if cls.has_sharded(one))
+
+    @property
+    def first_rank(self) -> int:
+        """The rank whose values count where those of one do."""
+        return int(self.mesh.mesh.flatten()[0])
 
     @property
     def holds_back(self) -> bool:
@@ -81,7 +104,6 @@ class Sharded:
 
     def begin(self, module: nn.Module, tree: "Tree") -> None:
         """What goes before a call of its module that no other call is around."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -97,35 +119,15 @@ class Tree:
         return self.held.fits and self.versions == [unit.version for unit in self.units.values()]
 
 
-def record_in(module: nn.Module, kind: type[Kind]) -> Kind | None:
-    """What a module knows that was sharded by a class of that kind; None of other modules."""
-    found = module.__dict__.get(RECORD)
-    return found if isinstance(found, kind) else None
-
-
-def records(module: nn.Module, kind: type[Kind]) -> Iterator[tuple[str, nn.Module, Kind]]:
-    """(name, module, what it knows) of every such module in a tree, in its order."""
-    for name, inside in module.named_modules():
-        if (found := record_in(inside, kind)) is not None:
-            yield name, inside, found
-
-
-def record_of(module: nn.Module) -> Any:
-    """What a sharded module knows."""
-    return module.__dict__[RECORD]
-
-
 def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of what a sharded module holds, itself included, and no other sharded one inside it does."""
-    inner = {
-        id(one) for name, inside, _ in records(module, type(record_of(module))) if name for one in inside.modules()
-    }
+    inner = {id(one) for name, inside, _ in Sharded.of(module).all_in(module) if name for one in inside.modules()}
     return [(name, one) for name, one in module.named_modules() if id(one) not in inner]
 
 
 def ignored_in(module: nn.Module, kind: type[Sharded]) -> set[int]:
     """The ids of the parameters that what is sharded in a tree leaves alone."""
-    return {id(parameter) for _, _, inner in records(module, kind) for parameter in inner.ignored_params}
+    return {id(parameter) for _, _, inner in kind.all_in(module) for parameter in inner.ignored_params}
 
 
 def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), exact: bool = False) -> Policy:
@@ -141,7 +143,7 @@ def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), ex
         ShardError: modules differ in what only a whole tree can have.
     """
     units: dict[str, dict[str, Any]] = {}
-    for name, _, inner in records(module, type(own)):
+    for name, _, inner in own.all_in(module):
         _require_alike(name, own, inner)
         if name:
             units[exactly(name)] = inner.unit_settings(exact)
@@ -173,7 +175,7 @@ def _require_alike(name: str, own: Sharded, inner: Sharded) -> None:
 
 def spread_inside(module: nn.Module, own: Sharded) -> None:
     """What was sharded inside over fewer axes gets the mesh of this one."""
-    for _, inside, inner in records(module, type(own)):
+    for _, inside, inner in own.all_in(module):
         if spread(inside, inner.mesh, own.mesh):
             inner.mesh, inner.data, inner.placed = own.mesh, own.data, own.placed
             inner.changed()
@@ -227,13 +229,13 @@ def _tree_now(module: nn.Module, exact: bool) -> Tree:
     """
     trees = module.__dict__.setdefault(_TREES, {})
     if exact not in trees or not trees[exact].fits:
-        own = record_of(module)
-        units = {name: inner for name, _, inner in records(module, type(own))}
+        own = Sharded.of(module)
+        units = {name: inner for name, _, inner in own.all_in(module)}
         for unit in units.values():
             unit.put_back()
         made = plan(module, own.mesh, policy_of(module, own, exact=exact))
         trees[exact] = Tree(units, adopt(module, made, own.mesh), [unit.version for unit in units.values()])
-    if (own := record_of(module)).is_root is None:
+    if (own := Sharded.of(module)).is_root is None:
         own.note_root(module)
     return trees[exact]
 
@@ -245,22 +247,19 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     """
     if seen_by_dynamo():
         return _OUTSIDE[0](module, method, args, kwargs)
-    behind = unwrapped(module)
     if is_computing(module):
-        return _bound(behind, method)(*args, **kwargs)
-    own = record_of(module)
+        return bound(module, method)(*args, **kwargs)
+    own = Sharded.of(module)
     tree = _tree_now(module, own.is_exact(module))
     own.begin(module, tree)
     held, units = tree.held, tree.units
     if own.device.type != "cpu":
         args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    if own.is_whole and not held.plan.placed_axes:
-        return _bound(behind, method)(*args, **kwargs)
+    if own.is_whole:
+        return held.run(module, None, method, args, kwargs)
     params = held.params(module, own.reduction, holds_back=lambda unit: units[unit].holds_back)
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
-    if own.is_whole:  # modules want DTensors
-        params = held.params_of_whole(module)
     return held.run(module, params, method, args, kwargs)
 
 
@@ -269,18 +268,32 @@ _OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it impor
 
 def _run_and_compile(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     """`run`, where a graph ended for it: units are compiled as the function around is."""
-    options = options_around()
+    options = _options_around()
     if options is not None:
-        compile_units(units_in(module), **options)
+        compile_units(module, **options)
     return run(module, method, args, kwargs)
 
 
-def units_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of what computes and may be compiled: the models of all sharded modules in a tree."""
-    return [(name, unwrapped(inside)) for name, inside, _ in records(module, type(record_of(module)))]
+def compile_units(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`compile(*args, **kwargs)` on every sharded module in a tree that holds no other one and is not compiled yet."""
+    units = [(name, unwrapped(inside)) for name, inside, _ in Sharded.of(module).all_in(module)]
+    for name, unit in units:
+        prefix = f"{name}." if name else ""
+        if not any(other.startswith(prefix) and other != name for other, _ in units):
+            if unit._compiled_call_impl is None:
+                unit.compile(*args, **kwargs)
 
 
-def _bound(module: nn.Module, method: str) -> Any:
-    """A method of the model itself: a class that shards in place has another `__call__`."""
-    swapped = module.__dict__.get(CLASS) if method not in module.__dict__ else None
-    return getattr(module, method) if swapped is None else getattr(swapped, method).__get__(module)
+def _options_around() -> dict[str, Any] | None:
+    """What `torch.compile` was asked for, by the context that this call runs in."""
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        context: Any = frame.f_locals.get("self") if frame.f_code.co_name == "compile_wrapper" else None
+        if isinstance(context, dynamo.OptimizeContext):
+            return {
+                "backend": dynamo.innermost_backend(context.callback),
+                "dynamic": getattr(context, "_dynamic", None),
+            }
+        frame = frame.f_back
+    return None

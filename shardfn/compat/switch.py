@@ -34,22 +34,19 @@ _KNOW_THE_CLASSES = (
     "torch.distributed.pipelining",
     "torch.distributed._composable.replicate",
 )
-_FSDP2 = {name: getattr(fsdp2, name) for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method")}
-_FSDP2 |= {"share_comm_ctx": fsdp2.share_comm_ctx}
-_PUT: dict[str, dict[str, Any]] = {
-    "torch.distributed.fsdp": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel, **_FSDP2},
-    "torch.distributed.fsdp.fully_sharded_data_parallel": {"FullyShardedDataParallel": fsdp1.FullyShardedDataParallel},
-    "torch.distributed.fsdp._fully_shard": _FSDP2,
-    "torch.distributed.fsdp._fully_shard._fully_shard": _FSDP2,
-    "torch.distributed._composable.fsdp": _FSDP2,
-    "torch.distributed._composable.fsdp.fully_shard": {key: _FSDP2[key] for key in _FSDP2 if key != "share_comm_ctx"},
-    "torch.distributed.fsdp.wrap": {
-        "default_auto_wrap_policy": wrap.default_auto_wrap_policy,
-        "ConfigAutoWrap": wrap.ConfigAutoWrap,
-        "ParamExecOrderWrapPolicy": wrap.ParamExecOrderWrapPolicy,
-    },
-    "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
-    "torch.distributed.fsdp._runtime_utils": {"_lazy_init": _runtime_utils._lazy_init},
+_FSDP1 = ("FullyShardedDataParallel",)
+_FSDP2 = ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx")
+# Module of torch -> ours, and the names that torch's gets of it.
+_PUT: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
+    "torch.distributed.fsdp": (fsdp1, (*_FSDP1, *_FSDP2)),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": (fsdp1, _FSDP1),
+    "torch.distributed.fsdp._fully_shard": (fsdp2, _FSDP2),
+    "torch.distributed.fsdp._fully_shard._fully_shard": (fsdp2, _FSDP2),
+    "torch.distributed._composable.fsdp": (fsdp2, _FSDP2),
+    "torch.distributed._composable.fsdp.fully_shard": (fsdp2, _FSDP2[:3]),
+    "torch.distributed.fsdp.wrap": (wrap, ("default_auto_wrap_policy", "ConfigAutoWrap", "ParamExecOrderWrapPolicy")),
+    "torch.distributed.fsdp.sharded_grad_scaler": (sharded_grad_scaler, ("ShardedGradScaler",)),
+    "torch.distributed.fsdp._runtime_utils": (_runtime_utils, ("_lazy_init",)),
 }
 # Modules of other packages -> ours, whose names they have, also where the packages are installed.
 DOORS: Mapping[str, ModuleType] = {
@@ -82,10 +79,10 @@ def on() -> None:
         warnings.simplefilter("ignore")  # torch's own, of modules that nobody asked for
         for name in (*_KNOW_THE_CLASSES, *_PUT):  # before the first name changes
             importlib.import_module(name)
-    for name, values in _PUT.items():
-        module = importlib.import_module(name)
-        for key, value in values.items():
-            _patches.enter_context(patch.object(module, key, value, create=True))
+    for theirs, (ours, names) in _PUT.items():
+        module = importlib.import_module(theirs)
+        for name in names:
+            _patches.enter_context(patch.object(module, name, getattr(ours, name), create=True))
     sys.meta_path.insert(0, _OURS)
     sys.meta_path.append(_AROUND)
     _patches.enter_context(patch.object(spawn, "get_preparation_data", _preparation_data))
@@ -142,7 +139,8 @@ class _Modules(MetaPathFinder, Loader):
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    """What is in a module of ours, or what it asks another one for."""
+    return {name: x for name, x in vars(module).items() if name == "__getattr__" or not name.startswith("__")}
 
 
 _OURS = _Modules({name: _public(ours) for name, ours in DOORS.items()})  # asked before anybody else

@@ -15,10 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
-from shardfn.compat.fsdp1.instance import HYBRID, Settings, instance_of, instances, own_of
+from shardfn.compat.fsdp1.instance import Instance, Settings
+from shardfn.compat.meshes import HYBRID
 from shardfn.core.errors import ShardError
 
 NOT_GIVEN: Any = object()
+_MOVED: dict[str, Any] = {  # argument that changed places -> the type that only it has; a policy may be any function
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "auto_wrap_policy": (_Policy, Callable),
+}
 
 
 def told_apart(given: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def told_apart(given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is None or value is NOT_GIVEN:
             continue
-        right = _name_of(value)
+        right = next((name for name, kind in _MOVED.items() if isinstance(value, kind)), None)
         if right is None:
             raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}")
         if right in found:
@@ -43,16 +50,6 @@ def told_apart(given: dict[str, Any]) -> dict[str, Any]:
     if given["backward_prefetch"] is None:  # said in its place, it is a choice
         found.setdefault("backward_prefetch", None)
     return found
-
-
-def _name_of(value: Any) -> str | None:
-    if isinstance(value, ShardingStrategy):
-        return "sharding_strategy"
-    if isinstance(value, CPUOffload):
-        return "cpu_offload"
-    if isinstance(value, BackwardPrefetch):
-        return "backward_prefetch"
-    return "auto_wrap_policy" if isinstance(value, _Policy) or callable(value) else None
 
 
 def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:
@@ -131,9 +128,9 @@ def ignored_in(
     Raises:
         ValueError: an FSDP module is among them.
     """
-    if any(instance_of(one) is not None for one in modules):
+    if any(Instance.has_sharded(one) for one in modules):
         raise ValueError("`ignored_modules` should not include FSDP modules")
-    inside = {child for one in modules for child in one.modules() if instance_of(child) is None}
+    inside = {child for one in modules for child in one.modules() if not Instance.has_sharded(child)}
     if module in inside:
         warnings.warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
@@ -141,7 +138,7 @@ def ignored_in(
             stacklevel=3,
         )
     found = {id(p): p for one in inside for p in one.parameters(recurse=False)} | {id(p): p for p in parameters}
-    for _, _, inner in instances(module):
+    for _, _, inner in Instance.all_in(module):
         inside |= inner.ignored_modules
         found |= {id(p): p for p in inner.ignored_params}
     return inside, list(found.values())
@@ -186,9 +183,9 @@ def check_comm_hook(module: nn.Module, hook: object) -> None:
     Raises:
         AssertionError, ValueError: see `FullyShardedDataParallel.register_comm_hook`.
     """
-    if own_of(module).inner:
+    if Instance.of(module).inner:
         raise AssertionError("register_comm_hook can only be called on a root instance.")
-    for _, _, inner in instances(module):
+    for _, _, inner in Instance.all_in(module):
         if inner.settings.sharding_strategy in HYBRID:
             raise AssertionError(
                 f"Communication hook is not supported for hybrid strategies: {inner.settings.sharding_strategy}"

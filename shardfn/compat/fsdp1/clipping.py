@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.instance import own_of
+from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.sharded import held_now
 from shardfn.core.engine.gradients import is_held_back
-from shardfn.watched import not_reduced
+from shardfn.torch_optimizers import not_reduced
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
@@ -24,7 +24,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, p: float) -> Tensor:
 
     Communication: one small all-reduce an axis that splits any parameter.
     """
-    own = own_of(module)
+    own = Instance.of(module)
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if any(map(is_held_back, grads)):
         raise not_reduced("clip_grad_norm_", "a gradient")

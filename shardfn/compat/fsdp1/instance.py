@@ -1,9 +1,9 @@
-"""What one instance of FSDP1 was asked and knows, and what that means in a policy. Layer 6."""
+"""What one instance of FSDP1 was asked and knows, what that means in a policy, and how it shards. Layer 6."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,33 +11,30 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
     StateDictSettings,
     StateDictType,
+    api,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.tensor import DTensor
 
-from shardfn._torch import buffers_of
-from shardfn.compat.fsdp1.buffers import as_before, cast
-from shardfn.compat.sharded import Sharded, Tree, own_modules, record_in, record_of, records
+from shardfn._torch import buffers_of, parameters_of
+from shardfn.compat.sharded import Sharded, Tree, own_modules, put_shards, refuse_scalars, spread_inside
+from shardfn.core.agreement import exchange_numbers
+from shardfn.core.errors import ShardError
+from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
+from shardfn.torch_optimizers import REPLACED
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+_ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_CONFIGS: dict[StateDictType, tuple[type[api.StateDictConfig], type[api.OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (api.FullStateDictConfig, api.FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (api.LocalStateDictConfig, api.LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig),
 }
+_MASTER = "_shardfn_buffer_before"  # on a buffer that was cast to `buffer_dtype`: what it was
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Settings:
     @property
     def regathers(self) -> bool:
         """Whether weights are freed after the forward."""
-        return self.shards and self.sharding_strategy not in ZERO2
+        return self.shards and self.sharding_strategy not in _ZERO2
 
 
 def state_dict_settings(kind: StateDictType) -> StateDictSettings:
@@ -102,11 +99,51 @@ class Instance(Sharded):
         params = [memo.get(id(one), one) for one in self.ignored_params]
         return replace(self, ignored_modules=modules, ignored_params=params)
 
+    def shard(self, module: nn.Module) -> None:
+        """Shard what is in the tree of its module, is not ignored, and no instance in it has sharded before.
+
+        Raises:
+            ValueError: a scalar parameter.
+            ShardError: as `shard`.
+        """
+        ignored = {id(p) for p in self.ignored_params}
+        _require_own_shards(module)
+        spread_inside(module, self)
+        refuse_scalars(module, "FSDP doesn't support scalar parameters", ignored)
+        for parameter in self.ignored_params if self.settings.device_id is not None else ():
+            if not parameter.is_meta:  # `device_id` says where they are too
+                parameter.data = parameter.data.to(self.device)
+        has_meta = _has_meta(module, ignored)
+        src = self._source(module, has_meta)
+        put_shards(module, self, init=_init(self.settings.param_init_fn) if has_meta and src is None else None, src=src)
+        for _, inside, own in Instance.all_in(module):
+            own._set_dtypes_of_gradients(inside)
+
+    def _source(self, module: nn.Module, has_meta: bool) -> int | None:
+        """The rank whose values all get, if that is asked for and it has them.
+
+        Communication: one small all-gather, with `sync_module_states`.
+        """
+        asked = any(inner.settings.sync_module_states for _, _, inner in Instance.all_in(module))
+        if not asked or self.mesh.size() == 1:
+            return None
+        (first_has_meta,), *_ = exchange_numbers(self.mesh, [has_meta])
+        return None if first_has_meta else self.first_rank
+
+    def _set_dtypes_of_gradients(self, module: nn.Module) -> None:
+        """`keep_low_precision_grads`: gradients stay in the dtype in which they are reduced."""
+        mixed = self.settings.mixed_precision
+        if mixed.keep_low_precision_grads and (mixed.reduce_dtype or mixed.param_dtype):
+            inner = {id(p) for name, deeper, _ in Instance.all_in(module) if name for p in deeper.parameters()}
+            for parameter in module.parameters():
+                if isinstance(parameter, DTensor) and id(parameter) not in inner:
+                    parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
+
     def is_exact(self, module: nn.Module) -> bool:
         return self.full_precision_in_eval and not module.training
 
     def note_root(self, module: nn.Module) -> None:
-        for name, _, inner in instances(module):
+        for name, _, inner in Instance.all_in(module):
             inner.is_root = False if name else not inner.inner
 
     def begin(self, module: nn.Module, tree: Tree) -> None:
@@ -114,7 +151,7 @@ class Instance(Sharded):
         low = not self.is_exact(module)
         if self.buffers_are_low == low:
             return
-        for _, inside, own in instances(module):
+        for _, inside, own in Instance.all_in(module):
             own.buffers_are_low = low
             own._cast_buffers(inside, low)
 
@@ -127,7 +164,7 @@ class Instance(Sharded):
             table = buffers_of(part) if part not in self.ignored_modules else {}
             for name, buffer in table.items():
                 if buffer is not None and buffer.is_floating_point():
-                    table[name] = cast(buffer, dtype) if low else as_before(buffer)
+                    table[name] = _cast(buffer, dtype) if low else as_before(buffer)
 
     def unit_settings(self, exact: bool) -> dict[str, Any]:
         mixed = self.settings.mixed_precision
@@ -143,29 +180,75 @@ class Instance(Sharded):
 
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters of instances that shard none are whole everywhere."""
-        whole = (_own_names(name, inside) for name, inside, own in instances(module) if not own.settings.shards)
-        return {exactly(name): "..." for name in chain.from_iterable(whole) if name in named}
+        whole = (
+            ".".join(filter(None, (name, path, key)))
+            for name, inside, own in Instance.all_in(module)
+            if not own.settings.shards
+            for path, part in own_modules(inside)
+            for key in parameters_of(part)
+        )
+        return {exactly(name): "..." for name in whole if name in named}
 
 
-def instance_of(module: nn.Module) -> Instance | None:
-    """What an FSDP1 module knows; None of other modules."""
-    return record_in(module, Instance)
+def as_before(buffer: Tensor) -> Tensor:
+    """A buffer in the dtype that it had: one that no forward has changed exactly, from what it was before the cast."""
+    master = vars(buffer).get(_MASTER)
+    if master is None:
+        return buffer
+    unchanged = master.shape == buffer.shape and master.to(buffer.dtype).equal(buffer)
+    return master if unchanged else buffer.to(master.dtype)
 
 
-def instances(module: nn.Module) -> Iterator[tuple[str, nn.Module, Instance]]:
-    """(name, module, instance) of every FSDP1 module in a tree, in its order."""
-    return records(module, Instance)
+def _cast(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer in another dtype, which knows what it was."""
+    if buffer.dtype == dtype:
+        return buffer
+    low = buffer.to(dtype)
+    vars(low)[_MASTER] = buffer
+    return low
 
 
-def own_of(module: nn.Module) -> Instance:
-    """The instance of an FSDP1 module."""
-    return record_of(module)
+def _require_own_shards(module: nn.Module) -> None:
+    """Parameters that are DTensors already must be those of instances inside, and none may be tied to one of those."""
+    for name, parameter in module.named_parameters():
+        if REPLACED in vars(parameter):
+            raise ShardError(
+                f"FullyShardedDataParallel: '{name}' is tied to '{vars(parameter)[REPLACED]}' of a module that was "
+                "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
+            )
+    inner = {id(p) for name, inside, _ in Instance.all_in(module) if name for p in inside.parameters()}
+    others = shards_in(module) - inner
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) in others:
+            raise ShardError(
+                f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
+                "that holds this module. Wrap the module that both share, once, by itself."
+            )
 
 
-def _own_names(name: str, module: nn.Module) -> Iterator[str]:
-    """Parameters of an instance that no deeper one has, under the names of the tree."""
-    prefix = f"{name}." if name else ""
-    inner = [f"{path}." for path, _, _ in instances(module) if path]
-    for own, _ in module.named_parameters(remove_duplicate=False):
-        if not any(own.startswith(path) for path in inner):
-            yield prefix + own
+def _has_meta(module: nn.Module, ignored: set[int]) -> bool:
+    held = [p for p in module.parameters() if id(p) not in ignored]
+    return any(x.is_meta for x in (*held, *module.buffers()))
+
+
+def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
+    """What fills the meta tensors of one module: `param_init_fn`, or its own `reset_parameters`."""
+    if fill is not None and not callable(fill):
+        raise ValueError(f"Expected {fill} to be callable but got {type(fill)}")
+
+    def init(module: Any) -> None:
+        try:
+            fill(module) if fill is not None else module.reset_parameters()
+        except Exception as error:
+            if fill is None:
+                warnings.warn(
+                    f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure "
+                    f"that your module of type {type(module)} implements a `reset_parameters()` method.",
+                    stacklevel=2,
+                )
+            raise
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():  # memory that nobody filled, for a checkpoint to come
+                tensor.data.nan_to_num_(0.0, 0.0, 0.0)
+
+    return init

@@ -6,7 +6,7 @@ names -> whole or DTensors    optim_state_dict_to_load  ->  optimizer.load_state
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
-from shardfn.compat.fsdp1.instance import Instance, instances
+from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.fsdp1.state_dicts import on_host
 from shardfn.compat.loading import laid_out, whole_of
 from shardfn.compat.meshes import groups_of
@@ -187,9 +187,7 @@ class OptimizerStates:
         names = _names(model)
         pairs = {index: names[id(p)] for index, p in enumerate(_params_given(model, optim, optim_input))}
         new: dict[Any, Any] = pairs if want_names else {name: index for index, name in pairs.items()}
-        groups = copy.deepcopy(optim_state_dict["param_groups"])
-        for one in groups:
-            one["params"] = sorted(new[key] for key in one["params"])
+        groups = _regrouped(optim_state_dict, lambda keys: sorted(new[key] for key in keys))
         return {"state": {new[key]: state for key, state in optim_state_dict["state"].items()}, "param_groups": groups}
 
 
@@ -203,7 +201,7 @@ def _warn_legacy(old: str, new: str) -> None:
 
 
 def _first(model: nn.Module) -> Instance:
-    found = next((own for _, _, own in instances(model)), None)
+    found = next((own for _, _, own in Instance.all_in(model)), None)
     if found is None:
         raise ShardError(f"optimizer states: {type(model).__name__} holds no FullyShardedDataParallel")
     return found
@@ -253,7 +251,7 @@ def _by_name(
             f"{unknown[0]}; make the optimizer from the wrapped model's parameters()"
         )
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
-    keep = not first_only or dist.get_rank() == int(_first(model).mesh.mesh.flatten()[0])
+    keep = not first_only or dist.get_rank() == _first(model).first_rank
     found: dict[Any, Any] = {}
     for key, values in state["state"].items():
         made = {what: _taken(value, full, host) for what, value in values.items()}
@@ -261,10 +259,14 @@ def _by_name(
             found[key_to_name.get(key, key)] = made
     if not keep:
         return {}
-    groups = copy.deepcopy(state["param_groups"])
-    for group in groups:
-        group["params"] = [key_to_name.get(key, key) for key in group["params"]]
+    groups = _regrouped(state, lambda keys: [key_to_name.get(key, key) for key in keys])
     return {"state": found, "param_groups": groups}
+
+
+def _regrouped(state: Mapping[str, Any], parameters: Callable[[list[Any]], list[Any]]) -> list[dict[str, Any]]:
+    """Copies of the groups of a state dict, with other keys for their parameters."""
+    groups = copy.deepcopy(state.get("param_groups", []))
+    return [{**group, "params": parameters(group["params"])} for group in groups]
 
 
 def _taken(value: Any, full: bool, host: bool) -> Any:
@@ -303,10 +305,8 @@ def _to_load(
             found[ids[id(parameter)]] = {
                 what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()
             }
-    groups = copy.deepcopy(state.get("param_groups", []))
-    for group in groups:
-        held = [every[name] for name in group["params"] if name in every]
-        group["params"] = sorted(ids[id(parameter)] for parameter in held if id(parameter) in ids)
+    numbers = {name: ids[id(p)] for name, p in every.items() if id(p) in ids}
+    groups = _regrouped(state, lambda names: sorted(numbers[name] for name in names if name in numbers))
     return {"state": found, "param_groups": groups}
 
 
@@ -323,7 +323,7 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
 
 def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
     """The state dict of the first rank of the mesh, on all of them."""
-    first = dist.get_rank() == int(own.mesh.mesh.flatten()[0])
+    first = dist.get_rank() == own.first_rank
     mine = dict(state) if first else {}
     groups = groups_of(own.mesh)
     box: list[Any] = [pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), mine)]

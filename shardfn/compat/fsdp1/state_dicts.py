@@ -6,6 +6,9 @@
 
 Keys are the model's own names in all of them. They are collected by `nn.Module.state_dict`, so that hooks of the user's
 modules, wrappers for activation checkpointing and extra state work as ever, and only then turned into a flavour.
+
+torch's own FSDP1 writes `ShardedTensor`s, and flat parameters in its LOCAL flavour, which load too. A flat parameter is
+all parameters of one instance, end to end in the order of its modules.
 """
 
 import sys
@@ -29,11 +32,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
-from shardfn.compat.fsdp1.buffers import as_before
-from shardfn.compat.fsdp1.foreign import FLAT, without_flat_parameters
-from shardfn.compat.fsdp1.instance import Instance, instances, own_of, state_dict_settings
+from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
 from shardfn.compat.loading import CopiesIntoShards, whole_of
-from shardfn.compat.sharded import held_now
+from shardfn.compat.sharded import held_now, own_modules
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
@@ -44,6 +45,8 @@ _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
     "set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP."
 )
+_FLAT = "_flat_param"
+_ALIGNED = 16  # bytes, of each parameter in a flat one with `use_orig_params`
 _collecting: ContextVar[bool] = ContextVar("collecting", default=False)  # an outer instance collects, or loads
 
 
@@ -78,7 +81,7 @@ class StateDicts:
         Raises:
             AssertionError: they differ.
         """
-        found = [own.state_dicts for _, _, own in instances(module)]
+        found = [own.state_dicts for _, _, own in Instance.all_in(module)]
         for other in found[1:]:
             if other != found[0]:
                 raise AssertionError(
@@ -140,7 +143,7 @@ class StateDicts:
         plain = type(self.__dict__[WRAPPED]).load_state_dict
         if _collecting.get():
             return plain(self, state_dict, strict=strict)
-        renamed = _has_load_hooks(self) and kind_wanted(own_of(self)) != StateDictType.LOCAL_STATE_DICT
+        renamed = _has_load_hooks(self) and kind_wanted(Instance.of(self)) != StateDictType.LOCAL_STATE_DICT
         converted = state_dict if renamed else _as_shards(self, state_dict)
         with holding(_collecting, True), _undone_on_error(self), CopiesIntoShards():
             return plain(self, converted, strict=strict)
@@ -168,7 +171,7 @@ def _set(module: nn.Module, kind: StateDictType, config: Any, optim_config: Any)
         if have is not None and type(have) is not want:
             raise RuntimeError(f"Expected {name} of type {want} but got {type(have)}")
     now = StateDictSettings(kind, config or now.state_dict_config, optim_config or now.optim_state_dict_config)
-    found = [own for _, _, own in instances(module)]
+    found = [own for _, _, own in Instance.all_in(module)]
     before = [own.state_dicts for own in found]
     if len({settings.state_dict_type for settings in before}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
@@ -192,7 +195,7 @@ def kind_wanted(own: Instance) -> StateDictType:
 
 def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     """The values of a collected state dict in the flavour that is wanted."""
-    own, held = own_of(module), held_now(module)
+    own, held = Instance.of(module), held_now(module)
     kind, config = kind_wanted(own), own.state_dicts.state_dict_config
     if kind == StateDictType.LOCAL_STATE_DICT and own.given_mesh:
         raise RuntimeError(
@@ -205,7 +208,7 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     full = {}
     if kind == StateDictType.FULL_STATE_DICT and any(id(value) in names for value in state.values()):
         full = gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
-    if on_first and dist.get_rank() != int(own.mesh.mesh.flatten()[0]):
+    if on_first and dist.get_rank() != own.first_rank:
         return OrderedDict()
     for key, value in state.items():
         name = names.get(id(value))
@@ -234,15 +237,15 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: a value of another flavour, or shape.
     """
-    own, held = own_of(module), held_now(module)
+    own, held = Instance.of(module), held_now(module)
     kind = kind_wanted(own)
     with holding(_collecting, True):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     params = held.params(module)
     problems: list[str] = []
-    flat = any(key.rpartition(".")[2] == FLAT for key in state)
-    found: dict[str, Any] = OrderedDict(without_flat_parameters(module, state) if flat else state)
+    flat = any(key.rpartition(".")[2] == _FLAT for key in state)
+    found: dict[str, Any] = OrderedDict(_without_flat_parameters(module, state) if flat else state)
     for key, leaf in template.items():
         value, foreign = found.get(key), flat or isinstance(found.get(key), ShardedTensor)
         if id(leaf) not in names or not isinstance(value, Tensor):
@@ -261,6 +264,41 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}")
     if hasattr(state, "_metadata"):
         vars(found)["_metadata"] = state._metadata  # pyright: ignore
+    return found
+
+
+def _without_flat_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors under the model's names in the place of flat parameters.
+
+    Raises:
+        ShardError: a flat parameter of an instance that the model does not have, or of another size.
+    """
+    found = dict(state)
+    prefixes = {f"{name}." if name else "": inside for name, inside, _ in Instance.all_in(module)}
+    for key in [key for key in state if key.rpartition(".")[2] == _FLAT]:
+        prefix = key.removesuffix(_FLAT)
+        if prefix not in prefixes:
+            raise ShardError(f"load_state_dict: {key!r} is of an instance that this model does not have; wrap it alike")
+        flat = whole_of(found.pop(key))
+        found |= {prefix + name: part for name, part in _unflattened(key, flat, prefixes[prefix]).items()}
+    return found
+
+
+def _unflattened(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    own: dict[int, tuple[str, Tensor]] = {}
+    for path, inside in own_modules(module):
+        for name, parameter in inside.named_parameters(recurse=False):
+            own.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+    sizes = [parameter.numel() for _, parameter in own.values()]
+    step = 1 if sum(sizes) == flat.numel() else max(1, _ALIGNED // flat.element_size())
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, parameter in own.values():
+        start = -(-start // step) * step
+        found[name] = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    if start > flat.numel():
+        raise ShardError(f"load_state_dict: {key!r} has {flat.numel()} elements, this model's instance has {start}")
     return found
 
 

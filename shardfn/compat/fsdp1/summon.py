@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import unwrap_local
-from shardfn.compat.fsdp1.instance import Instance, instances, own_of
+from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.sharded import held_now
 from shardfn.core.checkpoint import from_state_dict
 from shardfn.core.functional import gather
 from shardfn.core.tree import Params
-from shardfn.held import whole
+from shardfn.held import having, whole_in_place
 
 
 class OnClassOrInstance:
@@ -75,7 +75,7 @@ def summon_full_params(
 
     Communication: one all-gather a bucket on entry.
     """
-    found = [(inside, own) for _, inside, own in instances(module) if recurse or inside is module]
+    found = [(inside, own) for _, inside, own in Instance.all_in(module) if recurse or inside is module]
     asked = Asked(recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     for _, own in found:
         _check(own, asked)
@@ -86,7 +86,7 @@ def summon_full_params(
             "offload_to_cpu=True with rank0_only=True.",
             stacklevel=3,
         )
-    inner = {id(inside) for outer, _ in found for name, inside, _ in instances(outer) if name}
+    inner = {id(inside) for outer, _ in found for name, inside, _ in Instance.all_in(outer) if name}
     with ExitStack() as stack:
         for inside, _ in found:
             if id(inside) not in inner:
@@ -116,13 +116,12 @@ def whole_parameters(module: nn.Module, asked: Asked) -> Iterator[None]:
     params = held.params(module)
     tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
     full = _full(tree, to)
-    grads = _full(_grads(tree), to) if asked.with_grads else {}
-    here = not asked.rank0_only or dist.get_rank() == int(own_of(module).mesh.mesh.flatten()[0])
-    states = [own for _, inside, own in instances(module) if recurse or inside is module]
-    for own in states:
-        own.training_state, own.is_whole = TrainingState.SUMMON_FULL_PARAMS, not asked.rank0_only
-    try:
-        with whole(module, full if here else {}, held) as made:
+    gradients = ((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
+    grads = _full(tree.like(gradients), to) if asked.with_grads else {}
+    here = not asked.rank0_only or dist.get_rank() == Instance.of(module).first_rank
+    states = [own for _, inside, own in Instance.all_in(module) if recurse or inside is module]
+    with having(*states, training_state=TrainingState.SUMMON_FULL_PARAMS, is_whole=not asked.rank0_only):
+        with whole_in_place(module, full if here else {}, held) as made:
             for name, grad in grads.items():
                 if name in made:
                     made[name].grad = grad
@@ -132,19 +131,12 @@ def whole_parameters(module: nn.Module, asked: Asked) -> Iterator[None]:
         held.copy_in(_shards(tree, {name: p.detach() for name, p in kept.items()}))
         if asked.with_grads:
             _put_grads(tree, {name: p.grad.detach() for name, p in kept.items() if p.grad is not None})
-    finally:
-        for own in states:
-            own.training_state, own.is_whole = TrainingState.IDLE, False
 
 
 def _full(tree: Params, to: Any) -> dict[str, Tensor]:
     """Whole values of canonical names, which nobody else has."""
     found = gather(tree, to=to) if tree else {}
     return {name: found[name].detach() for name in tree.plan.layouts if name in found}
-
-
-def _grads(tree: Params) -> Params:
-    return tree.like((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
 
 
 def _shards(tree: Params, full: Mapping[str, Tensor]) -> Params:

@@ -3,23 +3,15 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy
-from torch.distributed.fsdp.wrap import _ConfigAutoWrap as _ConfigAutoWrap
-from torch.distributed.fsdp.wrap import _module_wrap_policy as _module_wrap_policy
-from torch.distributed.fsdp.wrap import _or_policy as _or_policy
-from torch.distributed.fsdp.wrap import _Policy as _Policy
-from torch.distributed.fsdp.wrap import _post_order_apply as _post_order_apply
-from torch.distributed.fsdp.wrap import _recursive_wrap as _recursive_wrap
-from torch.distributed.fsdp.wrap import _wrap as _wrap
-from torch.distributed.fsdp.wrap import always_wrap_policy as always_wrap_policy
-from torch.distributed.fsdp.wrap import enable_wrap as enable_wrap
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy as lambda_auto_wrap_policy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as size_based_auto_wrap_policy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy as transformer_auto_wrap_policy
-from torch.distributed.fsdp.wrap import wrap as wrap
+from torch.distributed.fsdp import wrap as torchs
 
-ConfigAutoWrap = _ConfigAutoWrap  # its name in torch 1.11
+__all__ = ["ConfigAutoWrap", "ParamExecOrderWrapPolicy", "default_auto_wrap_policy"]  # which torch has no more
+__all__ += torchs.__all__
+ConfigAutoWrap = torchs._ConfigAutoWrap  # its name in torch 1.11
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torchs, name)
 
 
 def default_auto_wrap_policy(
@@ -31,13 +23,13 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Any = None,
 ) -> bool:
     """`size_based_auto_wrap_policy` under its name in torch 1.11, with the argument name of then."""
-    return size_based_auto_wrap_policy(
+    return torchs.size_based_auto_wrap_policy(
         module, recurse, unwrapped_params, min_num_params, force_leaf_modules, exclude_wrap_modules
     )
 
 
-default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # pyright: ignore
-default_auto_wrap_policy.FORCE_LEAF_MODULES = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # pyright: ignore
+default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = torchs.size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # pyright: ignore
+default_auto_wrap_policy.FORCE_LEAF_MODULES = torchs.size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # pyright: ignore
 
 
 class ParamExecOrderWrapPolicy:
@@ -51,7 +43,7 @@ class ParamExecOrderWrapPolicy:
         tracing_config: no effect.
     """
 
-    def __init__(self, init_policy: Any = always_wrap_policy, tracing_config: Any = None) -> None:
+    def __init__(self, init_policy: Any = torchs.always_wrap_policy, tracing_config: Any = None) -> None:
         self.init_policy, self.tracing_config = init_policy, tracing_config
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:

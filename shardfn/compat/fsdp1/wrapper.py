@@ -30,21 +30,20 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
-from shardfn.compat.compiling import compile_units
+from shardfn.compat import meshes
 from shardfn.compat.fsdp1 import arguments, meshes
 from shardfn.compat.fsdp1.arguments import NOT_GIVEN
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
-from shardfn.compat.fsdp1.construction import shard_now
-from shardfn.compat.fsdp1.instance import Instance, Settings, instance_of, instances
+from shardfn.compat.fsdp1.instance import Instance, Settings
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
-from shardfn.compat.meshes import OWN_AXES, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, run, units_in
+from shardfn.compat.sharded import RECORD, compile_units, held_now, run
 from shardfn.core.context import holding
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.model import WRAPPED, unwrapped
+from shardfn.held import having
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
@@ -194,7 +193,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel: expected an nn.Module, got {type(module).__name__}")
-        if instance_of(module) is not None:
+        if Instance.has_sharded(module):
             raise ShardError("FullyShardedDataParallel: this module is wrapped already; use it as it is")
         return object.__new__(_class_before(getattr(cls, "_stands_for", cls), type(unwrapped(module))))
 
@@ -243,15 +242,15 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         modules, parameters = arguments.ignored_in(module, *named)
         meshes.check_groups(process_group, device_mesh, settings.sharding_strategy, policy is not None)
         device = meshes.compute_device(module, set(map(id, parameters)), device_id)
-        inside = [inner.placed for _, _, inner in instances(module)]
-        placed = placed_mesh("FullyShardedDataParallel", module, set(map(id, parameters)), device_mesh, inside)
-        mesh = meshes.make_mesh(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
+        inside = [inner.placed for _, _, inner in Instance.all_in(module)]
+        placed = meshes.placed_mesh("FullyShardedDataParallel", module, set(map(id, parameters)), device_mesh, inside)
+        mesh = meshes.mesh_of_ranks(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
         settings = arguments.clamped(settings, mesh)
         own = Instance(
             settings=settings,
             mesh=mesh,
-            data=tuple(axis for axis in OWN_AXES if axis in (mesh.mesh_dim_names or ())),
+            data=tuple(axis for axis in meshes.OWN_AXES if axis in (mesh.mesh_dim_names or ())),
             device=device,
             offload=settings.cpu_offload.offload_params,
             ignored_modules=modules,
@@ -262,7 +261,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         self._begin(module, own)
         if policy is not None:
             self._wrap_inside(policy, mixed_precision)
-        shard_now(self)
+        own.shard(self)
 
     def _begin(self, module: nn.Module, instance: Instance) -> None:
         """Stand before a module: see [Note: a module that stands before another]."""
@@ -270,7 +269,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
         self.__dict__[RECORD] = instance
-        for name, _, inner in instances(self):
+        for name, _, inner in Instance.all_in(self):
             inner.inner |= bool(name)
 
     def _wrap_inside(self, policy: Any, mixed: MixedPrecision | None) -> None:
@@ -281,7 +280,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Raises:
             ValueError: something in it is wrapped already; frozen and trainable parameters in one unit.
         """
-        for name, _, _ in instances(self.module):
+        for name, _, _ in Instance.all_in(self.module):
             raise ValueError(
                 "FSDP auto wrapping requires modules to not already have FSDP applied but found "
                 f"{name} in\n{self.module}"
@@ -316,7 +315,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     @property
     def _has_params(self) -> bool:
-        inner = {id(p) for name, inside, _ in instances(self) if name for p in inside.parameters()}
+        inner = {id(p) for name, inside, _ in Instance.all_in(self) if name for p in inside.parameters()}
         return any(id(p) not in inner for p in self.parameters())
 
     @property
@@ -391,7 +390,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every unit; gathers stay outside of the graphs."""
-        compile_units(units_in(self), *args, **kwargs)
+        compile_units(self, *args, **kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
@@ -411,7 +410,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             module: any module.
             root_only: only those that no other instance holds.
         """
-        return [inside for _, inside, own in instances(module) if not (root_only and own.inner)]
+        return [inside for _, inside, own in Instance.all_in(module) if not (root_only and own.inner)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """`nn.Module.apply` with whole parameters; what `fn` changes is kept.
@@ -438,14 +437,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         self._require_idle_root(
             "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
         )
-        found = [(own, own.syncs) for _, _, own in instances(self)]
-        for own, _ in found:
-            own.syncs = False
-        try:
+        with having(*(own for _, _, own in Instance.all_in(self)), syncs=False):
             yield
-        finally:
-            for own, before in found:
-                own.syncs = before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
@@ -479,7 +472,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             ValueError: it is no function.
         """
         arguments.check_comm_hook(self, hook)
-        for _, _, own in instances(self):
+        for _, _, own in Instance.all_in(self):
             own.reduction = _Hook(state, hook)
 
 

@@ -9,6 +9,7 @@ model's own class (`CLASS` in `core/model.py`).
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any, TypeVar
 
@@ -16,21 +17,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import parameters_of
-from shardfn.compat.compiling import compile_units
-from shardfn.compat.fsdp2.construction import check_modules, check_whole, container, dims_of, shard_now
-from shardfn.compat.fsdp2.group import Group, group_of, groups, own_of
-from shardfn.compat.fsdp2.meshes import data_mesh, whole_mesh
+from shardfn.compat.fsdp2.group import Group
 from shardfn.compat.loading import CopiesIntoShards, StayTogether
-from shardfn.compat.meshes import across, device_of, placed_mesh
-from shardfn.compat.sharded import RECORD, held_now, ignored_in, run, units_in
+from shardfn.compat.meshes import across, data_mesh, device_of, placed_mesh, whole_mesh
+from shardfn.compat.sharded import RECORD, compile_units, held_now, ignored_in, run
 from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.functional import gather
-from shardfn.core.model import CLASS, shards_in, submodule
-from shardfn.held import STANDS_FOR, owned
+from shardfn.core.model import CLASS, shards_in
+from shardfn.held import whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
@@ -82,19 +80,19 @@ def fully_shard(
 
     Communication: one small object exchange.
     """
-    modules = check_modules(module)
+    modules = _checked(module)
     data = data_mesh(mesh, dp_mesh_dims)
-    check_reshard(reshard_after_forward, data.size(data.ndim - 1))
+    _check_reshard(reshard_after_forward, data.size(data.ndim - 1))
     ignored = list(ignored_params or ())
     _check_types(mp_policy, offload_policy, ignored)
-    tree = container(modules)
+    tree = _container(modules)
     leave = {id(p) for p in ignored} | ignored_in(tree, Group)
-    for _, _, inner in groups(tree):
+    for _, _, inner in Group.all_in(tree):
         inner.put_back()
-    placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in groups(tree)))
+    placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in Group.all_in(tree)))
     whole, names = data, tuple(data.mesh_dim_names or ())
     if placed is not None and dp_mesh_dims is not None and placed == mesh:
-        check_whole(tree, leave, dp_mesh_dims)
+        _require_whole(tree, leave, dp_mesh_dims)
         whole, names = whole_mesh(placed, dp_mesh_dims)
     elif placed is not None:
         whole = across("fully_shard", data, names, placed)
@@ -106,10 +104,10 @@ def fully_shard(
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         reshard=reshard_after_forward,
         ignored_params=ignored,
-        dims=dims_of(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
+        dims=_dims(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
         placed=placed,
     )
-    shard_now(own, tree)
+    own.shard(tree)
     together = StayTogether(modules)
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
@@ -132,7 +130,7 @@ def _check_types(precision: object, offload: object, ignored: Sequence[object]) 
             raise TypeError(f"fully_shard: ignored_params has {value!r}, which is no parameter")
 
 
-def check_reshard(value: bool | int | None, ranks: int) -> None:
+def _check_reshard(value: bool | int | None, ranks: int) -> None:
     """Refuse what is no group size, with the words of torch.
 
     Raises:
@@ -146,6 +144,90 @@ def check_reshard(value: bool | int | None, ranks: int) -> None:
         )
     if value < 1 or value > ranks or ranks % value:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
+
+
+def _checked(given: Any) -> tuple[nn.Module, ...]:
+    """What to shard together.
+
+    Raises:
+        ValueError, AssertionError, TypeError: it cannot be, with the words of torch where it has some.
+    """
+    modules = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not modules:
+        raise ValueError("fully_shard: an empty list of modules")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard: expected an nn.Module, or a list of them, got {type(module).__name__}")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+        if Group.has_sharded(module):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
+                f"already been applied to the following module:\n{module}"
+            )
+    return _outermost(modules)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those that no other one of them holds, each once."""
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
+    return tuple({id(module): module for module in modules if id(module) not in inside}.values())
+
+
+def _container(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module that holds them all."""
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+
+def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: int, leave: set[int]) -> dict[int, int]:
+    """The dim of each parameter that `shard_placement_fn` wants split, by id.
+
+    Raises:
+        ValueError: it is no `Shard`, or splits unevenly.
+        ShardError: it asks for a mesh of a parameter's own.
+    """
+    found: dict[int, int] = {}
+    if fn is None:
+        return found
+    for name, parameter in module.named_parameters():
+        placement = fn(parameter) if id(parameter) not in leave else None
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            if hasattr(placement, "mesh_info"):
+                raise ShardError(
+                    f"fully_shard: shard_placement_fn gives {name!r} a mesh of its own; shard its module over that "
+                    "mesh, as a model of its own"
+                )
+            raise ValueError(f"fully_shard: shard_placement_fn returned {placement!r} for {name!r}, not Shard or None")
+        dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+        if not 0 <= dim < parameter.dim():
+            raise ValueError(f"fully_shard: {name!r} of shape {tuple(parameter.shape)} has no dim {placement.dim}")
+        if dim and parameter.shape[dim] % ranks:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {tuple(parameter.shape)} (world size: {ranks})"
+            )
+        found[id(parameter)] = dim
+    return found
+
+
+def _require_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
+    """Parameters that are DTensors on the whole mesh must be whole over its data dims.
+
+    Raises:
+        ValueError: with the words of torch.
+    """
+    done = leave | shards_in(module)
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) or id(parameter) in done:
+            continue
+        names = list(parameter.device_mesh.mesh_dim_names or ())
+        for kind, name in [("shard", n) for n in dims.shard_names] + [("replicate", n) for n in dims.replicate_names]:
+            placement = parameter.placements[names.index(name)]
+            if not placement.is_replicate():
+                raise ValueError(
+                    f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) but got {placement}"
+                )
 
 
 @functools.cache
@@ -174,9 +256,8 @@ class FSDPModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every group that holds no other; gathers stay outside of the graphs."""
-        units = units_in(self)
-        if len(units) > 1:
-            compile_units(units, *args, **kwargs)
+        if len(list(Group.all_in(self))) > 1:
+            compile_units(self, *args, **kwargs)
         else:
             super().compile(*args, **kwargs)
 
@@ -200,27 +281,20 @@ class FSDPModule(nn.Module):
 
         Communication: one all-gather.
         """
-        own = own_of(self)
-        if not own.unsharded and not is_computing(self):
+        own = Group.of(self)
+        if own.unsharded is None and not is_computing(self):
             held = held_now(self)
-            root = held.plan.units[0]
-            names = root.params if root.name == "" else ()
-            full = gather(held.params(self).like((n, x) for n, x in held.params(self).items() if n in names))
-            made: dict[str, nn.Parameter] = {}
-            for path, attribute, name in owned(held.plan):
-                if name in full:
-                    table = parameters_of(submodule(self, path))
-                    shard = table[attribute]
-                    value = full[name].detach().to(held.plan.compute_dtypes[name])
-                    whole = made.setdefault(name, nn.Parameter(value, held.plan.layouts[name].trainable))
-                    vars(whole)[STANDS_FOR] = shard
-                    own.unsharded.append((table, attribute, shard))
-                    table[attribute] = whole
+            params, root = held.params(self), held.plan.units[0]
+            full = gather(params.like((name, params[name]) for name in (root.params if root.name == "" else ())))
+            dtypes = held.plan.compute_dtypes
+            values = {name: x.detach().to(dtypes[name]) for name, x in full.items()}
+            own.unsharded = ExitStack()
+            own.unsharded.enter_context(whole_in_place(self, values, held))
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Put the shards back; not recursive. In a forward, weights go when their unit ends."""
-        own_of(self).put_back()
+        Group.of(self).put_back()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +310,7 @@ class FSDPModule(nn.Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by this, instead of by the number of data ranks."""
-        own = own_of(self)
+        own = Group.of(self)
         own.scale = prod(own.mesh.get_group(axis).size() for axis in own.data) / factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -249,7 +323,7 @@ class FSDPModule(nn.Module):
         Raises:
             RuntimeError: this is not the root.
         """
-        if own_of(self).is_root is False:
+        if Group.of(self).is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.reshard()
         for parameter in self.parameters():
@@ -358,11 +432,11 @@ class FSDPModule(nn.Module):
         )
 
     def _get_fsdp_state(self) -> Group:
-        return own_of(self)
+        return Group.of(self)
 
 
 def _groups(module: nn.Module, recurse: bool) -> list[Group]:
-    return [own for _, inside, own in groups(module) if recurse or inside is module]
+    return [own for _, inside, own in Group.all_in(module) if recurse or inside is module]
 
 
 def _require_sharded(modules: Iterable[Any]) -> None:
@@ -397,5 +471,5 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         ValueError: something else than an `FSDPModule`.
     """
     for module in modules:
-        if group_of(module) is None:
+        if not Group.has_sharded(module):
             raise ValueError(f"Expects list of FSDPModules but got {module}")

@@ -1,16 +1,20 @@
-"""What one call of `fully_shard` was asked and knows, and what that means in a policy. Layer 6."""
+"""What one call of `fully_shard` was asked and knows, what that means in a policy, and how it shards. Layer 6."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn.compat.sharded import Sharded, Tree, record_in, record_of, records
+from shardfn._torch import move_to_mesh
+from shardfn.compat.sharded import Sharded, Tree, ignored_in, put_shards, refuse_scalars, spread_inside
 from shardfn.core.model import shards_in
 from shardfn.core.pattern import exactly
+from shardfn.torch_optimizers import REPLACED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,16 +30,49 @@ class Group(Sharded):
     reshard: bool | int | None  # after the forward; None: unless it is the root
     dims: dict[int, int] = field(default_factory=dict)  # id of a parameter that is no shard yet -> the dim to split
     all_reduces: bool = True  # whether reductions go on over the axis that replicates
-    unsharded: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # (table, key, shard)
+    unsharded: ExitStack | None = None  # puts the shards back that whole weights have taken the places of
 
     @property
     def holds_back(self) -> bool:
         return not self.syncs or (not self.all_reduces and len(self.data) > 1)
 
+    def shard(self, module: nn.Module) -> None:
+        """Shard what is in what it is to hold, is not ignored, and no group in it has sharded before.
+
+        Raises:
+            ValueError: scalar parameters; parameters that are shared with modules sharded before.
+            ShardError: as `shard`.
+        """
+        left = shards_in(module) | {id(p) for p in self.ignored_params} | ignored_in(module, Group)
+        refuse_scalars(module, "fully_shard doesn't support scalar parameters", left)
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in left and REPLACED in vars(parameter):
+                raise ValueError(
+                    f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For "
+                    "shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP "
+                    "group."
+                )
+        spread_inside(module, self)
+        for _, inside, inner in Group.all_in(module):
+            if inner.mesh != self.mesh and inner.placed is None and inner.mesh.mesh.equal(self.mesh.mesh):
+                _move((p for p in _dtensors(inside) if p.device_mesh == inner.mesh), self.mesh)
+                inner.mesh, inner.data = self.mesh, self.data  # the same ranks by other axis names
+                inner.changed()
+        # DTensors on the whole mesh, maybe by other axis names than those of the data axes here
+        has_whole = self.placed is not None and self.placed.ndim >= self.mesh.ndim
+        renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
+        _move(renamed, self.mesh)
+        try:
+            put_shards(module, self, later=True)
+        except Exception:
+            if self.placed is not None:
+                _move(renamed, self.placed)
+            raise
+
     def put_back(self) -> None:
-        while self.unsharded:
-            table, key, shard = self.unsharded.pop()
-            table[key] = shard
+        if self.unsharded is not None:
+            unsharded, self.unsharded = self.unsharded, None
+            unsharded.close()
 
     def begin(self, module: nn.Module, tree: Tree) -> None:
         """The first forward decides who is the root: the module that it goes through.
@@ -89,16 +126,10 @@ class Group(Sharded):
         return " ".join(f"{size}@{axis}" if i == dim else str(size) for i, size in enumerate(parameter.shape))
 
 
-def group_of(module: nn.Module) -> Group | None:
-    """What a module that was sharded by `fully_shard` knows; None of other modules."""
-    return record_in(module, Group)
+def _dtensors(module: nn.Module) -> list[DTensor]:
+    return [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
 
 
-def groups(module: nn.Module) -> Iterator[tuple[str, nn.Module, Group]]:
-    """(name, module, group) of every such module in a tree, in its order."""
-    return records(module, Group)
-
-
-def own_of(module: nn.Module) -> Group:
-    """The group of a module that was sharded."""
-    return record_of(module)
+def _move(parameters: Iterable[DTensor], mesh: DeviceMesh) -> None:
+    for parameter in parameters:
+        move_to_mesh(parameter, mesh, parameter.placements)

@@ -14,8 +14,8 @@ from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
 from shardfn.compat import fsdp1
-from shardfn.compat.fsdp1.instance import HYBRID, instances, own_of, state_dict_settings
-from shardfn.compat.meshes import OWN_AXES
+from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
+from shardfn.compat.meshes import HYBRID, OWN_AXES
 from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 
@@ -78,7 +78,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
                 forward_prefetch=forward_prefetch,
                 use_orig_params=True,
             )
-        for _, _, own in instances(self):
+        for _, _, own in Instance.all_in(self):
             own.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         """
         with _quiet():
             made = super().state_dict(*args, **kwargs)
-        if own_of(self).training_state == TrainingState.IDLE and hasattr(made, "_metadata"):
+        if Instance.of(self).training_state == TrainingState.IDLE and hasattr(made, "_metadata"):
             made._metadata[PART] = _part_of(self)
         return made
 
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
 
         Communication: outside of `summon_full_params`, one small all-gather.
         """
-        if own_of(self).training_state == TrainingState.IDLE:
+        if Instance.of(self).training_state == TrainingState.IDLE:
             _require_own_part(self, getattr(state_dict, "_metadata", {}).get(PART))
         with _quiet():
             return super().load_state_dict(state_dict, strict, assign)
@@ -143,12 +143,12 @@ def _own_group(rows: torch.Tensor) -> ProcessGroup:
 
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
-    mesh = own_of(module).mesh
+    mesh = Instance.of(module).mesh
     return {"rank": dist.get_rank(), "of": mesh.mesh.flatten().tolist(), "shards": mesh.get_group(OWN_AXES[1]).size()}
 
 
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
-    own, instance = _part_of(module), own_of(module)
+    own, instance = _part_of(module), Instance.of(module)
     mine = part is not None and not _alike(part, own)
     wrong = any(bad for (bad,) in exchange_numbers(instance.mesh, [mine]))
     if part is not None and mine:

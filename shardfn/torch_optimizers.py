@@ -1,4 +1,4 @@
-"""What torch optimizers of shards are watched for: steps that would go wrong, and how many there were. Layer 5."""
+"""torch optimizers of shards: their steps that would go wrong are refused, and the others counted. Layer 5."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ def watch_optimizers() -> None:
 
 _STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
 # Trainer -> the first torch optimizer of its parameters that stepped
-_DRIVERS: "dict[weakref.ref[Any], weakref.ref[torch.optim.Optimizer] | None]" = {}
+_DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer] | None]" = weakref.WeakKeyDictionary()
 
 
 def count_steps(trainer: Any) -> None:
     """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
-    _DRIVERS[weakref.ref(trainer, _DRIVERS.pop)] = None
+    _DRIVERS[trainer] = None
     _watch_steps()
 
 
@@ -43,13 +43,11 @@ def _watch_steps() -> None:
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for ref, driver in list(_DRIVERS.items()):
-        if (trainer := ref()) is None:
-            continue
+    for trainer, driver in list(_DRIVERS.items()):
         if driver is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if any(id(leaf) in held for leaf in trainer.params.values()):
-                driver = _DRIVERS[ref] = weakref.ref(optimizer)
+                driver = _DRIVERS[trainer] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1
 

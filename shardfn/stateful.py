@@ -1,11 +1,14 @@
 """Other objects in a checkpoint of a `Trainer`: torch optimizers, schedules, scalers. Layer 5.
 
 What a torch optimizer has for each parameter is a tree like the parameters, and saved as one: under the model's names
-and in its shapes, so that it can be loaded on another mesh. The rest is tensors and JSON, see `core/states.py`.
+and in its shapes, so that it can be loaded on another mesh. The rest is tensors and JSON, since a checkpoint must not
+need pickle to be read:
+
+    {"step": tensor, "lr": 0.1}   ->   {"name.step": tensor}  and  {"dict": [["step", {"tensor": ...}], ["lr", 0.1]]}
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
 from shardfn.core.errors import ShardError
-from shardfn.core.states import joined, memory_of, split
 from shardfn.core.tree import Params, map_local
 
 OTHERS = "others"  # where a checkpoint has their tensors
+_PLAIN = (int, float, str, bool, type(None))
 
 
 class Saved:
@@ -30,7 +33,7 @@ class Saved:
             state, trees = _apart(state, names_of(other, params), params)
         _refuse_parts(other, state)
         rest: dict[str, Tensor] = {}
-        skeleton = split(state, name, rest)
+        skeleton = _split(state, name, rest)
         self.tensors: dict[str, Any] = {"rest": rest, "trees": trees}
         dtypes = {key: str(next(iter(tree.values())).dtype).removeprefix("torch.") for key, tree in trees.items()}
         self.notes = {"state": skeleton, "trees": {key: [dtypes[key], list(tree)] for key, tree in trees.items()}}
@@ -87,12 +90,19 @@ def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
     for key, (dtype, leaves) in notes["trees"].items():
         own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
         trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), own)
-    return {"rest": memory_of(notes["state"], name), "trees": trees}
+    rest: dict[str, Tensor] = {}
+
+    def make(path: str, described: Mapping[str, Any]) -> Tensor:
+        rest[path] = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]), device="cpu")
+        return rest[path]
+
+    _joined(notes["state"], name, make)
+    return {"rest": rest, "trees": trees}
 
 
 def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], params: Params) -> None:
     """Give an object the state that was saved."""
-    state = joined(notes["state"], name, tensors["rest"])
+    state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
         numbers = {own: number for number, own in names_of(other, params).items()}
         for key, tree in tensors["trees"].items():
@@ -117,3 +127,44 @@ def _in_the_order_of(
             f"Trainer.load: '{name}' was saved with parameters in other groups, {[group['params'] for group in saved]}"
         )
     return [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
+
+
+def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON part of a state; its tensors go into `tensors`, by their paths.
+
+    Raises:
+        TypeError: something that is neither a tensor, a number, a string nor a container of these.
+    """
+    if isinstance(state, Tensor):
+        if path in tensors:
+            raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
+        tensors[path] = state
+        return {"tensor": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, Mapping):
+        if odd := [key for key in state if not isinstance(key, _PLAIN)]:
+            raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")
+        items = [[key, _split(value, f"{path}.{key}", tensors)] for key, value in state.items()]
+        return {"counter" if isinstance(state, Counter) else "dict": items}
+    if isinstance(state, list | tuple):
+        items = [_split(value, f"{path}.{index}", tensors) for index, value in enumerate(state)]
+        return {"tuple": items} if isinstance(state, tuple) else items
+    if isinstance(state, _PLAIN):
+        return state
+    raise TypeError(
+        f"checkpoint: '{path}' is a {type(state).__name__}; it holds tensors, numbers, strings and containers"
+    )
+
+
+def _joined(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:
+    """The state of a JSON part, whose tensors are `tensor(path, what JSON says of it)`."""
+    if isinstance(part, list):
+        return [_joined(value, f"{path}.{index}", tensor) for index, value in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    if "tensor" in part:
+        return tensor(path, part)
+    if "tuple" in part:
+        return tuple(_joined(part["tuple"], path, tensor))
+    items = part["counter"] if "counter" in part else part["dict"]
+    made = {key: _joined(value, f"{path}.{key}", tensor) for key, value in items}
+    return Counter(made) if "counter" in part else made
