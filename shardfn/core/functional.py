@@ -442,13 +442,18 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
         to, mesh = tree.plan.policy, to
     target_mesh = mesh if mesh is not None else tree.mesh
     made = _target_plan(tree, to, target_mesh)
-    old, new = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, target_mesh))
-    if old != new:
-        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
+    if target_mesh is not tree.mesh:
+        _require_same_ranks(tree.mesh, target_mesh)
     for name, leaf in tree.items():
         _require_reduced("reshard", name, leaf)
     asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
     return (_resharded if asks else _moved)(tree, made, target_mesh)
+
+
+def _require_same_ranks(mesh: DeviceMesh, target: DeviceMesh) -> None:
+    old, new = (sorted(each.mesh.flatten().tolist()) for each in (mesh, target))
+    if old != new:
+        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
 
 
 def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
