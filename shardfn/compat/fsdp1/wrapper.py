@@ -31,10 +31,10 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from shardfn.compat import meshes
-from shardfn.compat.fsdp1 import arguments, meshes
-from shardfn.compat.fsdp1.arguments import NOT_GIVEN
+from shardfn.compat.fsdp1 import arguments
+from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
 from shardfn.compat.fsdp1.clipping import clip_grad_norm
-from shardfn.compat.fsdp1.instance import Instance, Settings
+from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import StateDicts
 from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
