@@ -109,11 +109,7 @@ def _measure(module: str, argv: Sequence[str]) -> Any:
 
 @pytest.mark.parametrize(
     ("mesh", "names"),
-    [
-        ("fsdp=2", "shardfn,fsdp2,fsdp1,ddp,floor"),
-        ("fsdp=1,tp=2", "shardfn,tp"),
-        ("fsdp=2,tp=2", "shardfn,fsdp2"),
-    ],
+    [("fsdp=2", "shardfn,fsdp2,fsdp1,ddp,floor"), ("fsdp=1,tp=2", "shardfn,tp"), ("fsdp=2,tp=2", "shardfn,fsdp2")],
 )
 def test_all_contenders_take_the_same_steps(mesh: str, names: str) -> None:
     ranks = 4 if mesh == "fsdp=2,tp=2" else 2

@@ -746,9 +746,7 @@ def test_activations_split_along_the_sequence(mesh: DeviceMesh, batch: Sequence[
 @on_meshes({"fsdp": 2, "ep": 2, "tp": 1})
 def test_dense_weights_over_both_axes(mesh: DeviceMesh) -> None:
     params = _require_family(
-        mesh,
-        "Mixtral",
-        lambda m: sf.policies.from_transformers(m, data_axis=("fsdp", "ep"), expert_axis="ep"),
+        mesh, "Mixtral", lambda m: sf.policies.from_transformers(m, data_axis=("fsdp", "ep"), expert_axis="ep")
     )
     assert sf.typeof(params, "model.layers.0.mlp.experts.down_proj") == "f64[experts@ep _@fsdp _@tp]"
     assert sf.typeof(params, "model.layers.0.self_attn.o_proj.weight") == "f64[_@fsdp@ep (heads@tp d)]"

@@ -27,13 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardfn as sf
-from shardfn.compat.fsdp2 import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from shardfn.compat.fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardfn.compat.sharded import held_now
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 

@@ -603,10 +603,7 @@ GIVEN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "calls in parts": (_plain, lambda x, a, b: b(torch.cat([a(x[:2]), a(x[2:])]))),
 }
 WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "a dataclass that is a leaf": (
-        lambda run, state: Opaque(run(state.x)),
-        _in_turn(Opaque, lambda state: state.x),
-    ),
+    "a dataclass that is a leaf": (lambda run, state: Opaque(run(state.x)), _in_turn(Opaque, lambda state: state.x))
 }
 AGAIN: dict[str, Callable[..., Any]] = {
     "in turn": lambda x, a, b: b(b(a(a(x)))),

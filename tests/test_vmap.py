@@ -79,12 +79,7 @@ def stacked_nets(count: int) -> dict[str, Tensor]:
     return {name: torch.stack([member[name] for member in members]) for name in members[0]}
 
 
-ENSEMBLE = {
-    "0.weight": "e@dp ff c@fsdp",
-    "0.bias": "e@dp ff",
-    "2.weight": "e@dp _@fsdp ff",
-    "2.bias": "e@dp _",
-}
+ENSEMBLE = {"0.weight": "e@dp ff c@fsdp", "0.bias": "e@dp ff", "2.weight": "e@dp _@fsdp ff", "2.bias": "e@dp _"}
 
 
 @on_meshes({"dp": 2, "fsdp": 2}, {"dp": 4, "fsdp": 1}, {"fsdp": 2, "dp": 2})

@@ -140,10 +140,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "adapter_out_dim": 32,
     },
     "embedding_gemma2_text": {"global_head_dim": 16},  # whose full attention has one key head, as released
-    "ernie4_5_vl_moe_text": {
-        "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]},
-        "moe_intermediate_size": [16, 8],
-    },
+    "ernie4_5_vl_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 8]},
     "ernie4_5_vl_moe_vision": {"depth": 2, "num_heads": 4, "patch_size": 4},
     "esmc": _OWN_KEYS,
     "exaone4": _SLIDING,
@@ -184,12 +181,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _OWN_KEYS,
     "glm_ocr_text": _MROPE | {"head_dim": 16},
     "granitemoehybrid": _LINEAR,
-    "higgs_audio_v2": {
-        "num_codebooks": 2,
-        "codebook_size": VOCAB // 2,
-        "audio_token_id": 2,
-        "audio_delay_token_id": 1,
-    },
+    "higgs_audio_v2": {"num_codebooks": 2, "codebook_size": VOCAB // 2, "audio_token_id": 2, "audio_delay_token_id": 1},
     "inkling2_text": {
         "layer_types": ["hybrid_sliding", "hybrid"],
         "swa_num_attention_heads": 4,
@@ -215,11 +207,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kolibri1": _SLIDING,
     "laguna": _SLIDING,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4": {
-        "text_config": _TEXT | _LLAMA4,
-        "vision_config": _TOWER | _LLAMA4_VISION,
-        "image_token_index": 2,
-    },
+    "llama4": {"text_config": _TEXT | _LLAMA4, "vision_config": _TOWER | _LLAMA4_VISION, "image_token_index": 2},
     "llama4_text": _LLAMA4,
     "llama4_vision_model": _LLAMA4_VISION,
     "longcat_flash": _OWN_KEYS
@@ -267,10 +255,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "neomme": _SLIDING
     | {
-        "rope_parameters": {
-            "sliding_attention": _ROPE,
-            "full_attention": _ROPE | {"partial_rotary_factor": 0.5},
-        },
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE | {"partial_rotary_factor": 0.5}},
         "image_token_id": 2,
         "document_token_id": 1,
         "embedding_rank": 16,
@@ -388,10 +373,7 @@ INPUTS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "ernie4_5_vl_moe_vision": _packed(48, "hidden_states"),
     "gemma4_vision": _placed,
     "higgs_audio_v2": _sung,
-    "llama4": lambda ids: {
-        "input_ids": _placeholders(ids, 2, 2, 2, 2),
-        "pixel_values": _random(len(ids), 3, 16, 16),
-    },
+    "llama4": lambda ids: {"input_ids": _placeholders(ids, 2, 2, 2, 2), "pixel_values": _random(len(ids), 3, 16, 16)},
     "llama4_vision_model": lambda ids: {"pixel_values": _random(len(ids), 3, 16, 16)},
     "muse_glimmer_assistant": lambda ids: {
         "noise_embeds": _random(len(ids), 4, 32),
@@ -399,10 +381,7 @@ INPUTS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     },
     "muse_glimmer_vision": _packed(96),
     "muse_spark": lambda ids: {"input_ids": _placeholders(ids, 0, 0), "input_values": _random(len(ids), 8)},
-    "neomme": lambda ids: {
-        "input_ids": _placeholders(ids, 2, 2, 2, 2),
-        "pixel_values": _random(len(ids) * 4, 48),
-    },
+    "neomme": lambda ids: {"input_ids": _placeholders(ids, 2, 2, 2, 2), "pixel_values": _random(len(ids) * 4, 48)},
     "qwen3_omni_moe_talker_code_predictor": lambda ids: {"inputs_embeds": _random(len(ids), 8, 32)},
     "qwen3_omni_moe_talker_text": lambda ids: {"inputs_embeds": _random(len(ids), 8, 32)},
     "t5gemma2_decoder": lambda ids: {"input_ids": ids, "encoder_hidden_states": _random(len(ids), 8, 32)},

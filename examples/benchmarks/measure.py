@@ -146,9 +146,7 @@ def report(cases: Cases) -> None:
 
 
 def cases_or_worker(
-    args: argparse.Namespace,
-    cases: Callable[[bool], Cases],
-    measure: Callable[[argparse.Namespace, DeviceMesh], Any],
+    args: argparse.Namespace, cases: Callable[[bool], Cases], measure: Callable[[argparse.Namespace, DeviceMesh], Any]
 ) -> None:
     """What a script on real ranks does: run its cases, or be the worker of one."""
     if not args.worker:

@@ -85,10 +85,7 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     _require_tuples("jvp", primals, tangents)
     inner = _entered_alike("jvp", primals, tangents)
     checked = _using("jvp", func, primals, has_aux)
-    with (
-        _by_formulas(),
-        explained("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"),
-    ):
+    with _by_formulas(), explained("jvp", "Pass the tree to sf.jvp as an argument too, with zeros as its tangent"):
         return left(torch.func.jvp(checked, *inner, has_aux=has_aux))
 
 

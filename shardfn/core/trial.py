@@ -51,15 +51,7 @@ from shardfn.core.policy import Policy
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, weight_parts
 from shardfn.core.traced_axes import TracedAxes
 from shardfn.core.underway import derivatives_asked_for
-from shardfn.core.wiring import (
-    cast_inputs,
-    chained,
-    owned_names,
-    shared_alone,
-    shared_parts,
-    unit_casts,
-    wire,
-)
+from shardfn.core.wiring import cast_inputs, chained, owned_names, shared_alone, shared_parts, unit_casts, wire
 
 _TRIES = 16  # how many further runs may look for what to write when one fails
 # What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one
@@ -71,11 +63,7 @@ _NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
 
 
 def plan(
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh | MeshSpec,
-    policy: Policy,
-    *,
-    example: Any = None,
+    model: nn.Module | Mapping[str, Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy, *, example: Any = None
 ) -> Plan:
     """What `policy` means for `model` on `mesh`; needs no process group, and the model may be on the meta device.
 

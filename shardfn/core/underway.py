@@ -13,13 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from shardfn._torch import (
-    backward_id,
-    differentiated_in_transform,
-    in_transform,
-    innermost_value,
-    kinds_of_transforms,
-)
+from shardfn._torch import backward_id, differentiated_in_transform, in_transform, innermost_value, kinds_of_transforms
 from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from shardfn.compat.fsdp1 import (
-    StateDictType,
-    wrap,
-)
+from shardfn.compat.fsdp1 import StateDictType, wrap
 from shardfn.testing import assert_close, assert_trees_close
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT

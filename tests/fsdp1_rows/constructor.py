@@ -34,13 +34,7 @@ from fsdp1_rows.common import (
     warned,
     wrapped,
 )
-from shardfn.compat.fsdp1 import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    wrap,
-)
+from shardfn.compat.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, wrap
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.testing import assert_close, assert_trees_close
 

@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import quiet
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from fsdp1_rows.common import (

@@ -9,11 +9,7 @@ from torch import nn
 
 from fsdp1_rows.common import BF16, Block, Net, batch, mine, row, trains, wrapped
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from shardfn.compat.fsdp1 import (
-    MixedPrecision,
-    ShardingStrategy,
-    wrap,
-)
+from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy, wrap
 
 
 def units(policy: Any, model: Any = None, **kwargs: Any) -> list[str]:

@@ -586,9 +586,5 @@ def is_an_instance() -> None:
     """Of `FSDPModule` and of its own class; other modules are not."""
     model = sharded()
     assert isinstance(model, FSDPModule) and not isinstance(model.head, FSDPModule)
-    assert [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)] == [
-        "FSDPNet",
-        "FSDPMLP",
-        "FSDPMLP",
-    ]
+    assert [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)] == ["FSDPNet", "FSDPMLP", "FSDPMLP"]
     assert values(model).keys() == values(net()).keys() and meshes("plain")[0].size() == 2

@@ -140,10 +140,7 @@ class OptimizerStates:
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim: Any = None,
-        optim_input: Any = None,
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Any = None, optim_input: Any = None
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a sharded state by names; torch 1.13's name."""
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")

@@ -498,6 +498,5 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
 def _warn_of_containers(module: nn.Module) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(
-            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
-            stacklevel=3,
+            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=3
         )

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    accumulates,
-    foreach,
-    grad_dtypes_of,
-    spec_of,
-    unwrap_local,
-    wrap_local,
-)
+from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap_local, wrap_local
 from shardfn.core.buckets import BucketOnGrid, Flight
 from shardfn.core.collectives import finished
 from shardfn.core.errors import ShardError

@@ -378,10 +378,7 @@ def with_state(draw: Draw) -> Block:
     if kind == "buffer":
         init, lines = (
             [f"self.register_buffer('mean', torch.zeros({WIDTH}))"],
-            [
-                "self.mean = 0.9 * self.mean + 0.1 * self.w.detach()",
-                "x = x * (1 + self.mean) + self.w",
-            ],
+            ["self.mean = 0.9 * self.mean + 0.1 * self.w.detach()", "x = x * (1 + self.mean) + self.w"],
         )
         return Block([*init, f"self.w = nn.Parameter(torch.randn({WIDTH}))"], lines)
     if kind == "count":
