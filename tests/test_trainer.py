@@ -312,6 +312,7 @@ def test_summon_full_params(mesh: DeviceMesh) -> None:
     with trainer.summon_full_params():
         assert all(torch.equal(p, reference[n]) for n, p in trainer.module.named_parameters())
         whole = trainer.module(ids)
+        assert torch.equal(trainer(ids, method="forward"), whole)
         with torch.no_grad():
             module.qkv.weight.add_(1)
     assert [n for n, _ in trainer.named_parameters()] == names
