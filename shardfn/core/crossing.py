@@ -40,6 +40,7 @@ from shardfn.core.offload import Host
 from shardfn.core.storage import Buffer, Buffers, View, view_of
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
+_SENT_AS_THEY_ARE = (torch.float32, torch.float64)  # by every backend; other dtypes are sent as bytes
 _IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
 _ALIGNMENT = 64  # bytes: where whole leaves begin, for vector instructions
@@ -220,7 +221,9 @@ class Crossing:
 
     def _all_gather(self, flat: Tensor, parts: Tensor) -> Works:
         """[n] of every rank -> [W * n]."""
-        source, target = flat.view(torch.uint8), parts.view(torch.uint8)
+        source, target = flat, parts
+        if flat.dtype not in _SENT_AS_THEY_ARE:
+            source, target = flat.view(torch.uint8), parts.view(torch.uint8)
         if self.host is None:
             return [all_gather_single(target, source, group=self.group, async_op=True)]
         with self.host.beside():  # behind the copy from the host
