@@ -283,6 +283,21 @@ def _changed(what: str, tensor: Tensor) -> RuntimeError:
     )
 
 
+class _Kept(dict[int, int]):
+    """The versions of saved tensors that are kept detached, by identity: where there are hooks autograd has none."""
+
+    def detached(self, saved: Tensor) -> Tensor:
+        """Without its node: together they would be a cycle through C++, and live for ever."""
+        made = saved.detach()
+        self[id(made)] = version_of_saved(saved)
+        return made
+
+    def as_it_is(self, saved: Tensor) -> Tensor:
+        """The tensor itself, whose version is not looked at."""
+        self.pop(id(saved), None)  # of what was there before it
+        return saved
+
+
 def saved_hooks(
     session: Any,
     by_storage: Mapping[int, Gathered],
@@ -296,11 +311,7 @@ def saved_hooks(
     A view of a storage that is freed becomes a description, and one of a weight that is the shard itself is kept with
     what counts its changes; everything else is kept detached, and its version beside it.
     """
-    freed, versions = by_storage.values(), dict[int, int]()  # by identity, of what is kept
-
-    def as_it_is(saved: Tensor) -> Tensor:
-        versions.pop(id(saved), None)  # of what was there before it
-        return saved
+    freed, kept = by_storage.values(), _Kept()
 
     def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
         if type(saved) is not Tensor or activations or uncopied:
@@ -308,42 +319,47 @@ def saved_hooks(
         try:
             at = saved.data_ptr()
         except (RuntimeError, NotImplementedError):  # sparse, or of a transform that the forward itself has begun
-            return as_it_is(saved)
+            return kept.as_it_is(saved)
         for gathered in freed:
             if gathered.first <= at < gathered.end:
-                return gathered.pack(saved, saved) or as_it_is(saved)
-        return as_it_is(saved) if pure else detached(saved)
+                return gathered.pack(saved, saved) or kept.as_it_is(saved)
+        return kept.as_it_is(saved) if pure else kept.detached(saved)
 
     def pack_other(saved: Tensor) -> Any:
         """The same of any tensor, in any forward."""
         part = unwrap_local(saved)
         if type(part) is not Tensor and wraps(part):
-            return as_it_is(with_local(saved, part))  # a new DTensor, detached as those below are
+            return kept.as_it_is(with_local(saved, part))  # a new DTensor, detached as others are
         try:
             key = storage_key(part)
         except (RuntimeError, NotImplementedError):
-            return as_it_is(saved)
+            return kept.as_it_is(saved)
         if (gathered := by_storage.get(key)) is not None:
-            return gathered.pack(saved, part) or as_it_is(saved)
+            return gathered.pack(saved, part) or kept.as_it_is(saved)
         if key in activations and (packed := activations[key].pack(saved)) is not None:
             return packed
         if pure:
-            return as_it_is(saved)
+            return kept.as_it_is(saved)
         if key in uncopied and (counters := _counters_of(part, uncopied[key])):
-            kept = saved.detach()
-            return _OfWeight(kept, [kept, *counters], versions_of([saved, *counters]))
-        return detached(saved)
+            own = saved.detach()
+            return _OfWeight(own, [own, *counters], versions_of([saved, *counters]))
+        return kept.detached(saved)
 
-    def detached(saved: Tensor) -> Tensor:
-        made = saved.detach()  # together with its node it would be a cycle through C++, and live for ever
-        versions[id(made)] = version_of_saved(saved)  # autograd does not look at versions where there are hooks
-        return made
+    unpack = _unpacking(session, kept)
+    if traced:
+        return saved_tensors_hooks(untraced(pack), untraced(unpack))
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _unpacking(session: Any, kept: _Kept) -> Callable[[Any], Tensor]:
+    """What gives autograd back what it has saved in a forward of a session, which lives as long as that is kept."""
+    version_of_kept = kept.get
 
     def unpack(packed: Any) -> Tensor:
         kind = type(packed)
         if kind is PackedActivation:
             return packed.activation.view(packed)
-        UNPACKED.session = session.ref  # which what is kept keeps alive, too: a checkpoint computes again in it
+        UNPACKED.session = session.ref
         if kind is View:
             if packed.gathered.state is not State.WHOLE_AGAIN:
                 session.wake(packed.gathered)
@@ -352,11 +368,9 @@ def saved_hooks(
             if versions_of(packed.counters) != packed.versions:
                 raise _changed("a weight", packed.tensor)
             return packed.tensor
-        version = versions.get(id(packed))
+        version = version_of_kept(id(packed))
         if version is not None and version_of_saved(packed) != version:
             raise _changed("a tensor", packed)
         return packed
 
-    if traced:
-        return saved_tensors_hooks(untraced(pack), untraced(unpack))
-    return saved_tensors_hooks(pack, unpack)
+    return unpack
