@@ -805,7 +805,7 @@ def test_a_forward_without_a_backward_leaves_nothing(mesh: DeviceMesh, chosen: s
 
 # What a warm step may do; see "What a step looks up" in docs/design.md. These may only fall.
 OBJECTS = 32  # a unit, between forward and backward
-CALLS, SWITCHES, MEMORY = 390, 212, 5  # a few less, depending on which buffers are free in time
+CALLS, SWITCHES, MEMORY = 384, 203, 4
 
 
 @on_meshes({"fsdp": 2})
@@ -815,6 +815,7 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
     step, x = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().sum()), torch.randn(4, 8)
     files: list[str] = []
     made: list[int] = []
+    counts: list[tuple[int, int, int]] = []
     apart = storage.apart
 
     def counting(numel: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -827,7 +828,7 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "apart", counting)
-        for _ in range(4):
+        for _ in range(9):
             files.clear()
             made.clear()
             sys.setprofile(note)
@@ -835,8 +836,10 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
                 step(params, x)
             finally:
                 sys.setprofile(None)
-    switches = sum(a != b for a, b in pairwise(files))
-    assert len(files) <= CALLS and switches <= SWITCHES and len(made) <= MEMORY, (len(files), switches, len(made))
+            counts.append((len(files), sum(a != b for a, b in pairwise(files)), len(made)))
+    # The least of each: on a busy machine a buffer is free a little later, and another one is made.
+    calls, switches, memory = map(min, zip(*counts[3:], strict=True))
+    assert calls <= CALLS and switches <= SWITCHES and memory <= MEMORY, counts
 
 
 @on_meshes({"fsdp": 2})
