@@ -3,15 +3,15 @@
 Everything here is resolved once, at import, and used elsewhere under one name. Layer 0.
 """
 
-import copy as copying
 import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache
-from operator import attrgetter, eq, is_
+from functools import cache, partial
+from itertools import accumulate
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any
 from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
@@ -21,19 +21,18 @@ import torch._C._functorch as functorch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _local_tensor
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, _api
+from torch.distributed.fsdp.wrap import _recursive_wrap
+from torch.distributed.tensor import DTensor, Placement, Replicate, _api
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
@@ -78,16 +77,11 @@ traces_first_order.__dict__["_dynamo_marked_constant"] = True
 # `from_local` also infers a wrong global shape for uneven shards. Checked with 2.11 and 2.13.
 
 
-def dtensor_spec(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
-) -> DTensorSpec:
-    """The metadata of a contiguous DTensor of global `shape`."""
-    size = torch.Size(shape)
-    stride, strides = 1, []
-    for length in reversed(size):
-        strides.append(stride)
-        stride *= max(length, 1)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(size, tuple(reversed(strides)), dtype))
+def dtensor_spec(mesh: DeviceMesh, placed: Sequence[Placement], size: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The metadata of a contiguous DTensor of a global size."""
+    steps = list(accumulate([max(length, 1) for length in size[:0:-1]], operator.mul, initial=1))
+    strides = tuple(reversed(steps[: len(size)]))
+    return DTensorSpec(mesh, tuple(placed), tensor_meta=TensorMeta(torch.Size(size), strides, dtype))
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor) -> DTensor:
@@ -106,6 +100,20 @@ def unwrap_local(tensor: Tensor) -> Tensor:
 
 # Mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], DTensorSpec] = attrgetter("_spec")
+# What a `CustomPolicy` of FSDP1 was made with.
+function_of_custom: Callable[[Any], Callable[[Any], Any]] = attrgetter("_lambda_fn")
+
+
+def wrapped_by(policy: Callable[..., Any], root: nn.Module) -> list[nn.Module]:
+    """The modules in `root` that FSDP1 wraps when its `auto_wrap_policy` is a function; they stay as they are."""
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module, **overrides: Any) -> nn.Module:
+        found.append(module)
+        return module
+
+    _recursive_wrap(root, policy, note, set(), set(), only_wrap_children=True)
+    return found
 
 
 def move_to_mesh(tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -234,9 +242,8 @@ def convolves_plainly(cls: Any) -> bool:
     return all(cls._conv_forward is kind._conv_forward for kind in kinds if issubclass(cls, kind))
 
 
-def padding_widths(convolution: Any) -> list[int]:
-    """What a convolution whose padding is not of zeros pads before and after each dim, the last one first."""
-    return convolution._reversed_padding_repeated_twice
+# What a convolution whose padding is not of zeros pads before and after each dim, the last one first.
+padding_widths: Callable[[Any], list[int]] = attrgetter("_reversed_padding_repeated_twice")
 
 
 def base_name(operation: Any) -> str:
@@ -272,7 +279,7 @@ def is_traced() -> bool:
 
 def seen_by_dynamo() -> bool:
     """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
 def has_no_memory() -> bool:
@@ -289,19 +296,15 @@ def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, dict[
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    state = torch.get_rng_state()
-    try:
-        # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
-        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            watch = _Recorder(mode)
+    # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
+    with torch.random.fork_rng(devices=()), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        watch = _Recorder(mode)
 
-            def run(*given: Tensor) -> Any:
-                with watch:
-                    return fn(*given)
+        def run(*given: Tensor) -> Any:
+            with watch:
+                return fn(*given)
 
-            graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
-    finally:
-        torch.set_rng_state(state)
+        graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
     return graph, watch.real
 
 
@@ -361,10 +364,9 @@ def outside_modes() -> AbstractContextManager[Any]:
 
 def asks_for_values(error: Exception) -> bool:
     """Whether a recorded operation failed since Python wants a value, or a shape depends on one."""
+    kinds = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
     of_memory = "is not supported for tensor subclasses", "Cannot access data pointer", "FakeTensor.__format__"
-    return isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException) or any(
-        why in str(error) for why in of_memory
-    )
+    return isinstance(error, kinds) or any(why in str(error) for why in of_memory)
 
 
 def backend_for_graphs(name: str) -> Callable[..., Any]:
@@ -392,6 +394,7 @@ def in_selective_checkpoint() -> bool:
 
 
 outside_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # no mode sees functions
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack  # which see functions here
 
 
 # What calls something with the gradient of a tensor.
@@ -503,21 +506,21 @@ class _AsOneRank(TorchDispatchMode):
         func = AS_TENSORS.get(func, func)
         if func is torch.ops.aten.size.default:
             return list(args[0].shape)
-        generator = (kwargs or {}).get("generator")
-        draws = isinstance(generator, torch.Generator)
-        flat, structure = pytree.tree_flatten((args, kwargs or {}))
-        if not draws and not self._only_numbers_differ(flat):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        generator: torch.Generator | None = kwargs.get("generator")
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        if generator is None and not self._only_numbers_differ(flat):
+            return func(*args, **kwargs)
         changes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
-        if changes and not draws:
+        if changes and generator is None:
             raise RuntimeError(
                 f"{func}: ranks would write different values into one tensor from outside of the simulation, or a "
                 "copy of one; compute a new tensor instead, such as x + n"
             )
-        before = generator.get_state() if isinstance(generator, torch.Generator) else None
+        before = None if generator is None else generator.get_state()
 
         def on_one(_: int, own: list[Any]) -> list[Tensor]:
-            if isinstance(generator, torch.Generator) and before is not None:
+            if generator is not None and before is not None:
                 generator.set_state(before)
             own_args, own_kwargs = pytree.tree_unflatten(own, structure)
             out = func(*own_args, **own_kwargs)
@@ -655,20 +658,20 @@ class Level:
     ) -> Any:
         """`below(fn, *inputs)` without this transform, of which `function` says how it is differentiated."""
 
+        def wrapped(x: Tensor) -> Tensor:
+            return functorch._wrap_for_grad(x, self._number)
+
         def forward(fn: Any, *operands: Tensor) -> Any:
             lowered = [self._inside(x) for x in operands]
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), self._interpreter.lower():
                 outputs = below(fn, *lowered)
-            return tuple(functorch._wrap_for_grad(x, self._number) for x in outputs)
+            return tuple(map(wrapped, outputs))
 
         methods = {name: staticmethod(getattr(function, name)) for name in ("setup_context", "backward")}
         methods["forward"] = staticmethod(forward)
-        once: Any = type(function.__name__, (_SingleLevelFunction,), methods)
+        once: Any = type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
         # One that only transforms around this one differentiate would be asked here for what it is in forward mode.
-        lifted = [
-            x if functorch.maybe_get_level(x) == self._number else functorch._wrap_for_grad(x, self._number)
-            for x in inputs
-        ]
+        lifted = [x if functorch.maybe_get_level(x) == self._number else wrapped(x) for x in inputs]
         with enable_single_level_autograd_function():
             return once.apply(fn, *lifted)
 
@@ -754,33 +757,18 @@ def attributes_read(note: Callable[[Any, str], None]) -> Iterator[None]:
             del nn.Module.__getattribute__
 
 
-def keep_hooks_apart(module: nn.Module) -> None:
-    """Give a copy of a module tables of hooks of its own: what is registered on it is not registered on the other."""
-    for name, table in list(module.__dict__.items()):
-        if "_hooks" in name and isinstance(table, dict):
-            module.__dict__[name] = table.copy()
+call_uncompiled: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")  # which `compile()` compiles
 
 
-def keep_containers_apart(module: nn.Module, known: dict[int, Any]) -> None:
-    """Give a copy of a module lists, dicts and sets of its own; `known` has those that were copied before, by id."""
+def left_by_dynamo(function: Any) -> Any:
+    """A decorator: Dynamo ends its graph at the function, and begins others in what that calls.
 
-    def apart(value: Any) -> Any:
-        if type(value) not in (list, dict, set):
-            return value
-        if id(value) not in known:
-            known[id(value)] = own = copying.copy(value)
-            if isinstance(own, list):
-                own[:] = map(apart, own)
-            elif isinstance(own, dict):
-                own.update({key: apart(inner) for key, inner in own.items()})
-        return known[id(value)]
-
-    for name, value in list(module.__dict__.items()):
-        if name not in _OF_MODULES:
-            module.__dict__[name] = apart(value)
-
-
-_OF_MODULES = frozenset(nn.Module().__dict__)
+    `torch.compiler.disable(recursive=False)` does the same, and imports Dynamo, which takes 0.7 s.
+    """
+    action = eval_frame._FrameAction
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -795,26 +783,13 @@ def forward_hooks(model: nn.Module) -> list[dict[int, Any]]:
     return [*own, torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks]
 
 
-def compiles_itself_no_more(module: nn.Module) -> None:
-    """Undo `module.compile()`."""
-    module._compiled_call_impl = None
-
-
 def refresh_flat_weights(rnn: nn.RNNBase, plain: bool = False) -> None:
     """RNNs read their weights from a list made when they were built; make it from their attributes.
 
     `plain`: from what their table of parameters holds as a dict, whatever its class says.
     """
-    names = rnn._flat_weights_names
-    if plain:
-        rnn._flat_weights = [dict.get(rnn._parameters, name) for name in names]
-    else:
-        rnn._flat_weights = [getattr(rnn, name) for name in names]
-
-
-def drop_flat_weights(rnn: nn.RNNBase) -> None:
-    """Let go of the weights in that list."""
-    rnn._flat_weights = []
+    read = partial(dict.get, rnn._parameters) if plain else partial(getattr, rnn)
+    rnn._flat_weights = [read(name) for name in rnn._flat_weights_names]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -880,6 +855,8 @@ def accumulates(node: Any) -> bool:
 
 
 node_that_runs: Callable[[], Any] = torch._C._current_autograd_node  # of the backward in this thread; None outside
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")  # of a node: how many this thread had made before it
+made_before: Callable[[], int] = attrgetter("_C._autograd._get_sequence_nr")(torch)
 metadata_of: Callable[[Any], dict[Any, Any]] = attrgetter("metadata")  # a dict that lives as long as a node of a graph
 
 
@@ -976,11 +953,14 @@ def fused(rule: str) -> Callable[..., None]:
     return getattr(torch, f"_fused_{rule}_")
 
 
+# Make a blank tensor one over a storage: (blank, storage, where it begins there, shape, strides).
+set_storage: Callable[..., Tensor] = Tensor.set_
+
+
 def tensor_over(address: int, numel: int, like: Tensor) -> Tensor:
     """A flat tensor over memory that others own, with dtype and device of `like`; they must outlive its use."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, like.device, numel * like.element_size())
-    blank: Any = like.new_empty(0)
-    return blank.set_(storage, 0, (numel,))
+    return set_storage(like.new_empty(0), storage, 0, (numel,))
 
 
 def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
@@ -1017,43 +997,12 @@ class Node:
         """What is made of this and other nodes."""
         raise NotImplementedError
 
-    def is_int(self) -> bool:
-        return type(self.rank) is int
-
-    def is_float(self) -> bool:
-        return type(self.rank) is float
-
-    def is_bool(self) -> bool:
-        return type(self.rank) is bool
-
-    def is_constant(self) -> bool:
-        return self.rank == self.one
-
-    def known(self) -> Any:
-        return self.rank if self.rank == self.one else None
-
-    def asked(self, *_: Any) -> Any:
-        return self.decided()
-
     in_general: bool | None = None  # of a comparison, what holds but in special cases
 
-    def guard_bool(self, *_: Any) -> Any:
-        return self.decided(self.in_general)
-
-    def or_false(self, *_: Any) -> Any:
-        return self.decided(False)
-
-    def or_true(self, *_: Any) -> Any:
-        return self.decided(True)
-
-    def of_many(self, *_: Any) -> Any:
-        """As if sizes were neither 0 nor 1, which one process tells."""
-        return self.decided(self.one)
-
-    def wrap(self, number: Any) -> "Node":
+    def wrap_int(self, number: Any) -> "Node":
         return self.made(number, number)
 
-    def contiguous(self, sizes: Any, strides: Any) -> "Node":
+    def is_contiguous(self, sizes: Any, strides: Any) -> "Node":
         def row_major(world: str) -> bool:
             lengths, steps = ([_of(n, world) for n in numbers] for numbers in (sizes, strides))
             pairs = enumerate(zip(lengths, steps, strict=True))
@@ -1061,48 +1010,47 @@ class Node:
 
         return self.made(row_major("rank"), row_major("one"))
 
-    def no(self, *_: Any) -> "Node":
-        return self.made(False, False)
-
-    def certain(self, *_: Any) -> "Node":
-        return self.made(1, 1)
-
-    def itself(self, *_: Any) -> "Node":
-        return self
-
-    def nothing(self) -> None:
-        return None
-
-    def false(self) -> bool:
-        return False
-
-    def true(self, *_: Any) -> bool:
-        return True
-
-    def str(self) -> str:
-        return repr(self.rank)
-
     def sym_sum(self, terms: Any) -> "Node":
         return self.made(*(sum(_of(getattr(x, "node", x), world) for x in terms) for world in ("rank", "one")))
 
-    is_symbolic = has_hint = expect_size = true
-    is_nested_int = false
-    nested_int = singleton_int = nested_int_coeff = nothing
-    maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = known
-    guard_int = guard_float = expect_true = require_hint = bool_ = int_ = asked
-    guard_or_false = statically_known_true = or_false
-    guard_or_true, guard_size_oblivious = or_true, of_many
-    wrap_int = wrap_float = wrap_bool = wrap
-    clone = sym_int = trunc = floor = ceil = round = itself
-    is_contiguous = is_non_overlapping_and_dense = contiguous
-    is_non_overlapping_and_dense_indicator = certain
-    is_channels_last_contiguous_2d = is_channels_last_contiguous_3d = no
-    is_channels_last_strides_2d = is_channels_last_strides_3d = no
-    _graph_repr = str
+    wrap_float = wrap_bool = wrap_int
+    is_non_overlapping_and_dense = is_contiguous
 
-    @property
-    def hint(self) -> Any:
-        return self.rank
+    hint = property(attrgetter("rank"))
+
+
+# What other methods answer, whatever else they are given.
+_ANSWERS: dict[str, Callable[[Node], Any]] = {
+    "is_int": lambda node: type(node.rank) is int,
+    "is_float": lambda node: type(node.rank) is float,
+    "is_bool": lambda node: type(node.rank) is bool,
+    "is_constant": lambda node: node.rank == node.one,
+    "maybe_as_int maybe_as_float maybe_as_bool constant_int constant_bool": lambda node: (
+        node.rank if node.rank == node.one else None
+    ),
+    "guard_int guard_float expect_true require_hint bool_ int_": lambda node: node.decided(),
+    "guard_bool": lambda node: node.decided(node.in_general),
+    "guard_or_false statically_known_true": lambda node: node.decided(False),
+    "guard_or_true": lambda node: node.decided(True),
+    "guard_size_oblivious": lambda node: node.decided(node.one),  # as if neither 0 nor 1, which one process tells
+    "clone sym_int trunc floor ceil round": lambda node: node,
+    "is_non_overlapping_and_dense_indicator": lambda node: node.made(1, 1),
+    "is_channels_last_contiguous_2d is_channels_last_contiguous_3d": lambda node: node.made(False, False),
+    "is_channels_last_strides_2d is_channels_last_strides_3d": lambda node: node.made(False, False),
+    "is_symbolic has_hint expect_size": lambda node: True,
+    "is_nested_int": lambda node: False,
+    "nested_int singleton_int nested_int_coeff": lambda node: None,
+    "str _graph_repr": lambda node: repr(node.rank),
+}
+
+
+def _answers(answer: Callable[[Node], Any]) -> Any:
+    return lambda node, *_: answer(node)
+
+
+for _names, _answer in _ANSWERS.items():
+    for _name in _names.split():
+        setattr(Node, _name, _answers(_answer))
 
 
 def _of(number: Any, world: str) -> Any:
@@ -1139,13 +1087,9 @@ symbol: Callable[[Node], Any] = torch.SymInt  # an integer of which an operator 
 
 def wrapper(cls: Any, sizes: Sequence[Any], strides: Sequence[Any], like: Tensor) -> Any:
     """A tensor of a class around others, with these sizes and strides, on the device and in the dtype of `like`."""
+    policy = "strides"  # or torch keeps what it was told once of its memory
     return Tensor._make_wrapper_subclass(
-        cls,
-        sizes,
-        strides=strides,
-        dtype=like.dtype,
-        device=like.device,
-        dispatch_sizes_strides_policy="strides",  # or torch keeps what it was told once of its memory
+        cls, sizes, strides=strides, dtype=like.dtype, device=like.device, dispatch_sizes_strides_policy=policy
     )
 
 

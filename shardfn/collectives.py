@@ -12,16 +12,5 @@ from shardfn.core.collectives import psum_scatter as psum_scatter
 from shardfn.core.collectives import pvary as pvary
 from shardfn.core.collectives import shard_slice as shard_slice
 
-__all__ = [
-    "all_gather",
-    "all_gather_invariant",
-    "all_to_all",
-    "all_to_all_rows",
-    "axis_index",
-    "axis_size",
-    "pmean",
-    "psum",
-    "psum_scatter",
-    "pvary",
-    "shard_slice",
-]
+__all__ = ["all_gather", "all_gather_invariant", "all_to_all", "all_to_all_rows", "axis_index", "axis_size"]
+__all__ += ["pmean", "psum", "psum_scatter", "pvary", "shard_slice"]

@@ -10,7 +10,9 @@ At the end are parallel forwards of modules that need more than their rules.
 import inspect
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +27,7 @@ from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
 from shardfn.core.model import OUT_DIM, class_of, declares, kind_of
 from shardfn.core.parts import Part
-from shardfn.core.policy import Policy, batch_with
+from shardfn.core.policy import Policy, batch_with, modules_above, starred
 from shardfn.core.tensor_parallel import Layouts
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -114,7 +116,15 @@ def from_transformers(
             stacklevel=2,
         )
     if sequence_parallel:
-        policy |= Policy(acts=dict.fromkeys(_boundaries(base, policy, axis), f"b s@{axis}? ..."))
+        if axis is None:
+            raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
+        blocks: Any = _lists_of_blocks(base) if policy.units == "auto" else policy.units
+        if not blocks:
+            raise ShardError(
+                f"from_transformers(sequence_parallel=True): {type(base).__name__} has no list of like blocks; say "
+                f"between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})"
+            )
+        policy |= Policy(acts=dict.fromkeys(blocks, f"b s@{axis}? ..."))
     return _below(path, policy) if path else policy
 
 
@@ -142,23 +152,6 @@ def _below(path: str, policy: Policy) -> Policy:
     return Policy(**{name: moved.get(name, getattr(policy, name)) for name in policy.given})
 
 
-def _boundaries(model: nn.Module, policy: Policy, axis: str | None) -> Sequence[str]:
-    """The modules between which activations are split along the sequence.
-
-    Raises:
-        ShardError: there are none, or no axis.
-    """
-    if axis is None:
-        raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
-    blocks: Any = _lists_of_blocks(model) if policy.units == "auto" else policy.units
-    if not blocks:
-        raise ShardError(
-            f"from_transformers(sequence_parallel=True): {type(model).__name__} has no list of like blocks; say "
-            f"between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})"
-        )
-    return blocks
-
-
 class _Reading:
     """The rules of one model, collected module by module; layer numbers are written `*`."""
 
@@ -167,13 +160,8 @@ class _Reading:
         self.axis, self.data, self.expert_axis = axis, data, expert_axis
         self.fsdp = "".join(f"@{name}" for name in data)
         self.modules = dict(model.named_modules())
-        self.rules: dict[str, str] = {}
-        self.acts: dict[str, str] = {}
-        self.sizes: dict[str, int] = {}
-        self.pad: dict[str, int] = {}
-        self.compute: dict[str, Callable[..., Any]] = {}
+        self.made: dict[str, dict[str, Any]] = defaultdict(dict)  # by the name of a field of `Policy`
         self.experts: dict[str, str] = {}  # weight of experts -> the axis that splits it by number
-        self.local_sizes: dict[str, dict[str, str]] = {}
         self.problems: list[str] = []
         self._names: dict[str, int] = {}  # of factors, with their sizes
         self._found_sizes: dict[str, dict[str, str]] = {}  # attention module -> attributes
@@ -181,8 +169,7 @@ class _Reading:
 
     def policy(self) -> Policy:
         plan = (getattr(self.model, "tp_plan", None) or {}) if self.axis is not None else {}
-        if self.axis is not None:
-            self._find_experts(plan, self.axis)
+        self._find_experts(plan, str(self.axis))
         if self.expert_axis is not None:
             self._find_experts(getattr(self.model, "ep_plan", None) or {}, self.expert_axis)
             if not self.experts:
@@ -193,34 +180,31 @@ class _Reading:
                 self._apply(path, style)
             if not plan:
                 self._vocabulary()
-            self._known_modules()
+            for path, module in self.modules.items():  # that are known by their class, or as experts of no plan
+                if (forward := _MODULES.get(class_of(module).__name__)) is not None:
+                    self.made["compute"].setdefault(starred(path), forward)
+                if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
+                    self.made["compute"].setdefault(starred(path), tensor_parallel_experts)
         for name in self.experts:
-            if _starred(name) not in self.rules:
+            if starred(name) not in self.made["rules"]:
                 self._parameter(name, "")
         raise_problems("from_transformers", self.problems)
         for path, found in self._found_sizes.items():
             if found:
-                self._put(self.local_sizes, path, found)
+                self._put("local_sizes", path, found)
         given: dict[str, Any] = batch_with(self.data)
         if self.expert_axis not in (None, self.axis):
             given = {"batch": tuple(dict.fromkeys((*self.data, self.expert_axis)))}
-        given |= {name: getattr(self, name) for name in ("rules", "acts", "sizes", "pad", "compute", "local_sizes")}
-        return Policy(units=_blocks(self.model), **{name: value for name, value in given.items() if value})
-
-    def _known_modules(self) -> None:
-        """Forwards of modules that are known by their class, or as experts."""
-        for path, module in self.modules.items():
-            if (forward := _MODULES.get(class_of(module).__name__)) is not None:
-                self.compute.setdefault(_starred(path), forward)
-            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):  # experts of no plan, too
-                self.compute.setdefault(_starred(path), tensor_parallel_experts)
+        given |= {name: values for name, values in self.made.items() if values}
+        units: Any = tuple(dict.fromkeys(map(starred, _block_modules(self.model)))) or "auto"
+        return Policy(units=units, **given)
 
     # -- which modules and parameters have a style -----------------------------------------------------------------
 
     def _expanded(self, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """The modules and parameters that a plan names."""
         for name in (*self.modules, *(name for name, _ in self.model.named_parameters())):
-            if (style := plan.get(_starred(name))) is not None:
+            if (style := plan.get(starred(name))) is not None:
                 yield name, style
 
     def _by_names(self) -> Iterator[tuple[str, str]]:
@@ -241,10 +225,10 @@ class _Reading:
         module = self.modules.get(path)
         if self._within_whole(path):
             style = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}.get(style, style)
-        if style == _EXPERTS and _starred(path) not in self.compute:
-            self._put(self.compute, path, tensor_parallel_experts)
+        if style == _EXPERTS and starred(path) not in self.made["compute"]:
+            self._put("compute", path, tensor_parallel_experts)
         elif style == _IDENTITY:
-            self.compute.setdefault(_starred(path), partial(identity_expert, axis=str(self.axis)))
+            self.made["compute"].setdefault(starred(path), partial(identity_expert, axis=str(self.axis)))
         elif style in _COLUMNS | _ROWS:
             if module is None:
                 self._parameter(path, style)
@@ -255,30 +239,24 @@ class _Reading:
                 self.problems.append(f"{path!r}: style {style!r} is for linears, and it is a {type(module).__name__}")
         elif style in _TABLES:
             for inside, table in _held_in(module):
-                split = self._vocab(table) if style == "embedding_rowwise" else "_"
-                other = f"_{self.fsdp}" if style == "embedding_rowwise" else f"c{self.tp}"
-                self._put(self.rules, f"{path}{inside}.weight", f"{split} {other}")
+                rule = f"{self._vocab(table)} _{self.fsdp}" if style == "embedding_rowwise" else f"_ c{self.tp}"
+                self._put("rules", f"{path}{inside}.weight", rule)
         elif style not in _DERIVED | _BY_NUMBER | {_EXPERTS}:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
     def _within_whole(self, path: str) -> bool:
         """Whether a module around a linear computes with whole values."""
-        above = path.rpartition(".")[0]
-        module = self.modules.get(above)
-        found = module is not None and _WHOLE.get(class_of(module).__name__, lambda module: False)(module)
-        return found or (bool(above) and self._within_whole(above))
+        around = (self.modules[above] for above in modules_above([path]) if above in self.modules)
+        return any(_WHOLE.get(class_of(module).__name__, lambda _: False)(module) for module in around)
 
     def _linear(self, path: str, inside: str, module: Any, style: str) -> None:
-        weight = module.weight
         out = OUT_DIM[kind_of(module)]
-        columns = style in _COLUMNS
-        size = weight.shape[out] if columns else weight.shape[1 - out]
-        split = self._factors(path, size, style)
-        other = f"_{self.fsdp}"
-        first = columns == (out == 0)
-        self._put(self.rules, f"{path}{inside}.weight", f"{split} {other}" if first else f"{other} {split}")
+        at = out if style in _COLUMNS else 1 - out
+        dims = [f"_{self.fsdp}"] * 2
+        dims[at] = split = self._factors(path, module.weight.shape[at], style)
+        self._put("rules", f"{path}{inside}.weight", " ".join(dims))
         if style in _GATHERED:
-            self._put(self.acts, f"{path}{inside}", "... _")
+            self._put("acts", f"{path}{inside}", "... _")
         if inside.endswith(".base_layer"):
             self._low_rank(f"{path}{inside}".removesuffix(".base_layer"), split, style)
 
@@ -286,16 +264,16 @@ class _Reading:
         """peft's halves beside a linear: B's outputs are split as those of the linear, A's inputs as its inputs."""
         columns = style in _COLUMNS
         for which in ("lora_A", "lora_B"):
-            halves: Any = children_of(self.modules[path]).get(which)
-            linears = {} if halves is None else {name: x for name, x in halves.items() if kind_of(x) in OUT_DIM}
-            for name, half in linears.items():
-                out = OUT_DIM[kind_of(half)]
+            halves: Any = children_of(self.modules[path]).get(which) or {}
+            for name, half in halves.items():
+                if (out := OUT_DIM.get(kind_of(half))) is None:
+                    continue
                 dims = ["_", "_"]
                 if columns == (which == "lora_B"):
                     dims[out if columns else 1 - out] = split
-                self._put(self.rules, f"{path}.{which}.{name}.weight", " ".join(dims))
+                self._put("rules", f"{path}.{which}.{name}.weight", " ".join(dims))
                 if which == "lora_B" and style in _GATHERED:
-                    self._put(self.acts, f"{path}.{which}.{name}", "... _")
+                    self._put("acts", f"{path}.{which}.{name}", "... _")
 
     def _parameter(self, name: str, style: str) -> None:
         """A weight that is no linear's, such as those of experts: [experts, out, in]."""
@@ -305,7 +283,9 @@ class _Reading:
         owner, _, last = name.rpartition(".")
         if style:
             at = param.dim() - 2 if style in _COLUMNS and param.dim() > 1 else param.dim() - 1
-            packed = style.startswith("packed") or (last == "gate_up_proj" and _halves(self.modules[owner]))
+            # Two weights one after the other, as the module itself says.
+            halves = all(getattr(self.modules[owner], name, False) is True for name in ("has_gate", "is_concatenated"))
+            packed = style.startswith("packed") or (last == "gate_up_proj" and halves)
             dims[at] = f"(2 _{self.tp})" if packed else f"_{self.tp}"
             whole.remove(at)
         expert_axis = self.experts.get(name)
@@ -318,10 +298,10 @@ class _Reading:
             whole.remove(0)
             dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"
             if getattr(self.modules[owner], "num_experts", None) == param.shape[0]:
-                self._put(self.local_sizes, owner, {"num_experts": experts})
+                self._put("local_sizes", owner, {"num_experts": experts})
         if whole and self.data:
             dims[max(whole)] = "".join(["_", *(f"@{axis}" for axis in self.data if axis != expert_axis)])
-        self._put(self.rules, name, " ".join(dims))
+        self._put("rules", name, " ".join(dims))
 
     def _find_experts(self, plan: Mapping[str, str], axis: str) -> None:
         """Note what a plan splits over an axis by number of expert."""
@@ -329,7 +309,7 @@ class _Reading:
             if style not in _BY_NUMBER:
                 continue
             if name in self.modules:
-                self.compute[_starred(name)] = Experts(axis)
+                self.made["compute"][starred(name)] = Experts(axis)
             else:
                 self.experts[name] = axis
 
@@ -337,15 +317,13 @@ class _Reading:
         rows = module.weight.shape[0]
         name = self._named("vocab", rows)
         if rows % 64:
-            self.pad[name] = 64
+            self.made["pad"][name] = 64
         return f"{name}{self.tp}?"
 
-    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+    def _put(self, field: str, name: str, value: Any) -> None:
         """An entry for all layers, or for this one when layers differ; those come first, since the first match wins."""
-        if table.setdefault(_starred(name), value) != value:
-            others = dict(table)
-            table.clear()
-            table.update({name: value} | others)
+        if self.made[field].setdefault(starred(name), value) != value:
+            self.made[field] = {name: value} | self.made[field]
 
     # -- heads -----------------------------------------------------------------------------------------------------
 
@@ -357,8 +335,7 @@ class _Reading:
         owner_path, owner = self._attention(path)
         last = path.rpartition(".")[2]
         if owner is None or last in _INTO_FF | {"w1", "w2", "w3"}:
-            packed = "2 " if style.startswith("packed") else ""
-            return f"({packed}_{self.tp})" if packed else f"{self._named('ff', size)}{self.tp}"
+            return f"(2 _{self.tp})" if style.startswith("packed") else f"{self._named('ff', size)}{self.tp}"
         width, count = _number(owner, _HEAD_SIZES) or 0, _number(owner, _HEAD_COUNTS)
         compressed = hasattr(owner, "qk_head_dim")  # queries, keys with values, and outputs have heads of other sizes
         if count and size % count == 0 and (compressed or size % width):
@@ -370,9 +347,8 @@ class _Reading:
         if last == "query_key_value":
             return self._heads("heads", size, 3 * width, owner_path, owner)
         grouped = size != (count or 0) * width or hasattr(owner, "num_key_value_groups")
-        grouped = grouped or any(
-            hasattr(owner, n) or f"self.config.{n}" in _source(class_of(owner)) for n in _KEY_COUNTS
-        )
+        text = _source(class_of(owner))
+        grouped = grouped or any(hasattr(owner, name) or f"self.config.{name}" in text for name in _KEY_COUNTS)
         return self._heads("kv" if last in _KEYS and grouped else "heads", size, width, owner_path, owner)
 
     def _heads(self, name: str, size: int, width: int, path: str, owner: Any, before: str = "") -> str:
@@ -382,7 +358,7 @@ class _Reading:
         """
         count = size // width
         heads, d = self._named(name, count), self._named("d", width)
-        self.sizes[heads] = count
+        self.made["sizes"][heads] = count
         found, counts = self._found_sizes.setdefault(path, {}), self._counts.setdefault(path, {})
         text = _source(class_of(owner))
         counts[name] = factor = f"{heads}{self.tp}{'?' if name == 'kv' else ''}"
@@ -397,12 +373,12 @@ class _Reading:
             if getattr(owner, width_of_all, None) == count * width and f"self.{width_of_all}" in text:
                 found[width_of_all] = f"{factor} {d}"
         if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
-            self.compute.setdefault(_starred(path), partial(forward, axis=self.axis))
+            self.made["compute"].setdefault(starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and table.weight.shape[1] == count:  # a bias for each head
             inside = f"{path}.relative_attention_bias"
-            self._put(self.rules, f"{inside}.weight", f"_ {heads}{self.tp}")
-            self._put(self.acts, inside, f"... {heads}{self.tp}")
+            self._put("rules", f"{inside}.weight", f"_ {heads}{self.tp}")
+            self._put("acts", inside, f"... {heads}{self.tp}")
         return f"({before}{factor} {d})"
 
     def _attention(self, path: str) -> tuple[str, Any]:
@@ -419,28 +395,24 @@ class _Reading:
 
     def _named(self, name: str, size: int) -> str:
         """A name for a size, which is one number in the whole model."""
-        numbered = name
-        for number in range(2, 100):
+        for numbered in (name, *(f"{name}{number}" for number in range(2, 99))):
             if self._names.setdefault(numbered, size) == size:
                 return numbered
-            numbered = f"{name}{number}"
         return "_"
 
     # -- the vocabulary of a model without a plan ------------------------------------------------------------------
 
     def _vocabulary(self) -> None:
         for get, gathers in (("get_input_embeddings", False), ("get_output_embeddings", True)):
-            try:
+            table: Any = None
+            with suppress(AttributeError, NotImplementedError):
                 table = getattr(self.model, get)()
-            except (AttributeError, NotImplementedError):
-                continue
             path = next((name for name, module in self.modules.items() if module is table), None)
-            if path is None or table is None or not isinstance(getattr(table, "weight", None), Tensor):
-                continue
-            if isinstance(table, nn.Embedding | nn.Linear):
-                self.rules[f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
+            weight = getattr(table, "weight", None)
+            if path is not None and isinstance(table, nn.Embedding | nn.Linear) and isinstance(weight, Tensor):
+                self.made["rules"][f"{path}.weight"] = f"{self._vocab(table)} _{self.fsdp}"
                 if gathers:
-                    self.acts[path] = "... _"
+                    self.made["acts"][path] = "... _"
 
 
 # By the name of a class: whether a module mixes the features or heads between its linears, and so needs them whole. The
@@ -478,11 +450,6 @@ def _linears_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, found) for path, found in _held_in(module) if kind_of(found) in OUT_DIM)
 
 
-def _starred(name: str) -> str:
-    """A name with `*` for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
 @lru_cache(maxsize=2**10)
 def _source(cls: type) -> str:
     """The text of the methods of a module that run in its forward."""
@@ -491,11 +458,6 @@ def _source(cls: type) -> str:
     except (OSError, TypeError):
         return ""
     return text.partition("def __init__")[2].partition("\n    def ")[2]
-
-
-def _halves(experts: Any) -> bool:
-    """Whether `gate_up_proj` of these experts is two weights one after the other, as the module itself says."""
-    return getattr(experts, "has_gate", False) is True and getattr(experts, "is_concatenated", False) is True
 
 
 def _block_modules(model: nn.Module) -> list[str]:
@@ -517,11 +479,6 @@ def _lists_of_blocks(model: nn.Module) -> list[str]:
         if alike and not any(path.startswith(pattern.removesuffix("*")) for pattern in found):
             found.append(f"{path}.*")
     return found
-
-
-def _blocks(model: nn.Module) -> Any:
-    """Units: the patterns of those paths, or what `units="auto"` finds."""
-    return tuple(dict.fromkeys(_starred(name) for name in _block_modules(model))) or "auto"
 
 
 # -- forwards of modules that need more than their rules ---------------------------------------------------------------

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, call, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,34 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    buffers_of,
-    children_of,
-    compiler_of_wrapped,
-    dtypes_of,
-    parameters_of,
-    refresh_flat_weights,
-    unwrap_local,
-)
-from shardfn.core.agreement import agree
-from shardfn.core.apply import apply
-from shardfn.core.buckets import leaf_spec
-from shardfn.core.checkpoint import from_state_dict
-from shardfn.core.engine.in_place import Place, runs_in_place, with_table
-from shardfn.core.errors import ShardError
+from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
+from shardfn.core import apply, buckets, checkpoint, initialize
+from shardfn.core.engine.in_place import with_tables
+from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.layout import Layout
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.model import CLASS, OWN, note_shard, submodule, unwrapped
-from shardfn.core.plan import Plan, Reduction, plan
+from shardfn.core.plan import Plan, Reduction
 from shardfn.core.policy import Policy
 from shardfn.core.tree import Params
-from shardfn.core.wiring import unit_casts
 from shardfn.torch_optimizers import REPLACED, SHARD, watch_optimizers
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
-_compiler_in = attrgetter("_compiled_call_impl")
-_MOST = 6  # problems in one message
 
 
 class Held:
@@ -54,18 +40,17 @@ class Held:
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
         self.plan, self.mesh = plan, mesh
-        self._tables = [with_table(module) for module in model.modules()]
+        self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
-        self._place: Place | None = None
-        self._slots = _slots(model, plan)
-        self._buffers: list[tuple[str, Slot]] = []
+        places = [(leaf, (parameters_of(x), key)) for x, _, _, own in _owned(model, plan) for leaf, key in own.items()]
+        first: dict[str, Slot] = dict(reversed(places))  # a tied one has several
+        self._slots = {name: first[name] for name in plan.leaves}
         self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
         self._structure = self._structure_now()
         self._dtypes = self._dtypes_now()
         self._find_buffers(model)
-        self._modules = [weakref.ref(unwrapped(module)) for module in model.modules()]
-        self._runs_in_place = runs_in_place(plan) and not any(compiler_of_wrapped(x) for x in model.modules())
+        self._model = weakref.ref(unwrapped(model))
 
     def leaves(self) -> dict[str, Any]:
         """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
@@ -92,8 +77,7 @@ class Held:
     def run(self, model: nn.Module, params: Params | None, method: str, args: Any, kwargs: Any) -> Any:
         """Call a method of the module with the weights of a tree that `params` made.
 
-        The module itself computes, or copies of it where its forwards are not its own, or compiled. Without a tree the
-        whole parameters in the places of the shards count, and nobody trains them.
+        Without a tree the whole parameters in the places of the shards count, and nobody trains them.
         """
         if params is None and not self.plan.placed_axes:
             return bound(model, method)(*args, **kwargs)
@@ -101,35 +85,26 @@ class Held:
             params = self._params_of_whole(model)
         self.lend(params)
         self._of_modules = params.buffers
-        try:
-            return apply(model, params, *args, method=method, **kwargs)
-        finally:
-            if params.in_place is None:
-                self.keep_buffers(model, params)
+        return apply.apply(model, params, *args, method=method, **kwargs)
 
     def lend(self, params: Params) -> None:
-        """Let the module itself compute in calls with a tree that `params` made, where it can.
+        """Have calls with a tree that `params` made compute with the buffers of the module itself.
 
         Raises:
             ShardError: it has other parameters than when it was sharded.
         """
-        if self._runs_in_place and list(map(len, self._tables)) != self._counts:
+        if list(map(len, self._tables)) != self._counts:
             raise _added("a parameter was added to a module, or taken away")
-        if self._runs_in_place and not any(map(_compiler_in, map(call, self._modules))):
-            params.in_place = self
+        params.in_place = self
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it holds the shards of that very model."""
-        return self._modules[0]() is unwrapped(model)
+        return self._model() is unwrapped(model)
 
-    def begin(self, model: nn.Module, params: Params) -> Place:
-        """A call begins in which the module itself computes, with the buffers of a tree."""
+    def begin(self, model: nn.Module, params: Params) -> None:
+        """A call begins, with the buffers of a tree."""
         if params.buffers is not self._of_modules:
             self.keep_buffers(model, params)
-        if self._place is None:
-            self._place = Place(model, self.plan, unit_casts(self.plan))
-        self._place.prepare()
-        return self._place
 
     def end(self, model: nn.Module, params: Params) -> None:
         """It is over.
@@ -139,29 +114,20 @@ class Held:
         """
         if params.buffers is not self._of_modules:
             params.buffers.update(self._buffers_now(model))
-        if not self._has_structure:
-            self._require_shards(model)
+        for name, p in () if self._has_structure else model.named_parameters():
+            if not isinstance(p, DTensor) and name not in self.plan.info.ignored:
+                raise _added(f"'{name}' was added by a forward")
 
     def _buffers_now(self, model: nn.Module) -> dict[str, Tensor]:
         if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
             self._find_buffers(model)
         return {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
 
-    def _require_shards(self, model: nn.Module) -> None:
-        """Raise for modules with parameters of their own that a forward has added.
-
-        Raises:
-            ShardError: there are some.
-        """
-        for name, p in model.named_parameters():
-            if not isinstance(p, DTensor) and not any(name == ignored for ignored in self.plan.info.ignored):
-                raise _added(f"'{name}' was added by a forward")
-
     def _params_of_whole(self, model: nn.Module) -> Params:
         """The tree of the values that whole parameters in the places of the shards have now."""
         tree = self.params(model)
         now = dict(model.named_parameters(remove_duplicate=False))
-        made = from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
+        made = checkpoint.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
         made.buffers = tree.buffers
         return made
 
@@ -179,7 +145,7 @@ class Held:
         tables = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
         self._buffer_tables = [table for _, table in tables]
         self._buffer_keys = list(chain.from_iterable(self._buffer_tables))
-        self._buffers = [(prefix + key, (table, key)) for prefix, table in tables for key in table]
+        self._buffers: list[tuple[str, Slot]] = [(path + key, (table, key)) for path, table in tables for key in table]
 
     @property
     def fits(self) -> bool:
@@ -234,14 +200,6 @@ def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, 
             yield module, attribute, name, {leaf: attribute + leaf.removeprefix(name) for leaf in leaves}
 
 
-def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
-    slots: dict[str, Slot] = {}
-    for module, _, _, leaves in _owned(model, plan):
-        for leaf, key in leaves.items():
-            slots.setdefault(leaf, (parameters_of(module), key))
-    return {name: slots[name] for name in plan.leaves}
-
-
 def install(model: nn.Module, params: Params) -> Held:
     """Put the shards of a tree into its model: they become its parameters, with the attributes that those had.
 
@@ -263,19 +221,14 @@ def install(model: nn.Module, params: Params) -> Held:
                 vars(made[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
             vars(before)[REPLACED] = name
             note_shard(module, key, layout.placed)
-        _put(table, attribute, {key: made[leaf] for leaf, key in leaves.items()})
+        items, own = list(table.items()), {key: made[leaf] for leaf, key in leaves.items()}
+        table.clear()
+        for key, value in items:  # in its place: optimizers count parameters in their order
+            table.update(own if key == attribute else {key: value})
     _refresh_flat_weights(model)
     _warn_of_references(model)
     _add_buffers(model, params.buffers)
     return Held(model, params.plan, params.mesh)
-
-
-def _put(table: dict[str, Any], attribute: str, made: Mapping[str, nn.Parameter]) -> None:
-    """Put the leaves of a parameter in its place: optimizers count parameters in their order."""
-    items = list(table.items())
-    table.clear()
-    for key, value in items:
-        table.update(made if key == attribute else {key: value})
 
 
 def _warn_of_references(model: nn.Module) -> None:
@@ -301,21 +254,18 @@ def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params
 
     Communication: one small exchange over the mesh.
     """
-    made: Plan | Exception
-    try:
-        made = plan(model, mesh, policy.policy if isinstance(policy, Plan) else policy)
-        if problems := list(_misfits(model, mesh, made, params)):
-            more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
-            raise ShardError(
-                "Trainer(params=...): the tree is not what this model, mesh and policy make. Pass sf.reshard(params, "
-                "policy, mesh), or leave mesh and policy out to have those of the tree:\n  "
-                + "\n  ".join(problems[:_MOST])
-                + more
-            )
-    except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    agree(mesh, made, ["a tree of shards"], "Trainer")
-    assert isinstance(made, Plan)
+
+    def facts(made: Plan) -> list[str]:
+        what = (
+            "Trainer(params=...): the tree is not what this model, mesh and policy make. Pass sf.reshard(params, "
+            "policy, mesh), or leave mesh and policy out to have those of the tree"
+        )
+        raise_problems(what, list(_misfits(model, mesh, made, params)))
+        return ["a tree of shards"]
+
+    policy = policy.policy if isinstance(policy, Plan) else policy
+    origin = initialize.Origin(model, None, None, later=True)
+    made, _, _ = initialize.agreed_plan(origin, mesh, policy, facts, "Trainer")
     return Params(params, made, params.mesh, params.buffers)
 
 
@@ -346,7 +296,7 @@ def _said(layout: Layout) -> str:
 
 def _misfit(made: Plan, places: Grid, name: str, leaf: object) -> str | None:
     """Why a tensor is not a leaf of a plan."""
-    want = leaf_spec(made, places, name)
+    want = buckets.leaf_spec(made, places, name)
     if not isinstance(leaf, DTensor):
         return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
     if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
@@ -364,7 +314,7 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
     held = Held(model, plan, mesh)
     places = grid(mesh, plan.roles.storage)
     for name, leaf in held.leaves().items():
-        want = leaf_spec(plan, places, name)
+        want = buckets.leaf_spec(plan, places, name)
         if not isinstance(leaf, DTensor):
             raise ShardError(f"'{name}' is not sharded: it was added, or replaced, after the model was wrapped")
         if leaf.placements != want.placements or leaf.device_mesh != want.mesh:
@@ -377,7 +327,11 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
 def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
     """Within it, the module has whole, ordinary parameters in the place of those shards of which `full` has values.
 
-    What is yielded holds them by canonical name. The shards are as they were; the caller writes back what changed.
+    What is yielded holds them by canonical name, at the end those that others have put there. The shards are as they
+    were; the caller writes back what changed.
+
+    Raises:
+        ShardError: one was replaced by something that cannot be cut into the shards.
     """
     before: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id of a table: itself, and what was in it
     made: dict[str, nn.Parameter] = {}
@@ -395,7 +349,13 @@ def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> 
     _refresh_flat_weights(model)
     try:
         yield made
-        _note_replaced(model, made, held)
+        for module, attribute, name, _ in _owned(model, held.plan):
+            now = parameters_of(module).get(attribute)
+            if name in made and (now is None or now.shape != made[name].shape):
+                was = None if now is None else tuple(now.shape)
+                raise ShardError(f"'{name}' was replaced by {was} while it was whole")
+            if name in made and now is not None:
+                made[name] = now
     finally:
         for table, had in before.values():
             table.clear()
@@ -407,31 +367,3 @@ def _refresh_flat_weights(model: nn.Module) -> None:
     for module in map(unwrapped, model.modules()):
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module, plain=True)
-
-
-def _note_replaced(model: nn.Module, made: dict[str, nn.Parameter], held: Held) -> None:
-    """Take note of whole parameters that were replaced by others.
-
-    Raises:
-        ShardError: by something that cannot be cut into the shards.
-    """
-    for module, attribute, name, _ in _owned(model, held.plan):
-        now = parameters_of(module).get(attribute)
-        if name not in made or now is made[name]:
-            continue
-        if now is None or now.shape != made[name].shape:
-            raise ShardError(f"'{name}' was replaced by {None if now is None else tuple(now.shape)} while it was whole")
-        made[name] = now
-
-
-@contextmanager
-def having(*objects: object, **values: Any) -> Iterator[None]:
-    """Within it these attributes of the objects have these values; afterwards those that they had before."""
-    before = [(one, name, getattr(one, name)) for one in objects for name in values]
-    for one, name, _ in before:
-        setattr(one, name, values[name])
-    try:
-        yield
-    finally:
-        for one, name, value in before:
-            setattr(one, name, value)

@@ -1,10 +1,9 @@
 """`sf.optim`: optimizers over trees of shards. Layer 5."""
 
-from shardfn.core.optim.base import Optimizer, apply_updates, warmup_cosine
+from shardfn.core.optim.base import Optimizer, ScheduleState, apply_updates, chain, masked, schedule, warmup_cosine
 from shardfn.core.optim.elementwise import AdamState, LionState, SGDState, adamw, lion, sgd
-from shardfn.core.optim.norms import clip, global_norm
+from shardfn.core.optim.norms import clip, clip_by_global_norm, global_norm
 from shardfn.core.optim.torch_classes import TorchState, from_torch
-from shardfn.core.optim.transforms import ScheduleState, chain, clip_by_global_norm, masked, schedule
 
 __all__ = [
     "AdamState",

@@ -16,21 +16,15 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import parallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from shardfn._torch import function_of_custom, wrapped_by
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.experts import Experts
-from shardfn.core.pattern import matches
-from shardfn.core.policy import Policy, batch_with, is_batch_axis
+from shardfn.core.policy import Policy, batch_with, is_batch_axis, matches
+from shardfn.core.spec import Spec, parse
 from shardfn.families import from_transformers
 
 __all__ = [
@@ -45,6 +39,11 @@ __all__ = [
     "hsdp",
     "zero2",
 ]
+
+
+# Styles of torch that split weights, and those that say how inputs and outputs lie.
+_OF_LAYERS = parallel.ColwiseParallel | parallel.RowwiseParallel
+_OF_BOUNDARIES = parallel.PrepareModuleInput | parallel.PrepareModuleOutput | parallel.PrepareModuleInputOutput
 
 
 def fsdp(**overrides: Any) -> Policy:
@@ -128,9 +127,6 @@ def zero2(**overrides: Any) -> Policy:
     return Policy(regather=False) | Policy(**overrides)
 
 
-_FACTOR = re.compile(r"(?P<name>\w+)(?P<axes>(?:\s*@\s*\w+)+)(?P<optional>\s*\?)?")
-
-
 def gathered(policy: Policy) -> Policy:
     """The same layout with whole weights over the data axes, for inference: `apply` then gathers nothing.
 
@@ -149,11 +145,10 @@ def gathered(policy: Policy) -> Policy:
         the policy.
     """
 
-    def without(match: re.Match[str]) -> str:
-        axes = [axis for axis in re.findall(r"\w+", match["axes"]) if not is_batch_axis(axis, policy.batch)]
-        return "@".join([match["name"], *axes]) + ("?" if match["optional"] and axes else "")
+    def whole(spec: Spec) -> Spec:
+        return spec.without([a for factor in spec.factors for a in factor.axes if is_batch_axis(a, policy.batch)])
 
-    rules = {pattern: _FACTOR.sub(without, rule) for pattern, rule in policy.rules.items()}
+    rules = {pattern: str(whole(parse(rule))) for pattern, rule in policy.rules.items()}
     axes = {name: (names,) if isinstance(names, str) else names for name, names in policy.axes.items()}
     kept = {name: tuple(x for x in names if not is_batch_axis(x, policy.batch)) for name, names in axes.items()}
     changes = {"rules": rules, "axes": {name: names for name, names in kept.items() if names}, "default": "replicate"}
@@ -192,48 +187,23 @@ def from_wrap_policy(fn: Any) -> Policy:
         ShardError: when a plan is made: a `CustomPolicy` returns settings for one module.
     """
     if isinstance(fn, CustomPolicy):
-        return Policy(units=_WrappedUnits(lambda root: _chosen(root, _function_of(fn))))
+        return Policy(units=_units_of(lambda root: _chosen(root, function_of_custom(fn))))
     if not callable(fn):
         raise TypeError(f"from_wrap_policy: expected an auto_wrap_policy of FSDP1, got {type(fn).__name__}")
-    return Policy(units=_WrappedUnits(lambda root: _wrapped(root, fn, is_root=True)[0]))
+    return Policy(units=_units_of(lambda root: wrapped_by(fn, root)))
 
 
-class _WrappedUnits:
+def _units_of(choose: Callable[[nn.Module], list[nn.Module]]) -> Callable[[str, nn.Module], bool]:
     """`Policy.units` for a choice that needs the whole model: made when the root comes, which is first, by its name."""
+    chosen = set[int]()
 
-    def __init__(self, choose: Callable[[nn.Module], list[nn.Module]]) -> None:
-        self._choose = choose
-        self._names: frozenset[str] = frozenset()
-
-    def __call__(self, name: str, module: nn.Module) -> bool:
+    def is_unit(name: str, module: nn.Module) -> bool:
         if not name:
-            wrapped = set(map(id, self._choose(module)))
-            self._names = frozenset(path for path, inner in module.named_modules() if path and id(inner) in wrapped)
-        return name in self._names
+            chosen.clear()
+            chosen.update(id(wrapped) for wrapped in choose(module) if wrapped is not module)
+        return id(module) in chosen
 
-
-def _wrapped(module: nn.Module, fn: Callable[..., object], is_root: bool = False) -> tuple[list[nn.Module], int]:
-    """The modules that a function of FSDP1 wraps, and how many elements they own (`_recursive_wrap` in torch)."""
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if not fn(module=module, recurse=True, nonwrapped_numel=numel):
-        return [], 0
-    found: list[nn.Module] = []
-    done = 0
-    for child in module.children():
-        inside, count = _wrapped(child, fn)
-        found += inside
-        done += count
-    if not is_root and fn(module=module, recurse=False, nonwrapped_numel=numel - done):
-        return [*found, module], numel
-    return found, done
-
-
-def _function_of(policy: CustomPolicy) -> Callable[[Any], Any]:
-    """The function a `CustomPolicy` was made with: the one thing it holds, for which it has no public name."""
-    held = [value for value in vars(policy).values() if callable(value)]
-    if len(held) != 1:
-        raise TypeError("from_wrap_policy: cannot read this CustomPolicy; pass Policy(units=lambda name, module: ...)")
-    return held[0]
+    return is_unit
 
 
 def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
@@ -358,40 +328,33 @@ def from_parallelize_plan(
         if (split := _split_output(style)) is not None:
             acts[pattern] = " ".join([*["_"] * split, f"_@{axis}", "..."])
         kinds = _kinds(pattern, style, model)
-        if model is not None and not kinds and isinstance(style, ColwiseParallel | RowwiseParallel):
+        if model is not None and not kinds and isinstance(style, _OF_LAYERS):
             problems.append(f"{path!r}: the model has no nn.Linear or nn.Embedding there")
         wrong = [why for kind in kinds or ["linear"] for why in _unserved(style, kind)]
         problems += [f"{path!r}: {why}" for why in dict.fromkeys(wrong)]
         if len(set(kinds)) > 1:
             problems.append(f"{path!r}: names linears and embeddings, which are split differently; write two paths")
         if kinds and not wrong:
-            rules[_weight(pattern)] = _rule(style, kinds[0], axis, data_axis)
+            rules[_pattern(f"{path}.weight" if path else "weight")] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
     given: dict[str, Any] = {"acts": acts} if acts else {}
     return Policy(rules=rules, **given, **batch_with([data_axis] if data_axis is not None else []))
 
 
 def _pattern(path: str) -> str:
-    """A module path of torch (shell patterns, segment by segment) as one of ours."""
+    """A path of torch (shell patterns, segment by segment) as one of ours."""
     if not re.search(r"[?\[\]{}]", path):
         return path
     escaped = re.sub(r"\\\[(!?)(.*?)\\\]", lambda m: f"[{'^' if m[1] else ''}{m[2]}]", re.escape(path))
     return "re:" + escaped.replace(r"\*", "[^.]*").replace(r"\?", "[^.]").replace(r"\-", "-")
 
 
-def _weight(pattern: str) -> str:
-    """The pattern of a module's weight."""
-    if pattern.startswith("re:"):
-        return rf"{pattern}\.weight"
-    return f"{pattern}.weight" if pattern else "weight"
-
-
 def _kinds(pattern: str, style: Any, model: nn.Module | None) -> list[str]:
     """ "linear" or "embedding" for every module that a style splits."""
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+    if not isinstance(style, _OF_LAYERS):
         return []
     if model is None:
-        looked_up = isinstance(style, RowwiseParallel) and style.input_layouts == (Replicate(),)
+        looked_up = isinstance(style, parallel.RowwiseParallel) and style.input_layouts == (Replicate(),)
         return ["embedding" if looked_up else "linear"]
     named = [module for name, module in model.named_modules() if matches(pattern, name)]
     kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
@@ -401,31 +364,27 @@ def _kinds(pattern: str, style: Any, model: nn.Module | None) -> list[str]:
 def _rule(style: ParallelStyle, kind: str, axis: str, data_axis: str | None) -> str:
     """A linear's weight is [out, in], an embedding's [vocab, c]; column-parallel splits what comes out."""
     split, other = f"_@{axis}", f"_@{data_axis}" if data_axis else "_"
-    first = isinstance(style, ColwiseParallel) == (kind == "linear")
+    first = isinstance(style, parallel.ColwiseParallel) == (kind == "linear")
     return f"{split} {other}" if first else f"{other} {split}"
 
 
 def _unserved(style: Any, kind: str) -> Iterator[str]:
     """Why a style cannot be honoured."""
     name = type(style).__name__
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
-        by_columns = isinstance(style, ColwiseParallel)
+    if isinstance(style, _OF_LAYERS):
+        by_columns = isinstance(style, parallel.ColwiseParallel)
         inputs = [Replicate(), Shard(1)] if by_columns else [Replicate()] if kind == "embedding" else [Shard(-1)]
         outputs = [Replicate(), Shard(-1)] if by_columns else [Replicate(), Shard(1)]
         yield from _other_layouts(name, "input_layouts", style.input_layouts, inputs)
         yield from _other_layouts(name, "output_layouts", style.output_layouts, outputs)
-    elif isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
+    elif isinstance(style, _OF_BOUNDARIES):
         yield from _unserved_boundary(style, name)
-    elif not isinstance(style, SequenceParallel):
+    elif not isinstance(style, parallel.SequenceParallel):
         yield f"{name} is not a style that is known here; write a rule for its parameters"
 
 
 def _unserved_boundary(style: Any, name: str) -> Iterator[str]:
     """Inputs and outputs are the same on all ranks of the axis, or split along the sequence."""
-    if isinstance(style, PrepareModuleInputOutput):
-        yield from _unserved_boundary(style.prepare_module_input, name)
-        yield from _unserved_boundary(style.prepare_module_output, name)
-        return
     for field in ("input_layouts", "input_kwarg_layouts", "output_layouts"):
         for key in (field, f"desired_{field}"):
             layouts = list(_layouts(style, key))
@@ -437,15 +396,15 @@ def _unserved_boundary(style: Any, name: str) -> Iterator[str]:
 
 
 def _layouts(style: Any, field: str) -> Iterator[Placement | None]:
-    value = getattr(style, field, None) or ()
-    yield from value.values() if isinstance(value, Mapping) else (value,) if isinstance(value, Placement) else value
+    both = isinstance(style, parallel.PrepareModuleInputOutput)
+    for part in (style.prepare_module_input, style.prepare_module_output) if both else (style,):
+        value = getattr(part, field, None) or ()
+        yield from value.values() if isinstance(value, Mapping) else (value,) if isinstance(value, Placement) else value
 
 
 def _split_output(style: Any) -> int | None:
     """The dim along which a style splits what a module gives, other than its features."""
-    if isinstance(style, PrepareModuleInputOutput):
-        return _split_output(style.prepare_module_output)
-    fields = {SequenceParallel: "sequence_sharding", RowwiseParallel: "output_layouts"}
+    fields = {parallel.SequenceParallel: "sequence_sharding", parallel.RowwiseParallel: "output_layouts"}
     field = next((own for cls, own in fields.items() if isinstance(style, cls)), "desired_output_layouts")
     return next((x.dim for x in _layouts(style, field) if isinstance(x, Shard) and x.dim >= 0), None)
 

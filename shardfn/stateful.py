@@ -8,7 +8,7 @@ need pickle to be read:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,28 +23,20 @@ OTHERS = "others"  # where a checkpoint has their tensors
 _PLAIN = (int, float, str, bool, type(None))
 
 
-class Saved:
-    """What is saved of an object: `tensors`, a tree for a checkpoint, and `notes`, for JSON."""
+def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is saved of an object: a tree of tensors for a checkpoint, and notes, for JSON.
 
-    def __init__(self, other: Any, name: str, params: Params) -> None:
-        """`params` are those of the trainer."""
-        state, trees = other.state_dict(), {}
-        if isinstance(other, torch.optim.Optimizer):
-            state, trees = _apart(state, names_of(other, params), params)
-        _refuse_parts(other, state)
-        rest: dict[str, Tensor] = {}
-        skeleton = _split(state, name, rest)
-        self.tensors: dict[str, Any] = {"rest": rest, "trees": trees}
-        dtypes = {key: str(next(iter(tree.values())).dtype).removeprefix("torch.") for key, tree in trees.items()}
-        self.notes = {"state": skeleton, "trees": {key: [dtypes[key], list(tree)] for key, tree in trees.items()}}
-
-
-def _refuse_parts(other: object, state: Any) -> None:
-    """What is split as no parameter is could not be laid out again.
+    Args:
+        other: the object.
+        name: that the caller has given it.
+        params: the trainer's.
 
     Raises:
-        ShardError: there is such a tensor.
+        ShardError: a tensor that is split as no parameter is, which could not be laid out again.
     """
+    state, trees = other.state_dict(), {}
+    if isinstance(other, torch.optim.Optimizer):
+        state, trees = _apart(state, names_of(other, params), params)
     for path, value in pytree.tree_flatten_with_path(state)[0]:
         if isinstance(value, DTensor):
             raise ShardError(
@@ -52,6 +44,14 @@ def _refuse_parts(other: object, state: Any) -> None:
                 f"{pytree.keystr(path)}, which is no state of a parameter of that shape. Save it by "
                 "torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
             )
+    rest: dict[str, Tensor] = {}
+    skeleton = _split(state, name, rest)
+    described = {key: [_dtype_name(next(iter(tree.values()))), list(tree)] for key, tree in trees.items()}
+    return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]:
@@ -85,7 +85,7 @@ def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, d
 
 
 def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
-    """Memory for the `tensors` of a `Saved`."""
+    """Memory for the tensors that `to_save` gave with these notes."""
     trees = {}
     for key, (dtype, leaves) in notes["trees"].items():
         own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
@@ -101,32 +101,25 @@ def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
 
 
 def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], params: Params) -> None:
-    """Give an object the state that was saved."""
+    """Give an object the state that was saved.
+
+    Raises:
+        ShardError: a group of an optimizer has other parameters.
+    """
     state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
         numbers = {own: number for number, own in names_of(other, params).items()}
         for key, tree in tensors["trees"].items():
             for leaf, value in tree.items():
                 state["state"][leaf][key] = value
-        groups = _in_the_order_of(other, name, numbers, state["param_groups"])
+        saved, now = state["param_groups"], [group["params"] for group in other.state_dict()["param_groups"]]
+        if [{numbers.get(leaf) for leaf in group["params"]} for group in saved] != list(map(set, now)):
+            held = [group["params"] for group in saved]
+            raise ShardError(f"Trainer.load: '{name}' was saved with parameters in other groups, {held}")
+        # parameters in the optimizer's order: torch goes by place
+        groups = [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
         state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
     other.load_state_dict(state)
-
-
-def _in_the_order_of(
-    optimizer: torch.optim.Optimizer, name: str, numbers: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Saved groups with their parameters in the optimizer's order: torch goes by place.
-
-    Raises:
-        ShardError: a group has other parameters.
-    """
-    now = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    if [{numbers.get(leaf) for leaf in group["params"]} for group in saved] != list(map(set, now)):
-        raise ShardError(
-            f"Trainer.load: '{name}' was saved with parameters in other groups, {[group['params'] for group in saved]}"
-        )
-    return [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
 
 
 def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -139,7 +132,7 @@ def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if path in tensors:
             raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
         tensors[path] = state
-        return {"tensor": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
+        return {"tensor": list(state.shape), "dtype": _dtype_name(state)}
     if isinstance(state, Mapping):
         if odd := [key for key in state if not isinstance(key, _PLAIN)]:
             raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")

@@ -25,14 +25,10 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-import importlib
 import importlib.util
 import inspect
 import math
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
-import operator
 import os
 import pickle
 import re
@@ -47,28 +43,20 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import LAZY_MODULES, TorchDispatchMode, pytree
+from shardfn.core.buckets import whole
+from shardfn.core.mesh import make_mesh
 
-__all__ = [
-    "Collectives",
-    "RankError",
-    "assert_close",
-    "assert_parity",
-    "assert_trees_close",
-    "count_collectives",
-    "on_meshes",
-    "run",
-    "run_raises",
-    "shutdown",
-]
+__all__ = ["Collectives", "RankError", "assert_close", "assert_parity", "assert_trees_close", "count_collectives"]
+__all__ += ["on_meshes", "run", "run_raises", "shutdown"]
 
 T = TypeVar("T")
 
@@ -80,7 +68,6 @@ _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is r
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
 _SETTLE_TIMEOUT = 10.0  # seconds for what cannot take long: a barrier, or noticing that a peer has died
 _MAX_FILES = 200  # open files of a rank beyond which its team is replaced: every gloo group holds some
-_NO_ARGUMENTS = pickle.dumps(((), {}, []))  # the payload of a `_Request`
 _BROKEN = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (is )?closed|not connected", re.IGNORECASE
 )
@@ -191,7 +178,7 @@ def run_raises(
     for rank, answer in enumerate(answers):
         if not isinstance(answer, _Failure):
             what = f"rank {rank} of {ranks} returned {reprlib.repr(_load_result(name, rank, answer))}"
-        elif not answer.is_a(exc_type) or (match is not None and not re.search(match, answer.message)):
+        elif _class_name(exc_type) not in answer.kinds or (match is not None and not re.search(match, answer.message)):
             what = f"rank {rank} of {ranks} raised {answer.line}"
         else:
             continue
@@ -250,6 +237,7 @@ def on_meshes(*meshes: Mapping[str, int], timeout: float = 60.0) -> Callable[[Ca
     return decorate
 
 
+@atexit.register
 def shutdown() -> None:
     """End the pool's processes now; the next `run` starts new ones.
 
@@ -259,7 +247,9 @@ def shutdown() -> None:
         >>> from shardfn.testing import shutdown
         >>> shutdown()
     """
-    _pool.close()
+    with _lock:
+        for ranks in list(_teams):
+            _end(ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,7 +377,7 @@ class Collectives:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, kind) for kind in _KINDS)
+        return sum(self.as_dict().values())
 
     @property
     def bytes(self) -> int:
@@ -419,17 +409,15 @@ def count_collectives() -> Iterator[Collectives]:
     Returns:
         A context manager whose value fills up as collectives are issued.
     """
-    counts = Collectives()
-    with _CollectiveMode(counts):
-        yield counts
+    with _CollectiveMode() as mode:
+        yield mode.counts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Targets: functions as names
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
+class _Target(NamedTuple):
     """A function as the name under which every rank imports it; `depth` counts decorators to look through."""
 
     module: str
@@ -438,7 +426,7 @@ class _Target:
     depth: int
 
     def load(self) -> Callable[..., Any]:
-        found = operator.attrgetter(self.qualname)(_import_module(self.module, self.file))
+        found = functools.reduce(getattr, self.qualname.split("."), _import_module(self.module, self.file))
         for _ in range(self.depth):
             found = _undecorated(found)
         return found
@@ -477,14 +465,11 @@ def _import_module(name: str, file: str | None) -> Any:
     """Import `name`, from `file` when the name leads nowhere (pytest's importlib mode) or to a namesake `conftest`."""
     if name == "__main__":
         return sys.modules[name]
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if file is None or error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise
-    else:
-        if file is None or getattr(module, "__file__", None) == file:
-            return module
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec(name)
+    if file is None or (found is not None and found.origin == file):
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -496,28 +481,21 @@ def _import_module(name: str, file: str | None) -> Any:
 # Messages: what travels between the parent and its ranks
 
 
-_Filter = tuple[Any, str, Any, str, int]  # action, message, category, module, line: the arguments of filterwarnings
+class _Request(NamedTuple):
+    """One call. `payload` is (target, args, kwargs, warning filters), which takes `sys_path` to unpickle."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """One call. `payload` is (args, kwargs, warning filters), which takes `sys_path` to unpickle."""
-
-    target: _Target
     payload: bytes
     sys_path: Sequence[str]
     directory: str
     environ: Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     payload: bytes
     reusable: bool  # the process group is the one the call began with, and files are not running out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """An exception as plain data; `kinds` are the names of its classes, for tests without the exception itself."""
 
     line: str
@@ -529,17 +507,13 @@ class _Failure:
 
     @staticmethod
     def of(exc: BaseException, text: str | None = None, is_echo: bool = False) -> _Failure:
-        return _Failure(
-            line=_shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300),
-            message=str(exc),
-            text=text if text is not None else _traceback_text(exc),
-            kinds=tuple(_class_name(kind) for kind in type(exc).__mro__),
-            payload=_pickle_exception(exc),
-            is_echo=is_echo or (isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None),
-        )
-
-    def is_a(self, exc_type: type[BaseException]) -> bool:
-        return _class_name(exc_type) in self.kinds
+        line = _shortened("".join(traceback.format_exception_only(type(exc), exc)).strip().split("\n")[0], 300)
+        kinds = tuple(map(_class_name, type(exc).__mro__))
+        is_broken = isinstance(exc, RuntimeError) and _BROKEN.search(str(exc)) is not None
+        payload = None
+        with contextlib.suppress(Exception):
+            payload = pickle.dumps(exc)
+        return _Failure(line, str(exc), text or _traceback_text(exc), kinds, payload, is_echo or is_broken)
 
     @property
     def place(self) -> str:
@@ -561,32 +535,20 @@ def _class_name(kind: type) -> str:
     return f"{module}.{kind.__qualname__}"
 
 
-def _pickle_exception(exc: BaseException) -> bytes | None:
-    with contextlib.suppress(Exception):
-        payload = pickle.dumps(exc)
-        pickle.loads(payload)
-        return payload
-    return None
-
-
 def _traceback_text(exc: BaseException) -> str:
     """The traceback below this file, with the local variables of a bare `assert`, which says nothing by itself."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
-    if isinstance(exc, AssertionError) and not exc.args:
-        text += _locals_text(trace)
-    return text
-
-
-def _locals_text(trace: TracebackType | None) -> str:
+    if not isinstance(exc, AssertionError) or exc.args:
+        return text
     *_, (frame, _) = traceback.walk_tb(trace)
     lines: list[str] = []
     for name, value in frame.f_locals.items():
         with contextlib.suppress(Exception):
             lines.append(f"\n    {name} = {_shortened(' '.join(repr(value).split()), 200)}")
-    return "\n  where" + "".join(lines) if lines else ""
+    return "\n  where".join([text, "".join(lines)]) if lines else text
 
 
 def _shortened(text: str, length: int) -> str:
@@ -613,16 +575,6 @@ def _load_result(name: str, rank: int, answer: _Answer) -> Any:
         ) from error
 
 
-def _caller_filters() -> list[_Filter]:
-    """The warning filters in force here, first match first, as plain data."""
-
-    def text(pattern: Any) -> str:
-        return str(getattr(pattern, "pattern", pattern) or "")
-
-    filters = warnings.filters
-    return [(action, text(message), kind, text(module), line) for action, message, kind, module, line in filters]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The worker: one process, one rank
 
@@ -635,21 +587,16 @@ def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, d
     torch.set_num_threads(1)
     _this_rank.append(rank)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT
-        )
-        conn.send_bytes(pickle.dumps(_Result(b"", reusable=True)))
+        met = f"file://{directory}/store"
+        dist.init_process_group("gloo", init_method=met, rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT)
+        conn.send(_Result(b"", reusable=True))
     except Exception as error:
-        conn.send_bytes(pickle.dumps(_Failure.of(error)))
+        conn.send(_Failure.of(error))
         return
-    while True:
-        try:
-            request = pickle.loads(conn.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)  # the parent is gone; tearing the group down could wait for ranks that are gone too
-        answer = _answer(request, rank, ranks)
-        conn.send_bytes(pickle.dumps(answer))
-        del request, answer
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            conn.send(_answer(conn.recv(), rank, ranks))
+    os._exit(0)  # tearing the group down could wait for ranks that are gone too
 
 
 def _answer(request: _Request, rank: int, ranks: int) -> _Answer:
@@ -662,7 +609,7 @@ def _answer(request: _Request, rank: int, ranks: int) -> _Answer:
         sys.stdout.flush()  # the process may be killed before its buffers are full
         sys.stderr.flush()
     same_group = dist.is_initialized() and dist.group.WORLD is world
-    return _Result(payload, reusable=same_group and _count_open_files() <= _MAX_FILES)
+    return _Result(payload, reusable=same_group and len(os.listdir("/dev/fd")) <= _MAX_FILES)
 
 
 def _answer_request(request: _Request, rank: int, ranks: int) -> bytes:
@@ -673,33 +620,23 @@ def _answer_request(request: _Request, rank: int, ranks: int) -> bytes:
     os.chdir(request.directory)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    args, kwargs, filters = pickle.loads(request.payload)
+    target, args, kwargs, filters = pickle.loads(request.payload)
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        for each in reversed(filters):
-            warnings.filterwarnings(*each)
-        result = request.target.load()(*args, **kwargs)
+        warnings.filters = filters
+        result = target.load()(*args, **kwargs)
         return _dump(f"the result {reprlib.repr(result)}", result)
 
 
 @functools.cache
 def _mesh(axes: tuple[tuple[str, int], ...]) -> Any:
     """The mesh of a worker: it holds process groups, and is kept for the next test."""
-    from shardfn.core.mesh import make_mesh
-
     return make_mesh("cpu", **dict(axes))
 
 
 def _call_on_mesh(test: _Target, axes: Mapping[str, int], values: Mapping[str, Any]) -> None:
     """The body of `on_meshes` on one rank."""
     test.load()(_mesh(tuple(axes.items())), **values)
-
-
-def _count_open_files() -> int:
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:
-        return 0
 
 
 def _stack_path(directory: str, rank: int) -> Path:
@@ -716,25 +653,25 @@ _this_rank: list[int] = []  # in a worker: its rank
 class _Team:
     """The processes of one group size. `ask` sends one request to every rank and waits for all answers."""
 
-    def __init__(self, ctx: multiprocessing.context.ForkServerContext, ranks: int) -> None:
+    def __init__(self, ranks: int) -> None:
+        ctx = multiprocessing.get_context("forkserver")
+        ctx.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
         self.directory = tempfile.mkdtemp(prefix="shardfn-ranks-")
-        self.processes: list[multiprocessing.context.ForkServerProcess] = []
+        self.processes: list[ForkServerProcess] = []
         self.conns: list[multiprocessing.connection.Connection] = []
         for rank in range(ranks):
             conn, worker_conn = ctx.Pipe()
-            process = ctx.Process(
-                target=_serve, args=(worker_conn, rank, ranks, self.directory), name=f"shardfn rank {rank} of {ranks}"
-            )
+            name = f"shardfn rank {rank} of {ranks}"
+            process = ctx.Process(target=_serve, args=(worker_conn, rank, ranks, self.directory), name=name)
             process.start()
             worker_conn.close()  # so that the end of the process is the end of the pipe
             self.processes.append(process)
             self.conns.append(conn)
 
     def ask(self, request: _Request, timeout: float) -> list[_Answer]:
-        data = pickle.dumps(request)
         for conn in self.conns:
             with contextlib.suppress(OSError):  # a rank that died is found, and named, while waiting
-                conn.send_bytes(data)
+                conn.send(request)
         return self.wait(timeout)
 
     def wait(self, timeout: float) -> list[_Answer]:
@@ -742,15 +679,17 @@ class _Team:
         answers: dict[int, _Answer] = {}
         started = time.monotonic()
         deadline, release = started + timeout, math.inf
-        while len(answers) < len(self.conns):
-            answers.update(self._receive(answers, min(deadline, release)))
+        while waiting := [rank for rank in range(len(self.conns)) if rank not in answers]:
+            sources = [source for rank in waiting for source in (self.conns[rank], self.processes[rank].sentinel)]
+            multiprocessing.connection.wait(sources, max(0.0, min(deadline, release) - time.monotonic()))
+            answers |= {rank: answer for rank in waiting if (answer := self._receive(rank)) is not None}
             now = time.monotonic()
             if release == math.inf and any(isinstance(answer, _Failure) for answer in answers.values()):
                 release = now + _PATIENCE
                 if not self.is_alive():  # a child it left behind may hold its sockets open
                     deadline = min(deadline, release + _SETTLE_TIMEOUT)
             if now >= deadline:
-                answers.update(self._hung(answers, now - started))
+                answers |= self._hung([rank for rank in waiting if rank not in answers], now - started)
             elif now >= release:
                 # Ranks still at work may wait for those that are done. Killing these closes their sockets: gloo raises.
                 for rank in answers:
@@ -758,34 +697,24 @@ class _Team:
                 release = now + 0.1
         return [answers[rank] for rank in range(len(self.conns))]
 
-    def _receive(self, answers: Mapping[int, _Answer], until: float) -> dict[int, _Answer]:
-        waiting = [rank for rank in range(len(self.conns)) if rank not in answers]
-        sources = [source for rank in waiting for source in (self.conns[rank], self.processes[rank].sentinel)]
-        multiprocessing.connection.wait(sources, max(0.0, until - time.monotonic()))
-        received: dict[int, _Answer] = {}
-        for rank in waiting:
-            ended = self.processes[rank].exitcode is not None  # asked first: an answer may precede the end
-            try:
-                if self.conns[rank].poll():
-                    received[rank] = pickle.loads(self.conns[rank].recv_bytes())
-                elif ended:
-                    raise EOFError
-            except (EOFError, OSError):
-                received[rank] = self._died(rank)
-        return received
-
-    def _died(self, rank: int) -> _Failure:
+    def _receive(self, rank: int) -> _Answer | None:
+        """What a rank has answered, or how its process ended; None while it works."""
         process = self.processes[rank]
+        ended = process.exitcode is not None  # asked first: an answer may precede the end
+        with contextlib.suppress(EOFError, OSError):
+            if self.conns[rank].poll():
+                return self.conns[rank].recv()
+            if not ended:
+                return None
         process.join(5)
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         error = ChildProcessError(f"the process of rank {rank} {how} before it answered")
         return _Failure.of(error, text=str(error))
 
-    def _hung(self, answers: Mapping[int, _Answer], seconds: float) -> dict[int, _Answer]:
-        late = [rank for rank in range(len(self.conns)) if rank not in answers]
+    def _hung(self, late: Sequence[int], seconds: float) -> dict[int, _Answer]:
         for rank in late:
-            with contextlib.suppress(ProcessLookupError, TypeError):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
         failures: dict[int, _Answer] = {}
         for rank in late:
@@ -817,97 +746,73 @@ def _read_stack(path: Path) -> str:
         previous, text = text, path.read_text()
         if text and text == previous:
             break
-    threads = [
-        re.sub(r"0x\w+ ", "", thread.partition(f'  File "{__file__}"')[0].rstrip()) for thread in text.split("\n\n")
-    ]
-    return "\n".join(threads) or "(no stack: the process is stopped, or blocks signals)"
+    threads = (thread.partition(f'  File "{__file__}"')[0].rstrip() for thread in text.split("\n\n"))
+    return re.sub(r"0x\w+ ", "", "\n".join(threads)) or "(no stack: the process is stopped, or blocks signals)"
 
 
-def _start_team(ranks: int) -> _Team:
-    ctx = multiprocessing.get_context("forkserver")
-    ctx.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
-    team = _Team(ctx, ranks)
-    with contextlib.ExitStack() as unless_ready:
-        unless_ready.callback(team.kill)
-        failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, _Failure)]
-        if failed:
-            raise RuntimeError(
-                f"run: {ranks} ranks could not be started: {failed[0].text}\n"
-                "A script that calls run must guard its main part with `if __name__ == '__main__':`."
-            )
-        unless_ready.pop_all()
+# One team per group size, made on demand; they live as long as the interpreter.
+_teams: dict[int, _Team] = {}
+_lock = threading.RLock()
+os.register_at_fork(after_in_child=_teams.clear)  # the ranks are those of the parent
+
+
+def _ask(request: _Request, ranks: int, timeout: float) -> list[_Answer]:
+    with _lock:
+        reusable = False
+        try:
+            team = _team(ranks)
+            answers = team.ask(request, timeout)
+            reusable = all(isinstance(answer, _Result) and answer.reusable for answer in answers)
+            if reusable and ranks > 1:
+                # A barrier fails where the call left a collective that not every rank joined.
+                settle = request._replace(payload=_dump("", (_find_target(dist.barrier), (), {}, [])))
+                settled = team.ask(settle, min(timeout, _SETTLE_TIMEOUT))
+                reusable = not any(isinstance(answer, _Failure) for answer in settled)
+                answers = answers if reusable else [_unsettled(answer) for answer in settled]
+        finally:  # also after KeyboardInterrupt
+            if not reusable:
+                _end(ranks)
+        return answers
+
+
+def _team(ranks: int) -> _Team:
+    """The team of this size, once its ranks are ready."""
+    if ranks in _teams and _teams[ranks].is_alive():
+        return _teams[ranks]
+    _end(ranks)
+    team = _teams[ranks] = _Team(ranks)
+    failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, _Failure)]
+    if failed:
+        raise RuntimeError(
+            f"run: {ranks} ranks could not be started: {failed[0].text}\n"
+            "A script that calls run must guard its main part with `if __name__ == '__main__':`."
+        )
     return team
 
 
-class _Pool:
-    """One team per group size, made on demand. Lives as long as the interpreter."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.teams: dict[int, _Team] = {}
-        os.register_at_fork(after_in_child=self.teams.clear)  # the ranks are those of the parent
-        atexit.register(self.close)
-
-    def call(self, request: _Request, ranks: int, timeout: float) -> list[_Answer]:
-        with self.lock:
-            team = self._team(ranks)
-            reusable = False
-            try:
-                answers = team.ask(request, timeout)
-                reusable = all(isinstance(answer, _Result) and answer.reusable for answer in answers)
-                if reusable and ranks > 1:
-                    # A barrier fails where the call left a collective that not every rank joined.
-                    settle = dataclasses.replace(request, target=_find_target(dist.barrier), payload=_NO_ARGUMENTS)
-                    settled = team.ask(settle, min(timeout, _SETTLE_TIMEOUT))
-                    reusable = not any(isinstance(answer, _Failure) for answer in settled)
-                    answers = answers if reusable else [_unsettled(answer) for answer in settled]
-            finally:  # also after KeyboardInterrupt
-                if not reusable:
-                    self.teams.pop(ranks).kill()
-            return answers
-
-    def _team(self, ranks: int) -> _Team:
-        if ranks in self.teams and not self.teams[ranks].is_alive():
-            self.teams.pop(ranks).kill()
-        if ranks not in self.teams:
-            self.teams[ranks] = _start_team(ranks)
-        return self.teams[ranks]
-
-    def close(self) -> None:
-        with self.lock:
-            while self.teams:
-                self.teams.popitem()[1].kill()
-
-
-_pool = _Pool()
+def _end(ranks: int) -> None:
+    if ranks in _teams:
+        _teams.pop(ranks).kill()
 
 
 def _unsettled(answer: _Answer) -> _Answer:
     if isinstance(answer, _Result):
         return answer
     what = "fn returned, but left a collective that not every rank joined, or not with the same size"
-    return dataclasses.replace(
-        answer, line=f"{what}: {answer.line}", text=f"{what}; a barrier after it failed:\n{answer.text}"
-    )
+    text = f"{what}; a barrier after it failed:\n{answer.text}"
+    return answer._replace(line=f"{what}: {answer.line}", text=text)
 
 
-def _call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, timeout: float
-) -> tuple[str, list[_Answer]]:
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, ranks: int, timeout: float) -> tuple[str, list[_Answer]]:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"run: ranks={ranks!r} is not a group size; pass a whole number of at least 1.")
     if _this_rank:
         raise RuntimeError(f"run: called on rank {_this_rank[0]}; ranks cannot run further ranks.")
     target = _find_target(fn)
-    request = _Request(
-        target=target,
-        payload=_dump(f"the arguments of {target.qualname}", (args, kwargs, _caller_filters())),
-        sys_path=tuple(sys.path),
-        directory=os.getcwd(),
-        environ=dict(os.environ),
-    )
+    payload = _dump(f"the arguments of {target.qualname}", (target, args, kwargs, list(warnings.filters)))
+    request = _Request(payload, tuple(sys.path), os.getcwd(), dict(os.environ))
     shown = args[0] if fn is _call_on_mesh else target  # a test on a mesh goes by its own name
-    return f"{shown.module}.{shown.qualname}", _pool.call(request, ranks, timeout)
+    return f"{shown.module}.{shown.qualname}", _ask(request, ranks, timeout)
 
 
 def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None = None) -> NoReturn:
@@ -925,9 +830,7 @@ def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None 
         groups.setdefault(failures[rank].place, []).append(rank)
     for first, *others in groups.values():
         lines.append(f"\n--- rank {', '.join(map(str, [first, *others]))} ---\n{failures[first].text}")
-        lines += [
-            f"rank {rank}: {failures[rank].line}" for rank in others if failures[rank].line != failures[first].line
-        ]
+        lines += [f"rank {r}: {failures[r].line}" for r in others if failures[r].line != failures[first].line]
     returned = [str(rank) for rank in range(len(answers)) if rank not in failures]
     if returned:
         lines.append(f"\n--- rank {', '.join(returned)} ---\nreturned")
@@ -939,10 +842,7 @@ def _raise_failures(name: str, answers: Sequence[_Answer], headline: str | None 
 
 
 def _full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        from shardfn.core.whole import whole
-
-        value = whole(value)
+    value = whole(value) if isinstance(value, DTensor) else value
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -1046,13 +946,11 @@ class _CollectiveMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, counts: Collectives) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts = Collectives()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor goes first, so that the collectives it issues are seen here
         kwargs = kwargs or {}
@@ -1079,9 +977,6 @@ def _input_bytes(namespace: str, name: str, kind: str, values: Sequence[Any]) ->
         return 0  # its tensor only names the device
     paired = kind in ("all_gather", "reduce_scatter", "all_to_all") or name in ("gather_", "scatter_")
     outputs_first = namespace in ("c10d", "shardfn") and paired
-    sizes = [_nbytes(value) for value in (values[1:2] if outputs_first else values)]
-    return next((size for size in sizes if size), 0)
-
-
-def _nbytes(value: Any) -> int:
-    return sum(x.nbytes for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    given = map(pytree.tree_leaves, values[1:2] if outputs_first else values)
+    sizes = (sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor)) for leaves in given)
+    return next(filter(None, sizes), 0)

@@ -1,12 +1,13 @@
 """torch optimizers of shards: their steps that would go wrong are refused, and the others counted. Layer 5."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
@@ -22,37 +23,27 @@ REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
 
 @cache
 def watch_optimizers() -> None:
-    """Look at the parameters of every torch optimizer when it steps."""
+    """Look at the parameters of every torch optimizer when it steps, and count steps for trainers."""
     register_optimizer_step_pre_hook(_check_optimizer)
-
-
-_STATES: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
-# Trainer -> the first torch optimizer of its parameters that stepped
-_DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer] | None]" = weakref.WeakKeyDictionary()
-
-
-def count_steps(trainer: Any) -> None:
-    """Have `trainer.steps` count the steps of the first torch optimizer of its parameters that steps."""
-    _DRIVERS[trainer] = None
-    _watch_steps()
-
-
-@cache
-def _watch_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for trainer, driver in list(_DRIVERS.items()):
+_STATES: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
+# Trainer -> the first torch optimizer of its parameters that stepped, whose steps `trainer.steps` counts
+DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[Optimizer] | None]" = weakref.WeakKeyDictionary()
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for trainer, driver in list(DRIVERS.items()):
         if driver is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if any(id(leaf) in held for leaf in trainer.params.values()):
-                driver = _DRIVERS[trainer] = weakref.ref(optimizer)
+                driver = DRIVERS[trainer] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would train nothing, or with gradients of this rank only.
 
     Raises:
@@ -60,33 +51,36 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             dims which the model's parameters do not have; another rank's state.
     """
     name = type(optimizer).__name__
-    ours: list[DTensor] = []
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ours = [parameter for parameter in held if isinstance(parameter, DTensor) and SHARD in vars(parameter)]
+    for parameter in held:
         if REPLACED in vars(parameter):
             raise ShardError(
                 f"{name}.step: the optimizer was made before the model was sharded: it has "
                 f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                 "Make the optimizer from the sharded model's parameters()."
             )
-        if isinstance(parameter, DTensor) and SHARD in vars(parameter):
-            ours.append(parameter)
-        if is_held_back(parameter.grad):
-            raise not_reduced(f"{name}.step", "a gradient")
+    refuse_held_back(f"{name}.step", [parameter.grad for parameter in held])
     if ours and optimizer not in _STATES:
         _require_groups_of_the_model(optimizer)
     if ours:
         _require_own_states(optimizer, ours)
 
 
-def not_reduced(verb: str, what: str) -> ShardError:
-    """The error of a gradient that was held back under `no_sync`."""
-    return ShardError(
-        f"{verb}: {what} was only added up under no_sync(), never reduced; run the last backward of a step outside of "
-        "no_sync()"
-    )
+def refuse_held_back(verb: str, grads: Iterable[Tensor | None], what: str = "a gradient") -> None:
+    """Refuse gradients that were held back under `no_sync`.
+
+    Raises:
+        ShardError: there is one.
+    """
+    if any(map(is_held_back, grads)):
+        raise ShardError(
+            f"{verb}: {what} was only added up under no_sync(), never reduced; run the last backward of a step outside "
+            "of no_sync()"
+        )
 
 
-def _require_groups_of_the_model(optimizer: torch.optim.Optimizer) -> None:
+def _require_groups_of_the_model(optimizer: Optimizer) -> None:
     """A vector whose rule has parentheses is stored with several dims: `p.dim() >= 2` takes it for a matrix.
 
     Raises:
@@ -107,7 +101,7 @@ def _require_groups_of_the_model(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _require_own_states(optimizer: torch.optim.Optimizer, shards: Sequence[DTensor]) -> None:
+def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None:
     """A pickled state is that of the rank which pickled it, whoever loads it.
 
     Looked at before the first step, and before the first one after `load_state_dict`.

@@ -7,32 +7,29 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import optim
 from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
-from shardfn.core import checkpoint
-from shardfn.core.checkpoint import from_state_dict, to_state_dict
+from shardfn.core import checkpoint, functional, planning, transforms
 from shardfn.core.data import Mean
-from shardfn.core.engine.gradients import is_held_back
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import gather, shard
 from shardfn.core.mesh import make_mesh
-from shardfn.core.plan import Plan, plan
+from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy
-from shardfn.core.transforms import differentiator, explained, value_of
 from shardfn.core.tree import Params, map_local
-from shardfn.held import adopt, having, install, taken_over, whole_in_place
-from shardfn.stateful import OTHERS, Saved, load_into, memory_for
-from shardfn.torch_optimizers import count_steps, not_reduced
+from shardfn.core.underway import having
+from shardfn.held import adopt, install, taken_over, whole_in_place
+from shardfn.stateful import OTHERS, load_into, memory_for, to_save
+from shardfn.torch_optimizers import DRIVERS, refuse_held_back
 
 
 class Trainer(nn.Module):
@@ -96,13 +93,16 @@ class Trainer(nn.Module):
         params: Params | None = None,
     ) -> None:
         super().__init__()
-        _check_settings(model, accumulate, clip, ema, scaler)
-        _check_optimizer(optimizer)
+        _check_settings(model, optimizer, accumulate, clip, ema, scaler)
         if params is None:
             mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
-            params = shard(model, mesh, _compiling(policy, compile), init=init, src=src)
+            params = functional.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
         else:
-            _check_params(params, init, src)
+            if not isinstance(params, Params):
+                kind = type(params).__name__
+                raise TypeError(f"Trainer(params={kind}): expected a tree made by shard or load_safetensors")
+            if init is not None or src is not None:
+                raise ValueError("Trainer(params=...): the tree has all values; leave out init and src")
             policy = _compiling(policy if policy is not None else params.plan.policy, compile)
             params = taken_over(model, mesh if mesh is not None else params.mesh, policy, params)
         self.plan, self.mesh = params.plan, params.mesh
@@ -119,7 +119,7 @@ class Trainer(nn.Module):
         self.training = model.training
         self._differentiates = self._is_whole = False
         model.register_load_state_dict_pre_hook(_require_own_parts)
-        count_steps(self)
+        DRIVERS[self] = None
         self.ema: Params | None = map_local(lambda x: x.detach().clone(), self.params) if ema is not None else None
         self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
 
@@ -131,7 +131,7 @@ class Trainer(nn.Module):
         """`to()`, `half()` and the like: a plan is made for the dtypes that parameters then have."""
         self.module._apply(*args, **kwargs)
         if not self._held.fits:
-            self.plan = plan(self.module, self.mesh, self.plan.policy)
+            self.plan = planning.plan(self.module, self.mesh, self.plan.policy)
             self._held = adopt(self.module, self.plan, self.mesh)
         return self
 
@@ -173,12 +173,8 @@ class Trainer(nn.Module):
         params = self.params
         self._held.lend(params)
         parts = _microbatches(batch, self.accumulate)
-        self._differentiates = True
-        try:
-            with torch.no_grad():  # nobody differentiates the gradients
-                loss, grads = self._loss_and_grads(params, parts)
-        finally:
-            self._differentiates = False
+        with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
+            loss, grads = self._loss_and_grads(params, parts)
         self._held.keep_buffers(self.module, params)
         out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
         if self.scaler is not None:
@@ -196,7 +192,7 @@ class Trainer(nn.Module):
 
     def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
         """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
-        differentiate = differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
+        differentiate = transforms.differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
         sums: tuple[Tensor, Params, Tensor] | None = None
         for part in parts:
             loss, _, grads, count = differentiate(params, *part)
@@ -219,12 +215,12 @@ class Trainer(nn.Module):
         try:
             params = self.params
             self._held.lend(params)
-            with explained("Trainer.evaluate"):
+            with transforms.explained("Trainer.evaluate"):
                 loss = loss_fn(params, *batch)
         finally:
             for module, mode in modes:
                 module.training = mode
-        return {"loss": value_of(loss, self.params), "tokens": self._tokens(batch)}
+        return {"loss": transforms.value_of(loss, self.params), "tokens": self._tokens(batch)}
 
     def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
@@ -245,10 +241,10 @@ class Trainer(nn.Module):
         Communication: see `sf.checkpoint.save`.
         """
         others = self._with_scaler(others)
-        saved = {name: Saved(other, name, self.params) for name, other in others.items()}
+        saved = {name: to_save(other, name, self.params) for name, other in others.items()}
         path = Path(directory) / checkpoint.STEP.format(self.steps)
-        state = self._state() | {OTHERS: {name: each.tensors for name, each in saved.items()}}
-        return checkpoint.save(path, state, self.mesh, notes={name: each.notes for name, each in saved.items()})
+        state = self._state() | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
+        return checkpoint.save(path, state, self.mesh, notes={name: notes for name, (_, notes) in saved.items()})
 
     def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
         """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
@@ -303,13 +299,11 @@ class Trainer(nn.Module):
         state = self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         special = [layout for layout in self.plan.layouts.values() if not layout.plain]
-        if special:
-            shaped = to_state_dict(self.params)
-            for layout in special:
-                for leaf in layout.leaves:
-                    for name in (leaf.name, *(leaf.name.replace(layout.name, alias, 1) for alias in layout.aliases)):
-                        state.pop(prefix + name, None)
-                state |= {prefix + name: shaped[name].detach() for name in layout.names}
+        shaped = checkpoint.to_state_dict(self.params) if special else {}
+        for layout in special:
+            for leaf, name in product(layout.leaves, layout.names):
+                state.pop(prefix + name + leaf.name.removeprefix(layout.name), None)
+            state |= {prefix + name: shaped[name].detach() for name in layout.names}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -326,10 +320,10 @@ class Trainer(nn.Module):
         if assign:
             raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        wanted = {*self.plan.canonical, *(name for name in buffers if name in self.module.state_dict())}
+        wanted = self.plan.canonical.keys() | (buffers.keys() & self.module.state_dict().keys())
         if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
-            state_dict = to_state_dict(state_dict) | kept
+            state_dict = checkpoint.to_state_dict(state_dict) | kept
         held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
         given = {name for layout in held for name in layout.names}
         missing = sorted(wanted - given - set(state_dict))
@@ -344,9 +338,7 @@ class Trainer(nn.Module):
             _require_shape(f"'{layout.name}'", value, layout.shape)
         for name in buffers.keys() & state_dict.keys():
             _require_shape(f"buffer '{name}'", state_dict[name], tuple(buffers[name].shape))
-        names = [leaf.name for layout in held for leaf in layout.leaves]
-        tree = self.params.like((name, leaf) for name, leaf in self.params.items() if name in names)
-        self._held.copy_in(from_state_dict(tree, state_dict))
+        self._held.copy_in(checkpoint.from_state_dict(self.params, state_dict))
         for name in buffers.keys() & state_dict.keys():
             buffers[name].copy_(state_dict[name])
         return IncompatibleKeys(missing, unexpected)
@@ -375,13 +367,13 @@ class Trainer(nn.Module):
 
         Communication: one all-gather a bucket and axis on entry.
         """
-        full = gather(self.params)
-        held = self._held
+        full = functional.gather(self.params)
         values = {name: full[name].detach().clone() for name in self.plan.layouts}
-        with having(self, _is_whole=True), whole_in_place(self.module, values, held) as made:
+        with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as made:
             yield
         if writeback:
-            held.copy_in(from_state_dict(self.params, {name: value.detach() for name, value in made.items()}))
+            now = {name: value.detach() for name, value in made.items()}
+            self._held.copy_in(checkpoint.from_state_dict(self.params, now))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
@@ -393,8 +385,7 @@ class Trainer(nn.Module):
         """
         grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
         for name, grad in grads.items():
-            if is_held_back(grad):
-                raise not_reduced("Trainer.clip_grad_norm_", f"the gradient of '{name}'")
+            refuse_held_back("Trainer.clip_grad_norm_", [grad], f"the gradient of '{name}'")
         clipped, norm = optim.clip(grads, max_norm)
         for name, leaf in grads.items():
             unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
@@ -434,10 +425,10 @@ def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix:
     Raises:
         ShardError: they are another rank's.
     """
-    ranks = list(range(dist.get_world_size()))
+    ranks = list(range(torch.distributed.get_world_size()))
     for name, value in state_dict.items():
-        if isinstance(value, DTensor) and (foreign := checkpoint.rank_of_part(value, ranks)):
-            raise ShardError(f"load_state_dict: '{name}' is {foreign}. Save whole checkpoints: trainer.save")
+        if isinstance(value, DTensor):
+            checkpoint.require_own_part(f"load_state_dict: '{name}'", value, ranks)
 
 
 def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
@@ -446,9 +437,15 @@ def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
         raise ShardError(f"Trainer.load_state_dict: {what} is {found}, the model has {shape}")
 
 
-def _check_settings(model: object, accumulate: int, clip: float | None, ema: float | None, scaler: object) -> None:
+def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema: Any, scaler: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
+            f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
+        )
     for name, value in (("clip", clip), ("ema", ema)):
         if value is not None and not isinstance(value, int | float):
             raise TypeError(f"Trainer({name}={value!r}): expected a number, or None")
@@ -503,22 +500,6 @@ def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
 
 def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
     return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)
-
-
-def _check_params(params: object, init: object, src: object) -> None:
-    if not isinstance(params, Params):
-        raise TypeError(f"Trainer(params={type(params).__name__}): expected a tree made by shard or load_safetensors")
-    if init is not None or src is not None:
-        raise ValueError("Trainer(params=...): the tree has all values; leave out init and src")
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        raise TypeError(
-            f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
-            f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
-        )
 
 
 def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:

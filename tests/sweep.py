@@ -30,10 +30,10 @@ import tiny_configs
 import torch
 from families import InDouble
 from torch import Tensor, nn
+from trials import found_of
 
 import shardfn as sf
 from shardfn._torch import pytree
-from shardfn.core.apply import _RECORDS
 from shardfn.core.wiring import boundaries
 from shardfn.testing import RankError, run
 
@@ -161,7 +161,7 @@ def _share(plan: sf.Plan) -> float:
 
 def _share_of_blocks(model: nn.Module, plan: sf.Plan) -> float:
     """Of the blocks whose activations `Policy.acts` splits, those within which anything is."""
-    (found,) = _RECORDS[model][0].adjustments.values()
+    found = found_of(model)
     steps = {step.path for step in found.inputs | found.outputs} | {path for path, _, _ in found.scattered}
     blocks = boundaries(plan)
     split = [

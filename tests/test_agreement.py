@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawing import assert_all_raise
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
@@ -94,3 +95,21 @@ def test_inputs_on_the_wrong_device() -> None:
     assert wrong_inputs(({"x": torch.ones(2)}, 3), cpu) is None
     why = wrong_inputs(({"x": torch.ones(2, device="meta")}, 3), cpu)
     assert why is not None and "['x'] is on 'meta', the parameters are on 'cpu'; move it with .to('cpu')" in why
+
+
+def changed_on_one_rank() -> None:
+    """A rank whose model was changed, to what computes the same, asks the others nothing."""
+    mesh = sf.make_mesh("cpu", tp=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    params = sf.shard(model, mesh, sf.Policy(rules={"0.weight": "f@tp c", "0.bias": "f@tp", "2.weight": "c f@tp"}))
+    x = torch.ones(2, 4)
+    calls = [sf.apply(model, params, x) for _ in range(3)]
+    if dist.get_rank() == 0:
+        model[1].forward = torch.relu
+    with count_collectives() as counts:
+        assert torch.equal(sf.apply(model, params, x), calls[0])
+    assert counts.as_dict() == {"all_reduce": 1}
+
+
+def test_a_model_that_is_changed_on_one_rank() -> None:
+    run(changed_on_one_rank, ranks=2, timeout=30)

@@ -1,5 +1,7 @@
 """Many leaves travel together: against torch's own DTensor, both ways over an axis, memory, and derivatives."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.core import crossing
-from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.core.collectives import Flight
 from shardfn.core.crossing import Crossing
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.storage import BufferPool, FreshBuffers
@@ -36,6 +39,7 @@ def in_place(message: int | None) -> None:
     """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
     limits = (2**20, 2**19) if message is None else (0, message)
     crossing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
+    crossing.way_of.cache_clear()
 
 
 def move_on_a_rank(message: int | None) -> None:
@@ -74,6 +78,53 @@ def move_on_a_rank(message: int | None) -> None:
 @pytest.mark.parametrize("message", [None, 0, 60, 2**20])
 def test_leaves_travel_together_or_in_place(ranks: int, message: int | None) -> None:
     run(move_on_a_rank, message, ranks=ranks)
+
+
+def spot_of(rule: str, dtype: torch.dtype) -> tuple[Tensor, BucketOnGrid]:
+    """A weight of 4 x 4 and the bucket that it is alone in, over two ranks."""
+    weight = torch.arange(16).view(4, 4).to(dtype)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    params = sf.shard({"w": weight}, mesh, sf.Policy(rules={"w": rule}))
+    places = grid(mesh, params.plan.roles.storage)
+    return weight, BucketOnGrid(params.plan, places, params.plan.units[0].buckets[0], BufferPool(places.device))
+
+
+def sent_on_a_rank(dtype: torch.dtype, travels_as: torch.dtype) -> None:
+    weight, spot = spot_of("x@fsdp _", dtype)
+    sent: list[torch.dtype] = []
+    gathers = crossing.all_gather_single
+
+    def noting(into: Tensor, own: Tensor, **how: Any) -> Any:
+        sent.extend([into.dtype, own.dtype])
+        return gathers(into, own, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossing, "all_gather_single", noting)
+        (whole,) = spot.gather([weight.chunk(2)[dist.get_rank()].clone()])
+    assert sent == [travels_as, travels_as]
+    assert whole.dtype == dtype and torch.equal(whole.view(torch.uint8), weight.view(torch.uint8))
+
+
+AS_BYTES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *AS_BYTES])
+def test_what_every_backend_takes_is_sent_as_it_is_and_the_rest_as_bytes(dtype: torch.dtype) -> None:
+    run(sent_on_a_rank, dtype, torch.uint8 if dtype in AS_BYTES else dtype, ranks=2)
+
+
+def reduced_on_a_rank(rule: str, dim: int) -> None:
+    weight, spot = spot_of(rule, torch.float32)
+    with count_collectives() as counts:
+        (got,) = spot.reduce([weight], [torch.float32], "sum")
+    assert counts.total == 1
+    assert_same_bits(got, 2 * weight.chunk(2, dim)[dist.get_rank()])
+
+
+@pytest.mark.parametrize(("rule", "dim"), [("x@fsdp _", 0), ("_ x@fsdp", 1)])
+def test_a_gradient_is_cut_along_the_dim_that_is_split(rule: str, dim: int) -> None:
+    """A square one has parts of the same size along both."""
+    run(reduced_on_a_rank, rule, dim, ranks=2)
 
 
 def nothing_to_send_on_a_rank() -> None:

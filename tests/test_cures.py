@@ -270,6 +270,21 @@ def test_padded_local_sizes_on_one_rank_are_the_models_own() -> None:
         assert made.local_sizes == {"0": {"out_features": size}, "1": {"in_features": size}}
 
 
+def test_a_number_in_a_ratio_of_local_sizes() -> None:
+    ratios = {"a": "12@tp / f@tp?", "b": "f@tp / 2@tp", "c": "f@tp / 3", "d": "12 / f"}
+    policy = sf.Policy(rules={"weight": "f@tp c", "bias": "f@tp"}, local_sizes={"": ratios})
+    made = sf.plan(nn.Linear(4, 6), sf.MeshSpec(tp=2), policy)
+    assert made.local_sizes == {"": {"a": 2, "b": 3, "c": 1, "d": 2}}
+    padded = policy | sf.Policy(pad={"f": 4})
+    with pytest.raises(sf.ShardError, match="12=12 and f=6 padded to 8 over 2 ranks"):
+        sf.plan(nn.Linear(4, 6), sf.MeshSpec(tp=2), padded)
+    padded = padded | sf.Policy(local_sizes={"": {"half": "f@tp / 2"}})
+    assert sf.plan(nn.Linear(4, 6), sf.MeshSpec(tp=2), padded).local_sizes == {"": {"half": 2}}
+    numbered = sf.Policy(rules={"weight": "6@tp c"}, local_sizes={"": {"out_features": "6@tp"}})
+    with pytest.raises(sf.ShardError, match=r"6 % 4 = 2(.|\n)*    Use a mesh whose axes divide it\."):
+        sf.plan(nn.Linear(4, 6, bias=False), sf.MeshSpec(tp=4), numbered)
+
+
 @on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 1, "tp": 2})
 def test_local_sizes_that_are_not_the_attributes_own(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

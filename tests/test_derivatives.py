@@ -329,6 +329,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda h: F.scaled_dot_product_attention(h, h.sin(), h.cos(), is_causal=True),
     "attention, scaled": lambda h: F.scaled_dot_product_attention(h, h.sin(), h.cos(), _X[:, :, :4], scale=0.3),
     "attention, masked": lambda h: F.scaled_dot_product_attention(h, h.sin(), h, _X[:, :, :4] > 0),
+    "attention, nothing seen": lambda h: F.scaled_dot_product_attention(h, h.sin(), h, torch.ones(4, 4).tril(-1) > 0),
     "attention, groups": lambda h: F.scaled_dot_product_attention(
         h.view(2, 4, 2, 4), h.view(2, 4, 2, 4)[:, :2].sin(), h.view(2, 4, 2, 4)[:, :2], enable_gqa=True
     ),

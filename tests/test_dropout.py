@@ -326,6 +326,23 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
         assert sf.apply(fused, said, x).shape == x.shape
 
 
+class _ByName(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return self[2](self[1](input=self[0](input)))
+
+
+def test_a_module_may_be_given_its_input_by_name() -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    rules = {"0.weight": "ff@tp c", "0.bias": "ff@tp", "2.weight": "c ff@tp"}
+    found = []
+    with sf.simulate(tp=2) as mesh:
+        params = sf.shard(plain, mesh, sf.Policy(rules=rules))
+        for model in (plain, _ByName(*plain)):
+            with sf.data.dropout_seed(1):
+                found.append(sf.apply(model, params, torch.ones(3, 8)).reconcile())
+    assert torch.equal(*found)
+
+
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_acts_say_where_an_activation_is_split(mesh: DeviceMesh) -> None:
     said = {"blocks.*.drop_scores": "b@fsdp h@tp s t", "blocks.*.drop_hidden": "b s ff@tp"}
@@ -438,7 +455,7 @@ def test_bad_input() -> None:
     with pytest.raises(sf.ShardError, match="pass mesh="):
         sf.data.dropout(x, seed=1, dims="b@fsdp c")
     mesh = sf.make_mesh("cpu", fsdp=1)
-    with pytest.raises(sf.ShardError, match="the axis 'tp'"):
+    with pytest.raises(sf.ShardError, match="unknown mesh axis 'tp'"):
         sf.data.dropout(x, seed=1, dims="b@tp c", mesh=mesh)
     with sf.simulate(tp=2) as two, pytest.raises(sf.ShardError, match="inner factor"):
         sf.data.dropout(x, seed=1, dims="b (q c@tp)", mesh=two)

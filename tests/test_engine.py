@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.core import storage
-from shardfn.core.engine import gradients, order
+from shardfn.core.engine import gradients, runtime
 from shardfn.core.engine.runtime import runtime_of
 from shardfn.core.mesh import grid
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
@@ -197,7 +197,7 @@ def test_a_known_order_is_not_asked_for() -> None:
 
 def another_order_on_a_rank(learnt: str, ways: list[list[int]]) -> None:
     mesh = sf.make_mesh("cpu", fsdp=2)
-    order.__dict__["_PATIENCE"] = timedelta(seconds=2)
+    runtime.__dict__["_PATIENCE"] = timedelta(seconds=2)
     _, params, step, x = make(mesh)
     for way in {"nothing": [], "one way": [None] * 3, "both ways": [*ways, *ways]}[learnt]:
         step(params, x, way)
@@ -711,7 +711,7 @@ def test_a_plan_stays_plain_data(mesh: DeviceMesh) -> None:
         _, grads = step(params, x)
         params = sf.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     for plan in (params.plan, params.plan.with_reduction("sum")):
-        assert not vars(plan)
+        assert not hasattr(plan, "__dict__")
         assert plan == again and hash(plan) == hash(again)
         assert pickle.loads(pickle.dumps(plan)) == plan
     assert len(pickle.dumps(params.plan)) == len(before)
@@ -728,7 +728,8 @@ def test_copies_of_a_model_go_with_it(mesh: DeviceMesh) -> None:
         sf.apply(Stack().double(), params, x)
         sf.apply(model, params, x)
     gc.collect()
-    assert list(shared_by_calls(params).models) == [id(model)]
+    places = grid(params.mesh, params.plan.roles.storage)
+    assert list(params.plan.home.once(("models", places), dict)) == [id(model)]
 
 
 def growth_on_a_rank() -> int:

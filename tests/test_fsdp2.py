@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -627,6 +629,27 @@ def _assigned(how: str) -> None:
 @pytest.mark.parametrize("how", ["all", "list", "one name", "nameless"])
 def test_tied_weights_stay_tied_when_others_take_their_place(how: str) -> None:
     run(_assigned, how, ranks=2)
+
+
+def _pickled(folder: Path, own: bool, assign: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(4, 2, bias=False))
+    before = model.weight.full_tensor()
+    torch.save(model.state_dict(), folder / str(dist.get_rank()))
+    dist.barrier()
+    state = torch.load(folder / (str(dist.get_rank()) if own else "0"), weights_only=False)
+    words = "is the part of rank 0 of ranks .0, 1., and this is rank 1 of .0, 1.: torch.save of sharded parameters"
+    is_own = own or not dist.get_rank()
+    with nullcontext() if is_own else pytest.raises((sf.ShardError, RuntimeError), match=words):
+        model.load_state_dict(state, assign=assign)
+    if not assign:
+        assert torch.equal(model.weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_pickled_shard_is_that_of_the_rank_which_wrote_it(tmp_path: Path, assign: bool) -> None:
+    run(_pickled, tmp_path, True, assign, ranks=2)
+    run(_pickled, tmp_path, False, assign, ranks=2)
 
 
 @on_meshes({"fsdp": 2})

@@ -199,6 +199,16 @@ def test_a_cache_given_to_a_forward_is_filled_by_it_alone(mesh: DeviceMesh) -> N
     torch.testing.assert_close(torch.cat([first, second], 1), model(ids).logits.detach())
 
 
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_cache_that_one_process_has_filled_is_refused(mesh: DeviceMesh) -> None:
+    """It holds all heads, and nothing in it says so."""
+    model, params = _make(LLAMA, mesh)
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    whole = model.generate(**_prompts(mesh), **options)
+    with pytest.raises(sf.ShardError, match="gets a cache that is filled already"):
+        sf.apply(model, params, whole.sequences, method="generate", past_key_values=whole.past_key_values, **options)
+
+
 class Remembering(nn.Module):
     def __init__(self) -> None:
         from transformers import DynamicCache

@@ -153,6 +153,21 @@ def test_numbers_that_choose_another_way(mesh: DeviceMesh) -> None:
                 assert_parity({"y": sf.apply(model, params, x, make(number))}, {"y": own(x, make(number)).detach()})
 
 
+def test_a_number_that_chooses_another_way_through_a_tensor_of_the_forwards_own() -> None:
+    def way(m: Any, h: Tensor) -> Tensor:
+        m.calls += 1
+        return mixed(h) if (m.kept * m.calls).sum() > 10 else h
+
+    model, x = of(way), inputs()
+    model.kept = torch.ones(3)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        params = sf.shard(model, mesh, RULES)
+        for _ in range(3):
+            sf.apply(model, params, x)
+        with pytest.raises(sf.ShardError):
+            sf.apply(model, params, x)
+
+
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How often runs without data look for what to add, and what is asked of numbers."""

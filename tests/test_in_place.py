@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from shardfn.compat.fsdp2 import fully_shard, register_fsdp_forward_method
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
 from shardfn.core.errors import ShardError
-from shardfn.testing import assert_close, on_meshes
+from shardfn.testing import assert_close, on_meshes, run
 
 KINDS = ["trainer", "fsdp1", "fsdp2", "hfai", "megatron"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -750,7 +751,9 @@ def test_a_checkpoint_computes_again_in_the_precision_of_its_call(mesh: DeviceMe
 
 
 @on_meshes({"fsdp": 2})
-def test_a_backward_that_has_read_nothing_is_told_which_call_it_is_of(mesh: DeviceMesh) -> None:
+def test_a_backward_that_has_saved_nothing_reads_the_weights_of_its_call(mesh: DeviceMesh) -> None:
+    dtypes: list[torch.dtype] = []
+
     class OnlyFunction(OwnFunction):
         def forward(self, x: Tensor) -> Any:
             return self.Times.apply(x.clone().requires_grad_(), self.Late(self.first))
@@ -763,20 +766,17 @@ def test_a_backward_that_has_read_nothing_is_told_which_call_it_is_of(mesh: Devi
 
             @property
             def fc(self) -> Any:
+                dtypes.append(self.layer.weight.dtype)
                 return SimpleNamespace(weight=self.layer.weight.T)
 
     model = _in_two_precisions(OnlyFunction)
     x = torch.ones(3, 4)
     low = model.train()(x).sum()
     full = model.eval()(x).sum()
-    with pytest.raises(ShardError, match="outputs of several calls wait for their backward"):
-        low.backward()
-    del low
+    low.backward()
     full.backward()
-    model.train()(x).sum().backward()  # of the call before, the backward is over
-    with torch.no_grad():
-        model.eval()(x)
     model.train()(x).sum().backward()
+    assert dtypes == [torch.bfloat16, torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 @every_kind
@@ -960,3 +960,284 @@ def test_a_copy_computes_with_its_own_weights(mesh: DeviceMesh) -> None:
             twin.fc.weight.zero_()
             twin.fc.bias.zero_()
         assert twin(x @ torch.ones(4, 6).double()).eq(0).all() and not before.eq(0).all()
+
+
+# -- `apply`, and weights that compute axes split ----------------------------------------------------------------------
+
+REFUSED_BY_TORCH = (ReentrantCheckpoints, Opaque, HiddenReentrantOutput, Distribution)  # gradients of chosen leaves
+SPLIT = [
+    ByModule,
+    Lists,
+    Parent,
+    Patched,
+    Static,
+    Recurrent,
+    SelectiveCheckpoint,
+    HiddenOutput,
+    Copied,
+    Norms,
+    Recursive,
+]
+ROWS = sf.Policy(units=["blocks.*"], rules={"blocks.*.fc.weight": "c@fsdp f@tp"})
+
+
+def _require_like_one_process(
+    model: Any, plain: Any, gradients: Callable[[Tensor], Any], batch: Callable[[int], tuple[Tensor, Tensor]]
+) -> None:
+    """That three steps of a model give the gradients of one process, and run the user's own modules as often."""
+    for step in range(3):
+        own, rows = batch(step)
+        plain.zero_grad()
+        plain(rows).square().mean().backward()
+        found = gradients(own)
+        for name, p in plain.named_parameters():
+            want = torch.zeros_like(p) if p.grad is None else p.grad
+            assert_close(found[name].full_tensor() if found[name] is not None else torch.zeros_like(p), want)
+    assert [each is model for each in model.seen] == [True] * len(plain.seen)
+    assert [getattr(b, "calls", 0) for b in model.modules()] == [getattr(b, "calls", 0) for b in plain.modules()]
+
+
+def _two(net: type[nn.Module]) -> tuple[Any, Any]:
+    """A model, and the same in one process."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(net().double())
+    return made[0], made[1]
+
+
+def _functional(model: nn.Module, mesh: DeviceMesh, policy: sf.Policy) -> Callable[[Tensor], Any]:
+    params = sf.shard(model, mesh, policy)
+    return lambda x: sf.value_and_grad(lambda p: sf.apply(model, p, x).square().mean())(params)[1]
+
+
+def _trained(model: nn.Module, mesh: DeviceMesh, policy: sf.Policy) -> Callable[[Tensor], Any]:
+    trainer = sf.Trainer(model, mesh, policy)
+
+    def gradients(x: Tensor) -> Any:
+        trainer.zero_grad()
+        trainer(x).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    return gradients
+
+
+@pytest.mark.parametrize("net", [net for net in NETS if net not in REFUSED_BY_TORCH], ids=lambda net: net.__name__)
+@on_meshes({"fsdp": 2})
+def test_apply_runs_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:
+    if net in (Registered, Asks):
+        return  # of one model at a time; weights of a tree are plain tensors
+    model, plain = _two(net)
+    gradients = _functional(model, mesh, sf.Policy(units=["blocks.*"]))
+    whole = net in (Norms, Recursive, Calls, Transforms)  # means over rows
+    _require_like_one_process(model, plain, gradients, lambda step: (_own_rows(step)[whole], _own_rows(step)[1]))
+
+
+@pytest.mark.parametrize("net", SPLIT, ids=lambda net: net.__name__)
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_modules_with_split_weights_are_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:
+    for way in (_functional, _trained):
+        model, plain = _two(net)
+        _require_like_one_process(
+            model, plain, way(model, mesh, ROWS), lambda step: (_own_rows(step)[1], _own_rows(step)[1])
+        )
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_split_weights_are_not_replaced_by_a_forward(mesh: DeviceMesh) -> None:
+    model, _ = _two(Calls)
+    with pytest.raises(ShardError, match="a forward assigns the parameter 'weight'"):
+        _functional(model, mesh, ROWS)(_own_rows()[1])
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"fsdp": 1, "tp": 2}])
+def test_a_checkpoint_computes_again_with_the_tree_of_its_call(axes: dict[str, int]) -> None:
+    run(_two_trees, axes, ranks=2)
+
+
+def _two_trees(axes: dict[str, int]) -> None:
+    mesh = sf.make_mesh("cpu", **axes)
+
+    class Whole(Net):
+        """All of it is computed again, so that nothing else tells the calls apart."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, plain = _two(Whole)
+    params = sf.shard(model, mesh, ROWS if "tp" in axes else sf.Policy(units=["blocks.*"]))
+    x = _own_rows()[1]
+
+    def loss(p: sf.Params, q: sf.Params) -> Tensor:
+        first, second = sf.apply(model, p, x), sf.apply(model, q, x)
+        return (first.square() * second).sum() + sf.apply(model, p, first.repeat(1, 2)).sum()
+
+    found = sf.grad(loss, argnums=(0, 1))(params, sf.tree.map(lambda w: w * 2, params))
+    doubled = copy.deepcopy(plain)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p *= 2
+    first, second = plain(x), doubled(x)
+    ((first.square() * second).sum() + plain(first.repeat(1, 2)).sum()).backward()
+    for tree, each in zip(found, (plain, doubled), strict=True):
+        for name, p in each.named_parameters():
+            assert_close(tree[name].full_tensor(), p.grad)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_checkpoint_in_a_call_within_another_one_has_the_inner_tree(mesh: DeviceMesh) -> None:
+    class Again(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.inner = Again(), lambda x: self.block(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) * self.inner(x)
+
+    model, plain = _two(Outer)
+    own = sf.shard(model, mesh, sf.Policy())
+    other = sf.tree.map(lambda w: w * 2, sf.shard(model.block, mesh, sf.Policy()))
+    doubled = copy.deepcopy(plain.block)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p *= 2
+    x = torch.ones(3, 6).double()
+    model.inner = lambda x: sf.apply(model.block, other, x)
+    plain.inner = doubled
+    found = sf.grad(lambda p: sf.apply(model, p, (x * p["block.fc.bias"].full_tensor().sum())).sum())(own)
+    plain(x * plain.block.fc.bias.sum()).sum().backward()
+    for name, p in plain.block.named_parameters():
+        assert_close(found[f"block.{name}"].full_tensor(), p.grad)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner one's, the first time
+@on_meshes({"fsdp": 2})
+def test_a_checkpoint_in_a_checkpoint_is_told_when_its_tree_is_unknown(mesh: DeviceMesh) -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            again = partial(checkpoint, use_reentrant=True)
+            inner = super().forward
+            return again(lambda x: again(inner, x.sin()), x.clone().requires_grad_())
+
+    model, plain = _two(Twice)
+    trees = [sf.tree.map(lambda w: w.detach().requires_grad_(), sf.shard(model, mesh, sf.Policy())) for _ in "12"]
+    own, rows = _own_rows()
+    first, second = (sf.apply(model, tree, own).mean() for tree in trees)
+    with pytest.raises(ShardError, match="outputs of several calls wait for their backward"):
+        first.backward()
+    del second
+    sf.apply(model, trees[0], own).mean().backward()
+    plain(rows).mean().backward()
+    for name, p in plain.named_parameters():
+        assert_close(trees[0][name].grad.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("net", [Net, Norms])
+@on_meshes({"fsdp": 2})
+def test_a_model_that_was_applied_is_still_its_users(mesh: DeviceMesh, net: type[Net]) -> None:
+    model, plain = _two(net)
+    before = {name: {**vars(module)} for name, module in model.named_modules()}
+    tables = {name: [dict(m._parameters), dict(m._buffers)] for name, m in model.named_modules()}
+    params = sf.shard(model, mesh, sf.Policy(units=["blocks.*"]))
+    doubled = sf.tree.map(lambda w: w * 2, params)
+    x = _own_rows()[1]
+    for tree in (params, doubled):
+        sf.value_and_grad(lambda p: sf.apply(model, p, x).sum())(tree)
+    for name, module in model.named_modules():
+        ours = {"_parameters", "_buffers", "forward", "calls"}  # the last one is assigned by the forward
+        assert {k: v for k, v in vars(module).items() if k not in ours and v is not before[name][k]} == {}
+        for own, was in zip((module._parameters, module._buffers), tables[name], strict=True):
+            assert all(own[k] is v for k, v in was.items())  # a buffer that a forward registers is new in both
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert net is Norms or torch.equal(each(x), plain(x))  # which counts its calls
+        assert all(type(p) is nn.Parameter for p in each.parameters())
+    for module in copy.deepcopy(model).modules():
+        assert type(module._parameters) is dict
+        assert "forward" not in vars(module)
+    assert net is Norms or torch.equal(torch.compile(model, backend="eager")(x), plain(x))
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 1, "tp": 2})
+def test_a_weight_of_several_shards_is_one_in_a_forward(mesh: DeviceMesh) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.more = nn.Linear(4, 12), nn.Linear(6, 4), nn.Parameter(torch.randn(12, 4))
+            self.names: list[str] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.names = [name for name, _ in self.named_parameters()]
+            gate, up = (x @ self.more.T + self.up(x)).chunk(2, -1)
+            return self.down(gate.sigmoid() * up)
+
+    model, plain = _two(Fused)
+    names = [name for name, _ in plain.named_parameters()]
+    split = "f@tp" if "tp" in (mesh.mesh_dim_names or ()) else "f"
+    fused = f"(gate: {split} + up: {split}) c@fsdp"
+    rules = {"up.weight": fused, "more": fused, "down.weight": f"c@fsdp {split}"}
+    policy = sf.Policy(rules=rules, sizes={"f": 6})
+    trainer = sf.Trainer(model, mesh, policy)
+    assert {"more[gate]", "up.weight[up]"} <= {name for name, _ in model.named_parameters()}
+    rows = _own_rows()[1]
+    trainer(rows).square().mean().backward()
+    plain(rows).square().mean().backward()
+    assert model.names == names
+    own = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    for name, p in plain.named_parameters():
+        parts = [own[f"{name}[{part}]"] for part in ("gate", "up")] if f"{name}[up]" in own else [own[name]]
+        assert_close(torch.cat(parts), p.grad)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_parameter_that_a_tree_lacks_is_told_of(mesh: DeviceMesh) -> None:
+    model, _ = _two(Net)
+    params = sf.shard(model, mesh, sf.Policy())
+    sf.apply(model, params, _own_rows()[0])
+    model.blocks[0].more = nn.Parameter(torch.ones(6).double())
+    with pytest.raises(ShardError, match=r"'blocks\.0\.more' was added to the model after sf\.shard made the tree"):
+        sf.apply(model, params, _own_rows()[0])
+
+
+class Sized(nn.Module):
+    """A size in an attribute, read before any weight."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.q, self.o, self.heads, self.way = nn.Linear(4, 8), nn.Linear(8, 4), 4, way
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.heads
+        return self.o(self.q(x).view(len(x), heads, 2).square().flatten(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False) if self.way == "function" else self.attend(x)
+
+
+class OfSized(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = Sized(way), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.way == "module" else self.inner(x)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_checkpoint_finds_sizes_of_a_rank(mesh: DeviceMesh) -> None:
+    rules = {"inner.q.weight": "(heads@tp d) c", "inner.o.weight": "c (heads@tp d)"}
+    policy = sf.Policy(rules=rules, sizes={"d": 2}, local_sizes={"inner": {"heads": "heads@tp"}})
+    x, found = _own_rows()[1], []
+    for way in ("", "module", "function"):
+        torch.manual_seed(0)
+        model = OfSized(way).double()
+        params = sf.shard(model, mesh, policy)
+        gradient = sf.grad(lambda p, model=model: sf.apply(model, p, x).square().sum())
+        found.append(sf.gather(gradient(params)))
+        assert model.inner.heads == 4
+    for name, g in found[0].items():
+        assert_close(found[1][name], g)
+        assert_close(found[2][name], g)

@@ -22,23 +22,20 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "shardfn._torch": 0,
     "shardfn.core.errors": 0,
-    "shardfn.core.context": 0,
-    "shardfn.core.pattern": 0,
     "shardfn.core.policy": 0,
+    "shardfn.core.underway": 0,
     "shardfn.core.spec": 1,
     "shardfn.core.layout": 1,
     "shardfn.core.mesh": 1,
     "shardfn.core.model": 1,
     "shardfn.core.operations": 1,
     "shardfn.core.parts": 1,
-    "shardfn.core.ownership": 1,
     "shardfn.core.direct": 1,
     "shardfn.core.forward_mode": 1,
     "shardfn.core.storage": 1,
-    "shardfn.core.underway": 1,
     "shardfn.core.plan": 2,
+    "shardfn.core.planning": 2,
     "shardfn.core.tree": 2,
-    "shardfn.core.offload": 2,
     "shardfn.core.stored_names": 2,
     "shardfn.core.tensor_files": 2,
     "shardfn.core.dropout": 2,
@@ -48,8 +45,6 @@ LAYERS = {
     "shardfn.core.buckets": 3,
     "shardfn.core.crossing": 3,
     "shardfn.core.initialize": 3,
-    "shardfn.core.relayout": 3,
-    "shardfn.core.whole": 3,
     "shardfn.core.functional": 3,
     "shardfn.core.compute_axes": 3,
     "shardfn.core.engine": 3,
@@ -58,11 +53,9 @@ LAYERS = {
     "shardfn.core.experts": 4,
     "shardfn.core.parallel_layers": 4,
     "shardfn.core.wiring": 4,
-    "shardfn.core.traced_axes": 4,
     "shardfn.core.flow": 4,
     "shardfn.core.cures": 4,
     "shardfn.core.trial": 4,
-    "shardfn.core.generation": 4,
     "shardfn.core.apply": 4,
     "shardfn.core.data": 4,
     "shardfn.core.transforms": 4,
@@ -94,7 +87,7 @@ LAYERS = {
 LEAVES = ("shardfn.compat", "shardfn.testing")  # imported by users only
 # How modules compute with split weights knows nothing of the run without data, which overrides it.
 PARALLEL = ("compute_axes", "tensor_parallel", "parallel_layers", "wiring", "experts", "loss")
-TRACE = ("trial", "flow", "traced_axes", "cures", "operations", "variance", "records", "origins", "tags", "leaving")
+TRACE = ("trial", "flow", "cures", "operations", "variance", "paired", "numbering", "beside_operations")
 PRIVATE_ALLOWED = ("shardfn._torch", "shardfn.compat")  # may use torch's private names, and silence a checker
 MAX_LINES = 60
 
@@ -234,7 +227,7 @@ def test_nothing_imports_compat_or_testing(module: str) -> None:
 
 def test_planning_needs_no_processes() -> None:
     """Decide, then do: a plan is made from sizes alone, and knows `DeviceMesh` only as a type."""
-    imports = read_imports("shardfn.core.plan")
+    imports = [*read_imports("shardfn.core.planning"), *read_imports("shardfn.core.plan")]
     reached = {dotted for dotted, _ in imports if is_inside(dotted, "torch.distributed")}
     assert reached <= {"torch.distributed.device_mesh.DeviceMesh"}
 

@@ -38,7 +38,6 @@ def test_parameters_with_their_ties() -> None:
     assert by_name["emb.weight"] == ParamInfo("emb.weight", (5, 3), torch.float32, True, ("head.weight",))
     assert by_name["emb.weight"].names == ("emb.weight", "head.weight") and "head.weight" not in by_name
     assert by_name["scale"] == ParamInfo("scale", (), torch.float32, False)
-    assert info.buffers == (("steps", (2,), torch.int64),)
     modules = {module.name: module for module in info.modules}
     assert modules["head"].params == (("weight", "emb.weight"),), "by its first name"
     assert modules[""].params == (("scale", "scale"),)
@@ -63,7 +62,7 @@ def test_mappings() -> None:
     shared = torch.ones(2)
     info = describe({"a": shared, "b": torch.ones(3, dtype=torch.int8), "c": shared})
     assert [(param.names, param.dtype) for param in info.params] == [(("a", "c"), torch.float32), (("b",), torch.int8)]
-    assert info.modules == () and info.buffers == ()
+    assert info.modules == ()
     assert [param.trainable for param in info.params] == [True, False], "a plain tensor is trainable when it can be"
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     assert not describe({"a": frozen}).params[0].trainable, "a parameter says so itself"

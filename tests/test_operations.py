@@ -15,11 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardfn.core import operations
 from shardfn.core.collectives import watched
-from shardfn.core.engine.functions import Functions
+from shardfn.core.engine.beside_operations import Functions
 from shardfn.core.engine.paired import Paired, local_of, whole_of
-from shardfn.core.engine.tags import Tag
 from shardfn.core.engine.variance import Variance
-from shardfn.core.parts import SAME, SUM, Part, even
+from shardfn.core.parts import SAME, SUM, Part, Tag, even
 from shardfn.testing import on_meshes
 
 RANKS = 2
@@ -205,6 +204,19 @@ CASES = {
     "sum along, scaled": Case(lambda x, y: x.sum(-1) * y, (*X, (3, 4)), (LAST, None), "sum"),
     "sum along, plus one": Case(lambda x: x.sum(-1) + 1, X, (LAST,), "lost"),
     "norm beside": Case(lambda x: F.layer_norm(x, (6,)), X, (FIRST,)),
+    "attention with a shared mask": Case(
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, m), ((2, 4, 3, 2), (2, 1, 3, 3)), (even(1, 2), None)
+    ),
+    "attention with masks of other samples": Case(
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, m),
+        ((2, 4, 3, 2), (2, 1, 3, 3)),
+        (even(1, 2), even(0, 1)),
+        "lost",
+    ),
+    "norm beside, by shares": Case(lambda x, w: F.layer_norm(x, (6,), w), (*X, (6,)), (FIRST, SAME)),
+    "norm by another dim": Case(
+        lambda x, w: F.layer_norm(x, (6,), w.sum(-1)), (*X, (6, 4)), (FIRST, even(1, 2)), "lost"
+    ),
     "norm along": Case(lambda x: F.layer_norm(x, x.shape[-1:]), X, (LAST,), "lost"),
     "a number of this rank's sizes": Case(lambda x: x / x.shape[-1], X, (LAST,), "lost"),
     "positions of this rank's sizes": Case(lambda x: x * torch.arange(x.shape[-1]), X, (LAST,), "lost"),
@@ -212,6 +224,9 @@ CASES = {
     "a selection beside": Case(lambda x: x[:, 0], X, (LAST,)),
     "a selection along": Case(lambda x: x[..., 0], X, (LAST,), "lost"),
     "picked beside": Case(lambda x: x[:, torch.tensor([2, 0, 1])], X, (LAST,)),
+    "picked beside, by shares": Case(lambda x, y: x[:, y.argsort()], (*X, (4,)), (LAST, SAME)),
+    "in another order": Case(lambda x: x.permute(2, 0, 1), X, (LAST,)),
+    "turned": Case(lambda x: x.t(), ((4, 6),), (even(1, 3),)),
     "picked along": Case(lambda x: x[..., torch.tensor([0, 1])], X, (LAST,), "lost"),
     "a lookup of columns": Case(lambda w: F.embedding(torch.tensor([[1, 2], [0, 3]]), w), ((4, 6),), (even(1, 3),)),
     "a lookup of rows": Case(lambda w: F.embedding(torch.tensor([1, 0]), w), ((4, 6),), (even(0, 2),), "lost"),
@@ -237,6 +252,26 @@ CASES = {
     "a transposed convolution of channels": Case(
         lambda x, w: F.conv_transpose1d(x, w), ((2, 4, 7), (4, 3, 2)), (even(1, 2), even(0, 2)), "sum"
     ),
+    "a convolution of channels that neighbours share": Case(
+        lambda x, w: F.conv1d(x, w), ((2, 2, 7), (3, 2, 2)), (NEIGHBOURS, NEIGHBOURS), "lost", 4
+    ),
+    "a convolution with a bias": Case(
+        lambda x, w, b: F.conv1d(x, w, b), ((2, 3, 7), (4, 3, 2), (4,)), (None, even(0, 2), even(0, 2))
+    ),
+    "a convolution with a bias of all channels": Case(
+        lambda x, w, b: F.conv1d(x, w, b[: w.shape[0]]), ((2, 3, 7), (4, 3, 2), (4,)), (None, even(0, 2), None), "lost"
+    ),
+    "a convolution with a bias that is a sum": Case(
+        lambda x, w, b: F.conv1d(x, w, b.sum(-1)), ((2, 3, 7), (4, 3, 2), (4, 6)), (None, None, even(1, 3)), "lost"
+    ),
+    "a convolution of a sum": Case(
+        lambda x, w: F.conv1d(x.sum(-1), w), ((2, 3, 7, 6), (4, 3, 2)), (even(3, 3), None), "sum"
+    ),
+    "a convolution of samples": Case(lambda x, w: F.conv1d(x, w), ((2, 3, 7), (4, 3, 2)), (even(0, 1), None)),
+    "a convolution of samples in groups": Case(
+        lambda x, w: F.conv1d(x, w, groups=2), ((2, 4, 7), (4, 2, 2)), (even(0, 1), None)
+    ),
+    "a convolution along": Case(lambda x, w: F.conv1d(x, w), ((2, 3, 8), (4, 3, 2)), (even(2, 4), None), "lost"),
     "groups of channels": Case(lambda x: F.group_norm(x, x.shape[1] // 2), ((2, 8, 3),), (even(1, 4),)),
     "groups of channels, scaled": Case(
         lambda x, w: F.group_norm(x, x.shape[1] // 2, w), ((2, 8, 3), (8,)), (even(1, 4), even(0, 4))
@@ -268,6 +303,9 @@ CASES = {
     ),
     "repeated": Case(lambda x: x.repeat(1, 1, 2), X, (LAST,)),
     "padded beside": Case(lambda x: F.pad(x, (0, 0, 1, 1)), X, (LAST,)),
+    "added to a product that is split in other pieces": Case(
+        torch.addmm, ((8,), (4, 6), (6, 8)), (Part("split", 0, ((2, 2),)), None, Part("split", 1, ((1, 4),))), "lost"
+    ),
     "padded along": Case(lambda x: F.pad(x, (1, 1)), X, (LAST,), "lost"),
     "a running sum along": Case(lambda x: x.cumsum(-1), X, (LAST,), "lost"),
 }

@@ -111,7 +111,7 @@ def clipped_adamw(lr: float) -> Optimizer:
 
 def torch_groups(model: nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Torch's spelling of `groups=`: one group per parameter."""
-    from shardfn.core.pattern import first_match
+    from shardfn.core.policy import first_match
 
     groups = []
     for name, p in model.named_parameters():
@@ -470,6 +470,13 @@ def test_norm_is_one_all_reduce(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(sfo.global_norm(low), full_low, rtol=1e-6, atol=0)
     mixed = low.like({**low, "head.weight": tree["head.weight"]})
     assert sfo.global_norm(mixed).dtype == F64
+
+
+@on_meshes({"fsdp": 2})
+def test_norms_and_products_without_numbers_are_zero(mesh: DeviceMesh) -> None:
+    counts = sf.shard({"n": torch.arange(4)}, mesh, sf.Policy())
+    for value in (sf.optim.global_norm(counts), sf.tree.dot(counts, counts), sf.optim.clip(counts, 1.0)[1]):
+        assert value == 0.0
 
 
 @on_meshes({"fsdp": 2, "tp": 2})

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import shardfn as sf
 from shardfn.core import wiring
 from shardfn.core.engine.variance import Variance
-from shardfn.core.traced_axes import TracedAxes
+from shardfn.core.flow import TracedAxes
 from shardfn.testing import assert_parity, count_collectives, on_meshes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -358,7 +358,7 @@ def test_an_input_is_a_source_within_its_module_only() -> None:
 
 def test_what_a_pvary_does_not_mend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs end when nothing is new, and then nothing may be left."""
-    monkeypatch.setattr(wiring, "_on_output", lambda change: lambda forward: forward)
+    monkeypatch.setattr(wiring, "_changing", lambda inputs, output: lambda forward: forward)
     policy = sf.Policy(rules={"up.weight": OUT, "down.weight": INTO})
     with pytest.raises(sf.ShardError, match="module enter meets values that are split over 'tp'"):
         sf.plan(Across(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))

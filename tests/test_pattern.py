@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfn.core.errors import ShardError
-from shardfn.core.pattern import compile_pattern, first_match, matches
+from shardfn.core.policy import compile_pattern, first_match, matches
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardfn as sf
-from shardfn.core.plan import replace_units
+from shardfn.core.planning import replace_units
 from shardfn.policies import ddp, from_parallelize_plan, from_wrap_policy, fsdp, gathered, hsdp, zero2
 from shardfn.testing import assert_parity, count_collectives, on_meshes
 
@@ -301,7 +301,7 @@ def test_gathered_rules() -> None:
             compute_dtype=torch.bfloat16,
         )
     )
-    assert made.rules == {"a": "(kv@tp? d) c", "b": "ff@tp? c", "c": "x  y", "d": "8 4"}
+    assert made.rules == {"a": "(kv@tp? d) c", "b": "ff@tp? c", "c": "x y", "d": "8 4"}
     assert made.axes == {"ff": ("tp",), "h": ("tp",)}
     assert made.compute_dtype == torch.bfloat16
     assert "regather" not in made.given

@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from drawing import assert_all_raise, assert_same_bits, untyped
+from drawing import assert_all_raise, assert_same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardfn as sf
-from shardfn.core.relayout import steps
+from shardfn.core.functional import steps
 from shardfn.core.spec import parse
 from shardfn.testing import count_collectives, run
 
@@ -62,25 +62,25 @@ def test_every_pair_of_layouts() -> None:
 @pytest.mark.parametrize(
     ("rule", "want"),
     [
-        ("b s@tp -> b s", ["all_gather(tp)"]),
-        ("b s -> b s@tp", ["slice(tp)"]),
+        ("b s@tp -> b s", ["all_gather_invariant(tp)"]),
+        ("b s -> b s@tp", ["shard_slice(tp)"]),
         ("b s@tp -> b@tp s", ["all_to_all(tp)"]),
         ("b s +tp -> b s", ["psum(tp)"]),
         ("b s +tp -> b s@tp", ["psum_scatter(tp)"]),
         ("b@fsdp s@tp -> b@fsdp s@tp", []),
         ("b@tp@fsdp s -> b@tp s", ["all_gather(fsdp)"]),
-        ("b@tp@fsdp s -> b s", ["all_gather(fsdp)", "all_gather(tp)"]),
+        ("b@tp@fsdp s -> b s", ["all_gather(fsdp)", "all_gather_invariant(tp)"]),
         ("b@tp@fsdp s -> b@tp s@fsdp", ["all_to_all(fsdp)"]),
-        ("b@tp@fsdp s -> b@fsdp s", ["all_gather(fsdp)", "all_gather(tp)", "slice(fsdp)"]),
+        ("b@tp@fsdp s -> b@fsdp s", ["all_gather(fsdp)", "all_gather_invariant(tp)", "shard_slice(fsdp)"]),
         ("b s +tp,fsdp -> b@fsdp s@tp", ["psum_scatter(tp)", "psum_scatter(fsdp)"]),
-        ("b s@fsdp +tp -> b s@tp", ["psum(tp)", "all_gather(fsdp)", "slice(tp)"]),
-        ("b@tp@fsdp s -> b s@fsdp", ["all_to_all(fsdp)", "all_gather(tp)"]),
+        ("b s@fsdp +tp -> b s@tp", ["psum(tp)", "all_gather(fsdp)", "shard_slice(tp)"]),
+        ("b@tp@fsdp s -> b s@fsdp", ["all_to_all(fsdp)", "all_gather_invariant(tp)"]),
         ("b s +tp -> b s +tp", []),
     ],
 )
 def test_the_steps_between_two_layouts(rule: str, want: list[str]) -> None:
     left, right = rule.split("->")
-    assert [step.name for step in steps(parse(left), parse(right), untyped(None))] == want
+    assert [f"{collective.__name__}({axis})" for collective, axis, *_ in steps(parse(left), parse(right))] == want
 
 
 def count_on_a_rank() -> None:

@@ -28,7 +28,7 @@ from transformers.core_model_loading import Interleave, WeightConverter
 import shardfn as sf
 from shardfn._torch import unwrap_local
 from shardfn.core import tensor_files, weights
-from shardfn.core.ownership import blocks
+from shardfn.core.layout import blocks
 from shardfn.core.stored_names import Patchwork
 from shardfn.testing import on_meshes, run
 

@@ -20,21 +20,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
+from trials import found_of
 
 import shardfn as sf
-from shardfn.core.apply import _RECORDS
-from shardfn.core.compute_axes import Adjustments
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 SPLIT = {"layers.*": "b s@tp c"}
 VOCAB, C, HEAD_DIM = 24, 16, 4
-
-
-def _adjustments(model: nn.Module) -> Adjustments:
-    """What the one run without data of a model found."""
-    (found,) = _RECORDS[model][0].adjustments.values()
-    return found
 
 
 # -- models of transformers -------------------------------------------------------------------------------------------
@@ -70,7 +63,7 @@ def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     named = reference.named_parameters(remove_duplicate=False)
     wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
     assert_parity(sf.gather(grads), wanted, tol=1e-9)
-    found = _adjustments(model)
+    found = found_of(model)
     splits = name in SPLIT_FAMILIES or (name == "ViT, 26 positions" and mesh["tp"].size() == 2)
     assert bool(found.inputs) == splits, "left whole by '?' where positions do not divide; OPT's layers flatten samples"
 
@@ -189,7 +182,7 @@ AFTER: dict[str, Callable[[list[Tensor]], Any]] = {
 def test_what_is_made_of_split_activations_is_as_on_one_rank(mesh: DeviceMesh, after: str) -> None:
     model = _model(after=AFTER[after])
     _require_like_one_rank(mesh, model, _policy(), _ids())
-    assert _adjustments(model).inputs, "activations are split"
+    assert found_of(model).inputs, "activations are split"
 
 
 @pytest.mark.parametrize(("samples", "length"), [(4, 4), (4, 8), (8, 8), (4, 16), (16, 4), (2, 8)])
@@ -198,7 +191,7 @@ def test_sizes_that_are_alike_are_told_apart(mesh: DeviceMesh, samples: int, len
     """As many positions as samples, features or ranks: with 4 on 4 ranks each has one, which broadcasts."""
     model = _model()
     _require_like_one_rank(mesh, model, _policy(), _ids(samples, length))
-    assert len(_adjustments(model).scattered) == 4
+    assert len(found_of(model).scattered) == 4
 
 
 _EVENS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -242,7 +235,7 @@ def test_a_block_that_mixes_positions_is_as_on_one_rank(mesh: DeviceMesh, before
     model = _model()
     model.layers = nn.ModuleList(Mixing().double().eval() for _ in range(2))
     _require_like_one_rank(mesh, model, _policy(), _ids())
-    found = _adjustments(model)
+    found = found_of(model)
     assert bool(found.inputs) != bool(found.entries) == (before != "written in place")
 
 
@@ -453,7 +446,7 @@ def test_checkpoints(mesh: DeviceMesh, reentrant: bool, halves: bool) -> None:
     full = sf.gather(sf.tree.map(lambda x: x.grad, leaves))
     wanted = {name: p.grad for name, p in model.named_parameters()}
     assert_parity({name: full[name] for name in wanted}, wanted, tol=1e-9)
-    assert len(_adjustments(model).scattered) == 4
+    assert len(found_of(model).scattered) == 4
 
 
 def _plan_of_torch() -> dict[str, Any]:
@@ -475,7 +468,7 @@ def test_a_plan_of_torch(mesh: DeviceMesh) -> None:
     model, ids = _model(), _ids()
     policy = sf.policies.from_parallelize_plan(_plan_of_torch())
     _require_like_one_rank(mesh, model, policy, ids)
-    assert _adjustments(model).scattered
+    assert found_of(model).scattered
 
 
 @on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -619,7 +612,7 @@ AGAIN: dict[str, Callable[..., Any]] = {
 def test_what_layers_are_given(mesh: DeviceMesh, given: str) -> None:
     model: Any = Through(*(GIVEN | WHOLE)[given]).double().eval()
     _require_like_one_rank(mesh, model, _policy(), _ids())
-    assert len(_adjustments(model).scattered) == (4 if given in GIVEN else 0)
+    assert len(found_of(model).scattered) == (4 if given in GIVEN else 0)
 
 
 @pytest.mark.parametrize("again", AGAIN)
@@ -641,7 +634,7 @@ def test_several_streams_in_a_dim_of_their_own(mesh: DeviceMesh) -> None:
     model = _model(after=lambda hidden: hidden[-1].sum(2), before=lambda x: x if x.dim() == 4 else _four(x))
     model.layers = nn.ModuleList(Streams().double().eval() for _ in range(2))
     _require_like_one_rank(mesh, model, _policy(acts={"layers.*": "b s@tp? ..."}), _ids())
-    assert len(_adjustments(model).scattered) == 4
+    assert len(found_of(model).scattered) == 4
 
 
 def _four(x: Tensor) -> Tensor:
@@ -661,7 +654,7 @@ def test_rows_without_samples_stay_whole(mesh: DeviceMesh) -> None:
     model = _model(before=lambda x: x.flatten(0, -2))
     model.layers = nn.ModuleList(Rows().double().eval() for _ in range(2))
     _require_like_one_rank(mesh, model, _policy(acts={"layers.*": "b s@tp? ..."}), _ids())
-    assert not _adjustments(model).inputs
+    assert not found_of(model).inputs
 
 
 def test_blocks_of_a_model_that_names_none_are_found() -> None:
@@ -689,8 +682,27 @@ def test_layers_of_another_kind_stay_split(mesh: DeviceMesh) -> None:
     model = _model()
     model.layers = nn.ModuleList(cls().double().eval() for cls in (Convolved, Block, Convolved))
     _require_like_one_rank(mesh, model, _policy(), _ids())
-    found = _adjustments(model)
+    found = found_of(model)
     assert found.entries == {"layers.0.mixers.0", "layers.2.mixers.0"} and len(found.scattered) == 6
+
+
+class Starting(Decoder):
+    """Calls a module with positions, and with the first one alone, which has no dim of them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, first = self.norm(self.emb(ids)), self.norm(self.emb(ids[:, 0]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first.unsqueeze(1))
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_module_that_is_called_with_other_dims_too_gets_whole_inputs(mesh: DeviceMesh) -> None:
+    """Nothing before it splits them: that its inputs are to be whole is all that another run can do better."""
+    model = Starting().double().eval()
+    _require_like_one_rank(mesh, model, _policy(acts=SPLIT | {"norm": "b s@tp c"}), _ids())
+    found = found_of(model)
+    assert "norm" in found.entries & found.whole and found.inputs
 
 
 # -- with everything else ---------------------------------------------------------------------------------------------
@@ -712,7 +724,7 @@ def test_gradients_of_samples_are_clipped_as_on_one_rank(mesh: DeviceMesh) -> No
         factor = (0.5 / (torch.stack([g.norm() for g in grads]).norm() + 1e-6)).clamp(max=1)
         wanted = {name: wanted[name] + factor * g for name, g in _named(model, grads).items()}
     assert_parity({name: found[name] for name in wanted}, wanted, tol=1e-9)
-    assert _adjustments(model).inputs
+    assert found_of(model).inputs
 
 
 @on_meshes({"fsdp": 2, "tp": 2}, timeout=200)
@@ -722,7 +734,7 @@ def test_a_graph_is_as_on_one_rank(mesh: DeviceMesh) -> None:
     step = sf.jit(sf.value_and_grad(lambda p, x: _loss(sf.apply(model, p, x))), backend="aot_eager")
     for _ in range(2):
         _require_gradients_of_one_rank(model, ids, *step(params, local))
-    assert _adjustments(model).inputs
+    assert found_of(model).inputs
 
 
 @on_meshes({"fsdp": 2, "tp": 2})
@@ -783,7 +795,7 @@ def test_precisions(mesh: DeviceMesh, precision: str) -> None:
     full = sf.gather(sf.grad(lambda p: _loss(sf.apply(model, p, local)))(params))
     off = torch.stack([(full[n] - g).norm() for n, g in _named(model, expected).items()]).norm()
     assert off <= tolerance * torch.stack([g.norm() for g in expected]).norm()
-    assert all(x.dtype == torch.float32 for x in full.values()) and _adjustments(model).inputs
+    assert all(x.dtype == torch.float32 for x in full.values()) and found_of(model).inputs
 
 
 @on_meshes({"fsdp": 2, "tp": 2})

@@ -406,7 +406,7 @@ def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monke
 def test_a_rank_that_died_between_calls_is_replaced() -> None:
     pids = run(os.getpid, ranks=2)
     os.kill(pids[1], signal.SIGKILL)
-    while testing._pool.teams[2].is_alive():
+    while testing._teams[2].is_alive():
         os.sched_yield()
     assert run(group_size, ranks=2) == [(0, 2), (1, 2)]
 

@@ -807,7 +807,7 @@ def _inside(verb: str, p: sf.Params, grads: sf.Params) -> Any:
         "sgd.step": sf.optim.sgd(0.1),
         "from_torch.step": sf.optim.from_torch(torch.optim.SGD, lr=0.1),
         "chain.step": sf.optim.chain(sf.optim.sgd(0.1), sf.optim.schedule(lambda step: 1.0)),
-        "step": sf.optim.schedule(lambda step: 1.0),
+        "schedule.step": sf.optim.schedule(lambda step: 1.0),
     }
     if verb in optimizers:
         return optimizers[verb].step(p, grads, optimizers[verb].init(p))[0]
@@ -822,7 +822,7 @@ _INSTEAD = {
     "sgd.step": "Write updates, state = optimizer.update",
     "from_torch.step": "Write updates, state = optimizer.update",
     "chain.step": "Write updates, state = optimizer.update",
-    "step": "Write updates, state = optimizer.update",
+    "schedule.step": "Write updates, state = optimizer.update",
     "shard": "Shard a tree outside",
     "reduce_grads": "Have gradients reduced as they are made",
     "gather(to='cpu')": r"Write sf.gather\(params\)",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.core.engine.functions import Functions
+from shardfn.core.engine.beside_operations import Functions
 from shardfn.core.engine.values import Values, to_meta
 from shardfn.core.engine.variance import Variance
 from shardfn.testing import assert_close, assert_trees_close, on_meshes

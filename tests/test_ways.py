@@ -3,7 +3,6 @@
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -334,6 +333,30 @@ def _listed_when_large(m: Any, x: Tensor) -> Tensor:
     return m.down(h) + y
 
 
+def _word_kept(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.width = "wide" if _large(h) else "narrow"
+    return m.down(h)
+
+
+def _fraction_kept(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.width = 0.25 if _large(h) else 0.5
+    return m.down(h)
+
+
+def _word_listed(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.seen.append("wide" if _large(h) else "narrow")
+    return m.down(h)
+
+
+def _answer_listed(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.seen.append(_large(h))
+    return m.down(h)
+
+
 def _buffer_changed_when_small(m: Any, x: Tensor) -> Tensor:
     h = m.up(x)
     if not _large(h):
@@ -475,6 +498,10 @@ REFUSED: dict[Callable[..., Any], str] = {
     _other_input: DECIDES,
     _another_returned: DECIDES,
     _another_kept: DECIDES,
+    _word_kept: DECIDES,
+    _fraction_kept: DECIDES,
+    _word_listed: DECIDES,
+    _answer_listed: DECIDES,
     _another_in_a_list: DECIDES,
     _constant_of_another_maker: DECIDES,
     _constant_changed_here: DECIDES,
@@ -760,16 +787,21 @@ def test_runs_without_data_leave_lists_and_random_numbers_as_they_were(mesh: Dev
     torch.testing.assert_close(mine, model(x))
 
 
-@dataclass(slots=True)
 class Store:
     """What collects outputs, and counts them."""
 
-    outs: list[Tensor]
-    count: int = 0
+    __slots__ = ("__count", "outs")
+
+    def __init__(self, outs: list[Tensor]) -> None:
+        self.outs, self.__count = outs, 0
 
     def add(self, out: Tensor) -> None:
         self.outs.append(out)
-        self.count += 1
+        self.__count += 1
+
+    @property
+    def count(self) -> int:
+        return self.__count
 
     def all(self) -> list[Tensor]:
         assert self.count == len(self.outs)

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.compat.fsdp2 import fully_shard
-from shardfn.compat.fsdp2.group import Group
+from shardfn.compat.fsdp2.fully_sharded import Group, fully_shard
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import default_device_type
 from shardfn.core.model import class_of
@@ -63,34 +61,28 @@ class TorchFullyShardedDataParallel(nn.Module):
         module: nn.Module,
         sub_modules_to_wrap: Iterable[type[nn.Module]] | None = None,
         disable_bucketing: bool = False,
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.config, self.ddp_config = config, ddp_config
         self.module = module
         self.process_group = process_group if process_group is not None else _data_group()
-        self.device_mesh = DeviceMesh.from_group(self.process_group, _device_type(), mesh_dim_names=("fsdp",))
+        kind = default_device_type() if "nccl" in dist.get_backend() else "cpu"
+        self.device_mesh = DeviceMesh.from_group(self.process_group, kind, mesh_dim_names=("fsdp",))
         classes = set(_defaults() if sub_modules_to_wrap is None else sub_modules_to_wrap)
         if getattr(config, "transformer_impl", None) == "local":
             classes = {cls for cls in classes if cls.__name__ != "ColumnParallelLinear"}
         classes |= _asked_for(module)
         reshard = getattr(ddp_config, "reshard_after_forward", True)
         attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
-        self._shard(tuple(classes), reshard)
+        chosen: list[Any] = [x for x in module.modules() if isinstance(x, tuple(classes)) and x is not module]
+        for each in reversed(chosen):  # inner modules first: a unit may hold another one
+            fully_shard(each, mesh=self.device_mesh, reshard_after_forward=reshard)
+        for i, each in enumerate(chosen) if getattr(config, "recompute_granularity", None) is not None else ():
+            each.set_modules_to_backward_prefetch(chosen[max(0, i - 1) : i])
+        fully_shard(module, mesh=self.device_mesh, reshard_after_forward=reshard)
         for name, parameter in module.named_parameters():
             vars(parameter).update(attributes[name] | {"is_torch_fsdp2_param": True})
-
-    def _shard(self, classes: tuple[type[nn.Module], ...], reshard: bool | int) -> None:
-        """Inner modules first: a unit may hold another one."""
-        chosen: list[Any] = [x for x in self.module.modules() if isinstance(x, classes) and x is not self.module]
-        for each in reversed(chosen):
-            fully_shard(each, mesh=self.device_mesh, reshard_after_forward=reshard)
-        if getattr(self.config, "recompute_granularity", None) is not None:
-            before: list[Any] = []
-            for each in chosen:
-                each.set_modules_to_backward_prefetch(before)
-                before = [each]
-        fully_shard(self.module, mesh=self.device_mesh, reshard_after_forward=reshard)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -161,7 +153,7 @@ def _defaults() -> set[type[nn.Module]]:
     return found
 
 
-def _data_group() -> ProcessGroup:
+def _data_group() -> dist.ProcessGroup:
     try:
         state: Any = importlib.import_module("megatron.core.parallel_state")
         return state.get_data_parallel_group(with_context_parallel=True)
@@ -172,7 +164,3 @@ def _data_group() -> ProcessGroup:
                 "TorchFullyShardedDataParallel: no process group; init_process_group comes first"
             ) from None
         return group
-
-
-def _device_type() -> str:
-    return default_device_type() if "nccl" in dist.get_backend() else "cpu"

@@ -6,22 +6,21 @@ finds out on which device it computes; FSDP2 takes meshes with more dims than th
 """
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp._init_utils import _get_device_from_device_id, _is_valid_hybrid_shard_pg_type
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardfn._torch import move_to_mesh
 from shardfn.core.errors import ShardError
-from shardfn.core.mesh import default_device_type, grid, roles, use_part
+from shardfn.core.mesh import default_device_type, device_of, grid, roles, use_part
 from shardfn.core.model import shards_in
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -32,25 +31,15 @@ ONE_MESH = (
 )
 
 
-def device_of(kind: str) -> torch.device:
-    """Where this rank computes on devices of a kind."""
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-
-
 def mesh_of(
-    groups: Sequence[ProcessGroup], device_type: str, names: tuple[str, ...], ranks: Tensor | None = None
+    groups: Sequence[dist.ProcessGroup], device_type: str, names: tuple[str, ...], ranks: Tensor | None = None
 ) -> DeviceMesh:
     """The mesh with these process groups of this rank along its axes; `ranks`: default `_ranks_across`."""
     ranks = ranks if ranks is not None else _ranks_across(groups)
     return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
-    """The process groups of this rank along the axes of a mesh."""
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
-
-
-def _ranks_across(groups: Sequence[ProcessGroup]) -> Tensor:
+def _ranks_across(groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """The ranks of a mesh on which neighbours along one axis are as far apart everywhere."""
     own = dist.get_rank()
     ranks = torch.tensor(own, dtype=torch.int)
@@ -76,13 +65,9 @@ def placed_mesh(
     """
     done = ignored | shards_in(module)
     found = {
-        parameter.device_mesh: name
-        for name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor) and id(parameter) not in done
+        p.device_mesh: name for name, p in module.named_parameters() if isinstance(p, DTensor) and id(p) not in done
     }
-    for mesh in inside:
-        if mesh is not None:
-            found.setdefault(mesh, "a module inside")
+    found |= {mesh: "a module inside" for mesh in inside if mesh is not None and mesh not in found}
     if not found:
         return None
     (mesh, name), *others = found.items()
@@ -98,7 +83,7 @@ def across(verb: str, data: DeviceMesh, names: tuple[str, ...], placed: DeviceMe
     Raises:
         ShardError: they do not cross.
     """
-    groups = [*groups_of(data), *groups_of(placed)]
+    groups = data.get_all_groups() + placed.get_all_groups()
     names = (*names, *(placed.mesh_dim_names or ()))
     ranks = _ranks_across(groups)
     if len(set(names)) < len(names) or len(set(ranks.flatten().tolist())) < ranks.numel():
@@ -157,52 +142,39 @@ def check_groups(
         )
     if device_mesh is not None and (not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2):
         raise ValueError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', device_mesh)}")
-    if process_group is not None and not _is_pair(process_group):
+    if process_group is not None and not _is_valid_hybrid_shard_pg_type(process_group):
         raise ValueError(
             "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but "
             f"got {type(process_group)}"
         )
 
 
-def _is_pair(groups: Any) -> bool:
-    return isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, ProcessGroup) for g in groups)
-
-
 def mesh_of_ranks(
-    process_group: Any,
-    device_mesh: DeviceMesh | None,
-    strategy: ShardingStrategy,
-    device_type: str,
-    placed: DeviceMesh | None,
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, kind: str, placed: DeviceMesh | None
 ) -> DeviceMesh:
     """The mesh over the ranks of a process group, of a pair `(shard, replicate)`, of a mesh, or over all ranks.
 
     Args:
         process_group, device_mesh, strategy: as the constructor has them.
-        device_type: of the mesh.
+        kind: of its devices.
         placed: the mesh of parameters that `parallelize_module` has split already; its axes come last, by their names.
     """
     if device_mesh is not None and placed:
         return across("FullyShardedDataParallel", device_mesh, OWN_AXES[-device_mesh.ndim :], placed)
     if device_mesh is not None and strategy in HYBRID:
-        return mesh_of(groups_of(device_mesh), device_type, OWN_AXES, device_mesh.mesh)
+        return mesh_of(device_mesh.get_all_groups(), kind, OWN_AXES, device_mesh.mesh)
     if process_group is not None and strategy in HYBRID:
         shard, replicate = process_group
-        return mesh_of([replicate, shard], device_type, OWN_AXES)
+        return mesh_of([replicate, shard], kind, OWN_AXES)
     if device_mesh is not None:
         process_group = device_mesh.get_group(0)
     group = process_group if process_group is not None else _get_default_group()
     if strategy not in HYBRID:
-        return mesh_of([group], device_type, OWN_AXES[1:])
-    per_node = _ranks_per_node()
-    return init_device_mesh(device_type, (dist.get_world_size() // per_node, per_node), mesh_dim_names=OWN_AXES)
-
-
-def _ranks_per_node() -> int:
-    """How many ranks share a machine: torchrun says so; else as many as it has devices; else all of them."""
-    world = dist.get_world_size()
+        return mesh_of([group], kind, OWN_AXES[1:])
+    world = dist.get_world_size()  # ranks that share a machine: torchrun says so; else one a device; else all of them
     said = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count() or world
-    return said if world % said == 0 else world
+    per_node = said if world % said == 0 else world
+    return init_device_mesh(kind, (world // per_node, per_node), mesh_dim_names=OWN_AXES)
 
 
 def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.device | None) -> torch.device:
@@ -226,26 +198,12 @@ def compute_device(module: nn.Module, ignored: set[int], device_id: int | torch.
             f"FSDP needs a non-CPU accelerator device, but no accelerator device is detected: device_id={device_id}. "
             'Leave it out, or pass torch.device("cpu").'
         )
-    asked = _with_index(torch.device(device_id))
+    named = torch.device(device_id)
+    numbered = None if named.type == "cpu" else named
+    asked = _get_device_from_device_id(numbered, dist.get_rank(), torch.get_device_module(named)) or device_of("cpu")
     if held is not None and held != asked:
         raise ValueError(f"Inconsistent compute device and `device_id` on rank {dist.get_rank()}: {held} vs {asked}")
     return asked
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type != "cpu" and device.index is not None:
-        return device
-    current = device_of(device.type)
-    if device.type == "cpu":
-        return current
-    warnings.warn(
-        f"FSDP got the argument `device_id` {device} on rank {dist.get_rank()}, which does not have an explicit index. "
-        f"FSDP will use the current device {current}. If this is incorrect, please explicitly call "
-        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
-        "`device_id` argument.",
-        stacklevel=5,
-    )
-    return current
 
 
 def _served_accelerator() -> torch.device | None:
@@ -282,7 +240,7 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if names is not None and roles(names, names).shardable == names[-1:]:
         return mesh
-    return mesh_of(groups_of(mesh), mesh.device_type, OWN_AXES[-mesh.ndim :], mesh.mesh)
+    return mesh_of(mesh.get_all_groups(), mesh.device_type, OWN_AXES[-mesh.ndim :], mesh.mesh)
 
 
 def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
@@ -304,7 +262,7 @@ def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]
         return mesh, theirs
     ours = dict(zip(theirs, OWN_AXES[-len(theirs) :], strict=True))
     names = tuple(ours.get(name, name) for name in names)
-    made = mesh_of(groups_of(mesh), mesh.device_type, names, mesh.mesh)
+    made = mesh_of(mesh.get_all_groups(), mesh.device_type, names, mesh.mesh)
     use_part(made, names, mesh)
     return made, tuple(ours.values())
 

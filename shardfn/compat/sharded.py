@@ -1,4 +1,4 @@
-"""What the module of a class that shards in place knows, the policy that a tree of such means, and its run. Layer 6.
+"""Modules of classes that shard in place: what they know, the policy of a tree of them, its run, loads. Layer 6.
 
 `fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
 
@@ -8,24 +8,26 @@ how at the call, by the context that it runs in.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import pytree, seen_by_dynamo
+from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local
 from shardfn.compat.meshes import spread
-from shardfn.core.engine.compiled import GraphBreak
-from shardfn.core.engine.in_place import is_computing
+from shardfn.core import buckets, checkpoint, initialize, mesh, planning
+from shardfn.core.engine import compiled, in_place
 from shardfn.core.errors import ShardError
-from shardfn.core.initialize import shard_own
 from shardfn.core.model import OWN, shards_in, unwrapped
-from shardfn.core.pattern import exactly
-from shardfn.core.plan import Reduction, plan
-from shardfn.core.policy import Policy
+from shardfn.core.plan import Reduction
+from shardfn.core.policy import Policy, exactly
 from shardfn.held import Held, adopt, bound, install
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
@@ -46,10 +48,11 @@ class Sharded:
     ignored_params: list[nn.Parameter] = field(default_factory=list)
     is_root: bool | None = None  # None before the first forward
     syncs: bool = True  # whether gradients are reduced
+    all_reduces: bool = True  # whether reductions go on over the axis that replicates
     reduction: Reduction = "mean"  # what reduces gradients
     scale: float = 1.0  # of gradients, beside the mean over ranks
     is_whole: bool = False  # whether whole parameters stand in the places of all shards, and compute
-    version: int = 0  # counts changes of what a plan is made from
+    version: int = 0  # counts changes of what a plan is made from: one that was made before is no good any more
 
     @classmethod
     def has_sharded(cls, module: nn.Module) -> bool:
@@ -62,9 +65,10 @@ class Sharded:
         return module.__dict__[RECORD]
 
     @classmethod
-    def all_in(cls, module: nn.Module) -> Iterator[tuple[str, nn.Module, Self]]:
-        """(name, module, what it knows) of every module of this kind in a tree, in its order."""
-        return ((name, one, cls.of(one)) for name, one in module.named_modules() if cls.has_sharded(one))
+    def all_in(cls, module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, nn.Module, Self]]:
+        """(name, module, what it knows) of every module of this kind in a tree, in its order, or of the first alone."""
+        named = module.named_modules() if recurse else [("", module)]
+        return ((name, one, cls.of(one)) for name, one in named if cls.has_sharded(one))
 
     @property
     def first_rank(self) -> int:
@@ -74,11 +78,7 @@ class Sharded:
     @property
     def holds_back(self) -> bool:
         """Whether gradients stay on each rank, to be reduced with those of a later backward."""
-        return not self.syncs
-
-    def changed(self) -> None:
-        """Plans that were made with it are no good any more."""
-        self.version += 1
+        return not self.syncs or (not self.all_reduces and len(self.data) > 1)
 
     def unit_settings(self, exact: bool) -> dict[str, Any]:
         """What a policy says of it as a unit; `exact`: in full precision."""
@@ -144,7 +144,16 @@ def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), ex
     """
     units: dict[str, dict[str, Any]] = {}
     for name, _, inner in own.all_in(module):
-        _require_alike(name, own, inner)
+        if inner.mesh != own.mesh:
+            raise ShardError(
+                f"{own.verb}: {name!r} was sharded over another mesh ({inner.mesh}) than the module around it "
+                f"({own.mesh}); use the same one"
+            )
+        if inner.offload != own.offload:
+            raise ShardError(
+                f"{own.verb}: {name!r} and the module around it have different offload policies; use one: offload all "
+                "of them, or none"
+            )
         if name:
             units[exactly(name)] = inner.unit_settings(exact)
     left = leave | {id(p) for p in own.ignored_params} | ignored_in(module, type(own))
@@ -160,58 +169,30 @@ def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), ex
     )
 
 
-def _require_alike(name: str, own: Sharded, inner: Sharded) -> None:
-    if inner.mesh != own.mesh:
-        raise ShardError(
-            f"{own.verb}: {name!r} was sharded over another mesh ({inner.mesh}) than the module around it "
-            f"({own.mesh}); use the same one"
-        )
-    if inner.offload != own.offload:
-        raise ShardError(
-            f"{own.verb}: {name!r} and the module around it have different offload policies; use one: offload all of "
-            "them, or none"
-        )
-
-
 def spread_inside(module: nn.Module, own: Sharded) -> None:
     """What was sharded inside over fewer axes gets the mesh of this one."""
     for _, inside, inner in own.all_in(module):
         if spread(inside, inner.mesh, own.mesh):
             inner.mesh, inner.data, inner.placed = own.mesh, own.data, own.placed
-            inner.changed()
-
-
-def refuse_scalars(module: nn.Module, verb: str, leave: Set[int]) -> None:
-    """Raise for parameters without a dim.
-
-    Raises:
-        ValueError: with the words of torch.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and id(parameter) not in leave:
-            raise ValueError(f"{verb}. Change {name} to a 1D tensor with numel equal to 1.")
+            inner.version += 1
 
 
 def put_shards(
-    module: nn.Module,
-    own: Sharded,
-    *,
-    init: Callable[[Any], Any] | None = None,
-    src: int | None = None,
-    later: bool = False,
+    module: nn.Module, own: Sharded, *, init: initialize.Init | None = None, src: int | None = None, later: bool = False
 ) -> None:
     """Shard the parameters in a tree that are no shards yet; buffers stay the tensors that they are where they can.
 
     Args:
         module: the tree.
         own: what it is to know.
-        init, src, later: as for `shard_own`.
+        init, src, later: as in `Origin`.
     """
     if not _OUTSIDE:
-        _OUTSIDE.append(GraphBreak(_run_and_compile))
+        _OUTSIDE.append(compiled.GraphBreak(_run_and_compile))
     before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
     kept = {name for name, x in before.items() if x.device == own.device or (later and x.is_meta)}
-    params = shard_own(module, own.mesh, policy_of(module, own, shards_in(module)), init=init, src=src, later=later)
+    policy = policy_of(module, own, shards_in(module))
+    params = initialize.shard_own(initialize.Origin(module, init, src, later), own.mesh, policy)
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 
@@ -233,7 +214,7 @@ def _tree_now(module: nn.Module, exact: bool) -> Tree:
         units = {name: inner for name, _, inner in own.all_in(module)}
         for unit in units.values():
             unit.put_back()
-        made = plan(module, own.mesh, policy_of(module, own, exact=exact))
+        made = planning.plan(module, own.mesh, policy_of(module, own, exact=exact))
         trees[exact] = Tree(units, adopt(module, made, own.mesh), [unit.version for unit in units.values()])
     if (own := Sharded.of(module)).is_root is None:
         own.note_root(module)
@@ -247,7 +228,7 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     """
     if seen_by_dynamo():
         return _OUTSIDE[0](module, method, args, kwargs)
-    if is_computing(module):
+    if in_place.is_computing(module):
         return bound(module, method)(*args, **kwargs)
     own = Sharded.of(module)
     tree = _tree_now(module, own.is_exact(module))
@@ -263,37 +244,134 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     return held.run(module, params, method, args, kwargs)
 
 
-_OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does
+_OUTSIDE: list[compiled.GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does
 
 
 def _run_and_compile(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
-    """`run`, where a graph ended for it: units are compiled as the function around is."""
-    options = _options_around()
-    if options is not None:
-        compile_units(module, **options)
-    return run(module, method, args, kwargs)
+    """`run`, where a graph ended for it: units are compiled as the function around is.
 
-
-def compile_units(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """`compile(*args, **kwargs)` on every sharded module in a tree that holds no other one and is not compiled yet."""
-    units = [(name, unwrapped(inside)) for name, inside, _ in Sharded.of(module).all_in(module)]
-    for name, unit in units:
-        prefix = f"{name}." if name else ""
-        if not any(other.startswith(prefix) and other != name for other, _ in units):
-            if unit._compiled_call_impl is None:
-                unit.compile(*args, **kwargs)
-
-
-def _options_around() -> dict[str, Any] | None:
-    """What `torch.compile` was asked for, by the context that this call runs in."""
+    What `torch.compile` was asked for there, the context says that this call runs in.
+    """
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     frame: Any = sys._getframe(1)
     while frame is not None:
         context: Any = frame.f_locals.get("self") if frame.f_code.co_name == "compile_wrapper" else None
         if isinstance(context, dynamo.OptimizeContext):
-            return {
-                "backend": dynamo.innermost_backend(context.callback),
-                "dynamic": getattr(context, "_dynamic", None),
-            }
+            backend = dynamo.innermost_backend(context.callback)
+            compile_units(module, backend=backend, dynamic=getattr(context, "_dynamic", None))
+            break
         frame = frame.f_back
-    return None
+    return run(module, method, args, kwargs)
+
+
+def compile_units(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`compile(*args, **kwargs)` on every sharded module in a tree that holds no other one and is not compiled yet."""
+    for _, inside, own in Sharded.of(module).all_in(module):
+        unit = unwrapped(inside)
+        if len(list(own.all_in(inside))) == 1 and unit._compiled_call_impl is None:
+            unit.compile(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole tensors, DTensors of other layouts and `ShardedTensor`s, copied into shards, or put in their place
+
+
+class CopiesIntoShards(TorchFunctionMode):
+    """Within it, copying a whole tensor into a shard takes this rank's part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], DTensor):
+            own: DTensor = args[0]
+            unwrap_local(own).copy_(unwrap_local(laid_out(args[1], own)))
+            return own
+        return func(*args, **(kwargs or {}))
+
+
+def laid_out(value: Any, like: DTensor, name: str = "a value") -> Tensor:
+    """A tensor of any layout in that of another one; itself where it has it already.
+
+    Raises:
+        ShardError: it is another rank's.
+    """
+    if isinstance(value, DTensor):
+        _require_own_part(name, value, like)
+        if value.placements == like.placements and value.device_mesh == like.device_mesh:
+            return value.detach()
+        value = buckets.whole(value)
+    full = whole_of(value).detach().to(unwrap_local(like).device)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _require_own_part(name: str, value: DTensor, like: DTensor) -> None:
+    """The local part of a pickled DTensor is that of the rank which pickled it, whoever reads the file.
+
+    Raises:
+        ShardError: that was another rank.
+    """
+    ranks = {rank for mesh in (value.device_mesh, like.device_mesh) for rank in mesh.mesh.flatten().tolist()}
+    checkpoint.require_own_part(f"load_state_dict: {name}", value, sorted(ranks))
+
+
+class StayTogether:
+    """Hooks around `load_state_dict(assign=True)`: what was one shard before is one again, on the mesh where it was.
+
+    Of several new ones the first counts. Their mesh may be one of the same ranks with other names, or with none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        named = [each for module in modules for each in module.named_modules()]
+        self._tables = [(f"{path}." if path else "", parameters_of(inside)) for path, inside in named]
+        self._shards: dict[int, tuple[str, DTensor, list[tuple[dict[str, Any], str]]]] = {}
+
+    def before(self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        """Take note of where each shard is.
+
+        Raises:
+            ShardError: a new one is another rank's; once it is a parameter, torch may have given it this rank's mesh.
+        """
+        self._shards.clear()
+        for path, table in self._tables if metadata.get("assign_to_params_buffers") else ():
+            for key, parameter in table.items():
+                if isinstance(parameter, DTensor):
+                    name = prefix + path + key
+                    if isinstance(new := state_dict.get(name), DTensor):
+                        _require_own_part(repr(name), new, parameter)
+                    self._shards.setdefault(id(parameter), (name, parameter, []))[2].append((table, key))
+
+    def after(self, *_: Any) -> None:
+        """Put the new ones there.
+
+        Raises:
+            ShardError: one is no DTensor.
+        """
+        for name, old, slots in self._shards.values():
+            new = next((now for table, key in slots if (now := table[key]) is not old), old)
+            if not isinstance(new, DTensor):
+                raise ShardError(
+                    f"load_state_dict(assign=True): {name!r} is whole, and would replace a shard. Leave assign=True "
+                    "out, or give it distribute_tensor(value, shard.device_mesh, shard.placements)."
+                )
+            if new.device_mesh != old.device_mesh and torch.equal(new.device_mesh.mesh, old.device_mesh.mesh):
+                move_to_mesh(new, old.device_mesh, new.placements)
+            for table, key in slots:
+                table[key] = new
+        self._shards.clear()
+
+
+def whole_of(value: Any) -> Any:
+    """The whole tensor in a `ShardedTensor`; other values as they are.
+
+    Communication: one all-reduce of the whole tensor over the ranks that share it.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    metadata, shards = value.metadata(), value.local_shards()
+    placement = metadata.shards_metadata[0].placement
+    kind = placement.device().type if placement is not None else "cpu"
+    device = shards[0].tensor.device if shards else mesh.device_of(kind)
+    full = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for shard in shards:
+        places = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        full[tuple(slice(start, start + length) for start, length in places)] = shard.tensor
+    dist.all_reduce(full, group=value._process_group)
+    return full

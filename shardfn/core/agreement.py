@@ -34,13 +34,12 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
         ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
     """
     problem = made if isinstance(made, Exception) else None
-    if problem is not None and (not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None):
-        raise problem
+    named = isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names is not None
+    if problem is not None and (not named or mesh.get_coordinate() is None or simulated()):
+        raise problem  # nobody to tell it
     if mesh.get_coordinate() is None:
-        raise problem or not_in_mesh(mesh)
+        raise not_in_mesh(mesh)
     if simulated():  # one process, which cannot disagree with itself
-        if problem is not None:
-            raise problem
         return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
     rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
@@ -52,11 +51,17 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
     return rows[0][2] + 2**63
 
 
-def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> None:
-    """Every rank raises when one of them has a problem: its own, or that another rank has one.
+@contextmanager
+def failing_together(mesh: DeviceMesh, verb: str) -> Iterator[None]:
+    """When what is done within fails on a rank, all raise at its end: that error, or that another rank has one.
 
     Communication: one small all-gather over the mesh; an exchange of messages when there is a problem.
     """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
     if simulated() or mesh.size() == 1:
         if problem is not None:
             raise problem
@@ -64,9 +69,10 @@ def require_success(mesh: DeviceMesh, problem: Exception | None, verb: str) -> N
         _told(mesh, problem, verb)
 
 
-def _told(
-    mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequence[str] = ()
-) -> list[tuple[int, Sequence[str]]]:
+Told = Sequence[tuple[int, Sequence[str]]]  # the number of a rank, and lines that describe what it has
+
+
+def _told(mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequence[str] = ()) -> Told:
     """What every rank says of itself, with its number.
 
     Raises:
@@ -142,7 +148,7 @@ def _mesh_lines(mesh: DeviceMesh) -> list[str]:
     return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
 
 
-def _first_difference(described: Sequence[tuple[int, Sequence[str]]]) -> str:
+def _first_difference(described: Told) -> str:
     base_rank, base = described[0]
     for rank, lines in described[1:]:
         for mine, theirs in zip([*base, "nothing"], [*lines, "nothing"], strict=False):
@@ -162,10 +168,8 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     if problem is not None and places.pure:
         raise ShardError(problem)
     if not places.pure:
-        row = torch.tensor([_fingerprint(batch), problem is not None], dtype=torch.int64, device=places.device)
-        for axis in reversed(places.sizes):
-            row = gather_flat(row, places.groups[axis])
-        prints, failed = row.view(-1, 2).t().tolist()  # of each rank, in mesh order
+        rows = exchange_numbers(places.mesh, [_fingerprint(batch), problem is not None])
+        prints, failed = zip(*rows, strict=True)
         if problem is not None:
             raise ShardError(problem)
         if bad := sum(failed):

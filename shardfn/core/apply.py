@@ -1,58 +1,45 @@
 """`apply`: run a module with the weights of a tree. Layer 4.
 
-inputs checked -> (first call: run without data) -> copies bound to a session -> forward -> outputs cast
+inputs checked -> (first call: run without data) -> modules compute with a session -> outputs cast
 """
 
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from math import prod
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    checkpoint_nothing_in_transforms,
-    differentiated_in_vmap,
-    in_transform,
-    is_traced,
-    kinds_of_transforms,
-    outside_modes,
-    pytree,
-    simulated,
-)
+from shardfn import _torch
 from shardfn.core.agreement import check_batch, random_numbers_of_first, wrong_inputs
-from shardfn.core.collectives import all_gather, all_gather_invariant, weighed
-from shardfn.core.compute_axes import Adjustments, ComputeAxes, Gathers
-from shardfn.core.context import recording
-from shardfn.core.dropout import Masks, Offsets, Word, axes_of_dims, dropout_modules, dropping, index_over, stream
-from shardfn.core.engine.binding import Bound, Forward, is_cache, no_escape
+from shardfn.core.collectives import all_gather_invariant, weighed
+from shardfn.core.compute_axes import Adjustments, ComputeAxes
+from shardfn.core.dropout import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.core.engine.guards import Guards, Structure, Watch, signature
-from shardfn.core.engine.in_place import escaped
+from shardfn.core.engine.in_place import Around, Forward, InnerCall, Place, Wiring, call_now, escaped
 from shardfn.core.engine.remat import Borrowed, recomputed
-from shardfn.core.engine.runtime import Runtime, runtime_of
-from shardfn.core.engine.session import CurrentSession, Session
+from shardfn.core.engine.session import Session
+from shardfn.core.engine.values import is_cache, snapshot, tensors_in
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.forward_mode import as_now
-from shardfn.core.generation import History, Shell, filled
 from shardfn.core.loss import SplitLogits
 from shardfn.core.mesh import Grid, grid
 from shardfn.core.model import class_of, submodule, unwrapped
-from shardfn.core.pattern import first_match
-from shardfn.core.plan import Plan, decide
-from shardfn.core.spec import parse
+from shardfn.core.plan import Plan
+from shardfn.core.planning import decide
+from shardfn.core.policy import first_match
 from shardfn.core.tensor_parallel import kept_by_acts
 from shardfn.core.tree import Params
 from shardfn.core.trial import Trial
-from shardfn.core.underway import asks, derivatives_asked_for, note_tree
+from shardfn.core.underway import asks, derivatives_asked_for, note_tree, recording
 from shardfn.core.wiring import cast_floats, cast_inputs, chained, owned_names, ranks_of_acts, unit_casts, wire
 
+_signature = lru_cache(maxsize=2**8)(inspect.signature)
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers
 _WAYS = 64  # of one kind of call that are remembered
@@ -65,8 +52,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
 
     Inside, modules see ordinary local tensors: whole over the data axes, split over the compute axes. Linears,
     embeddings, convolutions, norms of channels and `nn.MultiheadAttention` compute with split weights by their rules;
-    sizes between them must come from the tensors, since only this rank's heads are there. The model itself is not
-    changed, except for attributes that its forward assigns.
+    sizes between them must come from the tensors, since only this rank's heads are there. The model's own modules
+    compute, and whatever else holds them (closures, lists, dicts) holds what computes. Outside of calls the model is
+    its own: its parameters and buffers stay, and it has the attributes that its forward assigned.
 
         >>> import torch, shardfn as sf
         >>> from torch import Tensor, nn
@@ -97,7 +85,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     Communication: one all-gather a bucket and data axis when the unit before it begins, and again in its backward
     (`regather=True`); one reduce-scatter a bucket in the backward; one all-reduce a row-parallel output and, in the
     backward, a tensor read by column-parallel linears. On gloo, buckets of 1 MiB and more travel rank to rank instead.
-    The first two calls exchange a few bytes over each axis, and the first meets the others at the store once a unit.
+    The first two calls exchange a few bytes over the mesh, and the first meets the others at the store once a unit.
     `"generate"` gathers each bucket once, then communicates over compute axes only; it exchanges a few bytes each time,
     and the state of torch's generators (5 kB) over compute axes.
     """
@@ -110,36 +98,8 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
     args, kwargs = cast_inputs(params.plan, (args, kwargs))
-    if not call.runs_in_place():
-        params.in_place = None
-    if params.in_place is not None:
-        output = call.run_in_place(args, kwargs)
-    else:
-        with no_escape(model) if call.record.calls == 1 else nullcontext():
-            output = call.run(adjust, args, kwargs)
+    output = call.run(adjust, args, kwargs)
     return cast_floats(output, params.plan.policy.output_dtype)
-
-
-@dataclass
-class _Record:
-    """What is remembered about a model and a plan between calls."""
-
-    plan: Plan
-    names: Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
-    frozen: Sequence[Tensor] = ()  # the model's parameters of which the tree has no gradients
-    ranks_of_sequences: int = 1  # between how many ranks `Policy.acts` splits activations
-    calls: int = 0
-    adjustments: dict[Any, Adjustments] = field(default_factory=dict)
-
-    @cached_property
-    def compute(self) -> list[str]:
-        """Ranks along them work on the same samples; what DTensors are split over, their modules decide."""
-        several = (axis for axis in self.plan.roles.compute if self.plan.axes[axis] > 1)
-        return [axis for axis in several if axis not in self.plan.placed_axes]
-
-
-# Keyed by the model object, then by plan: two models of one class, or one model with two policies, never share.
-_RECORDS: "weakref.WeakKeyDictionary[nn.Module, list[_Record]]" = weakref.WeakKeyDictionary()
 
 
 class _Call:
@@ -154,21 +114,21 @@ class _Call:
         self.loops = method in _LOOPS
         self.plan = params.plan
         self.grid = grid(params.mesh, self.plan.roles.storage)
-        self.record = _record(model, self.plan)
-        self.compute = self.record.compute
+        self.kept = kept_of(model, self.plan, self.grid)
+        held = params.in_place
+        self.held = held if held is not None and held.is_of(model) else None  # when leaves are the model's parameters
 
     def prepare(self, args: Any, kwargs: Any) -> Adjustments:
         """Check everything that can be checked without data, and find what the derivation needs.
 
         On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
         """
-        self.record.calls += 1
-        if inside := in_transform():
-            checkpoint_nothing_in_transforms()
-        is_recorded = is_traced() and not torch.compiler.is_compiling()
+        self.kept.calls += 1
+        if inside := _torch.in_transform():
+            _torch.checkpoint_nothing_in_transforms()
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
-        elif is_recorded:
+        elif _torch.is_traced() and not torch.compiler.is_compiling():
             raise ShardError(
                 "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
                 "would be wrong; use sf.jvp or sf.vjp"
@@ -177,11 +137,7 @@ class _Call:
         try:
             if self.loops:
                 self._require_plain_loop()
-            self._require_leaves()
-            self._require_frozen()
-            if inside:
-                self._require_own_samples()
-                self._require_no_dtensors()
+            self._require_usable_tree(inside)
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             if self.method == "__call__":
@@ -190,10 +146,9 @@ class _Call:
                 adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
             problem = error
-        if (self.loops or self.record.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside:
-            batch = (args, kwargs, self.model.training)
+        if (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside:
             try:
-                check_batch(self.grid, self.compute, batch, None if problem is None else str(problem))
+                check_batch(self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem))
             except ShardError as error:
                 raise (problem or error) from None
         if problem is not None:
@@ -202,7 +157,7 @@ class _Call:
 
     def _require_plain_loop(self) -> None:
         """What a method that runs until its tokens say so cannot be part of."""
-        if in_transform() or self.grid.pure:
+        if _torch.in_transform() or self.grid.pure:
             raise ShardError(
                 f"apply: '{self.method}' goes on until its tokens say so, which no transform, recorded step or "
                 "simulated mesh can follow; call it outside of them"
@@ -210,31 +165,23 @@ class _Call:
         if self._masks() is not None:
             raise ShardError(f"apply: '{self.method}' with dropout under a dropout_seed; call model.eval() before")
 
-    def _require_leaves(self) -> None:
+    def _require_usable_tree(self, inside: bool) -> None:
+        """What the tree has to be, also `inside` a transform; frozen parameters must have stayed so."""
         if not self.plan.leaves.keys() <= self.params.keys():
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
-
-    def _require_frozen(self) -> None:
-        """What asked for no gradient when the tree was made has none."""
-        if torch.is_grad_enabled() and any(map(asks, self.record.frozen)):
+        if torch.is_grad_enabled() and any(map(asks, self.kept.frozen)):
             raise ShardError(
                 "apply: parameters that asked for no gradient when sf.shard made the tree do now, and would get none. "
                 "Write model.load_state_dict(sf.gather(params)), and shard the model again"
             )
-
-    def _require_own_samples(self) -> None:
-        """Inside torch's own vmap a gradient adds up samples of different data ranks."""
-        several = any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
-        if several and self.plan.vmaps is None and differentiated_in_vmap(self.params.values()):
+        several = inside and any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
+        if several and self.plan.vmaps is None and _torch.differentiated_in_vmap(self.params.values()):
             raise ShardError(
                 "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
                 "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
             )
-
-    def _require_no_dtensors(self) -> None:
-        """torch's DTensors, which modules compute with that `parallelize_module` has split, are in no transform."""
-        if self.plan.placed_axes:
+        if inside and self.plan.placed_axes:
             raise ShardError(
                 "apply: sf.jvp, vjp, hvp, vmap or a transform of torch.func goes on, and modules that "
                 "parallelize_module has split compute with DTensors, which torch takes into none. Write sf.grad twice "
@@ -246,19 +193,15 @@ class _Call:
         """What a run without data adds to the derivation; found once a kind of call, see [Note: guards]."""
         if not self.plan.splits_compute:
             return Adjustments()
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
-        runtime = runtime_of(self.plan, self.grid)
-        kept = self._kept(runtime)
-        if not kept.structure.is_of(self.model):
-            kept = self._kept(runtime, anew=True)
         derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
-        key = (self.method, derived, str(structure), *kept.structure.hooks(), *kinds)
-        ways = kept.ways.setdefault(key, [])
+        key = (self.method, derived, str(structure), *self.kept.structure.hooks(), *kinds)
+        ways = self.kept.ways.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
-        goes_on = any(map(filled, caches))
+        goes_on = any(map(_filled, caches))
         for at, way in enumerate(ways):
             if (goes_on or way.sizes == sizes) and way.guards.hold(leaves):
                 if at:
@@ -268,16 +211,15 @@ class _Call:
 
     def _new_way(self, key: Any, known: "list[_Way]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = _torch.pytree.tree_leaves((args, kwargs))
         ways = [way for way in known if way.sizes == sizes]
         calls = [("", args, kwargs)]
         trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
         broken = [way.guards.broken(leaves) for way in ways]
         asked = {place for way in ways for place in way.asked}
         for way, places in zip(ways[:_TRIES], broken, strict=False):
-            if not way.guards.answered(leaves) or any(
-                place.key in asked or not Watch.serves(place.now(leaves)) for place in places
-            ):
+            unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
+            if not way.guards.answered(leaves) or any(True for _ in unwatched):
                 continue
             more = [*places, *(place for place, _ in way.guards.loose.values())]
             watch = trial.watched(way.adjust, more)
@@ -285,70 +227,52 @@ class _Call:
             if watch is not None and way.guards.relaxed(watch):
                 return way.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
-        same = (adjust for made, adjust in reversed(self.record.adjustments.items()) if made[:2] == key[:2])
-        adjust = self.record.adjustments[key] = trial.adjustments(next(same, None), blanks)
-        known.insert(0, _Way(adjust, Guards.of(leaves, list(trial.reads.found.values())), asked, sizes))
+        same = (adjust for made, adjust in reversed(self.kept.adjustments.items()) if made[:2] == key[:2])
+        adjust = self.kept.adjustments[key] = trial.adjustments(next(same, None), blanks)
+        known.insert(0, _Way(adjust, Guards(leaves, list(trial.reads.values())), asked, sizes))
         del known[_WAYS:]
         return adjust
 
-    def runs_in_place(self) -> bool:
-        """Whether the modules themselves run, and no copies: these do in transforms, what is recorded, under a seed."""
-        held = self.params.in_place
-        if held is None or self.loops or self.grid.pure or in_transform() or is_traced():
-            return False
-        return held.is_of(self.model) and self._masks() is None
-
-    def run_in_place(self, args: Any, kwargs: Any) -> Any:
-        """The forward on this rank, of the modules themselves."""
-        held, mode = self.params.in_place, (self.method, self.model.training)
-        place = held.begin(self.model, self.params)
-        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode, in_place=True)
+    def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
+        """The forward on this rank."""
+        if self.loops:
+            with torch.no_grad(), random_numbers_of_first(self.grid, self.kept.compute):
+                return self._loop(args, kwargs)
+        masks, held = self._masks(), self.held
+        parameters = held is not None and not (self.grid.pure or _torch.in_transform() or _torch.is_traced())
+        session = Session(self.params, self.grid, (self.method, self.model.training), parameters)
+        session.masks = masks
+        place = self._begin(session, adjust)
         try:
-            with place.computes(session), session.hooks():
+            with place.computes(session), session.hooks(traced=place.compiles):
                 output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)
+                output = leaving(output, adjust, self.grid, self.plan)
         except RuntimeError as error:
             if (told := escaped(error)) is not None:
                 raise told from error
             raise
         finally:
             session.close()
-        held.end(self.model, self.params)
-        place.wait(session, output)
-        return output
-
-    def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
-        """The forward on this rank, of copies."""
-        if self.loops:
-            with torch.no_grad(), random_numbers_of_first(self.grid, self.compute):
-                return self._loop(args, kwargs)
-        mode = (self.method, self.model.training)
-        masks = self._masks()
-        session = Session(self.plan, self.grid, self.params, self.params.gradients, mode)
-        session.masks = masks
-        idle = self._kept(session.runtime).idle
-        key = adjust, masks is not None
-        copies = idle.pop(key, None)
-        if copies is None or not copies.bound.up_to_date:
-            copies = _Copies(self.model, self.plan, self.grid, self.record.names, *key)
-        buffers = self.params.buffers
-        copies.begin(session, buffers)
-        output = None
-        try:
-            with session.hooks(traced=copies.bound.compiles):
-                output = getattr(copies.bound.root, self.method)(*args, **kwargs)
-                return leaving(output, adjust, self.grid, self.plan)
-        finally:
-            session.close()
             if masks is not None:
                 masks.over = True
-            copies.bound.write_back(buffers)
-            if session.in_transform and session.runtime.recomputable:  # in derivatives, by these copies
-                session.keeps, copies.current.session = copies.bound, None
-            elif copies.bound.untouched:
-                copies.current.session = None
-                idle[key] = copies
-            elif torch.is_grad_enabled() and not (session.in_transform or is_traced()):
-                copies.bound.write_back_later(output)
+        if held is not None:
+            held.end(self.model, self.params)
+        if not _torch.in_transform():
+            place.wait(session, output)
+        return output
+
+    def _begin(self, session: Session, adjust: Adjustments) -> Place:
+        """What modules do in a call, with the buffers of the tree or, where these are theirs, their own."""
+        if self.held is None:
+            session.buffers = self.params.buffers
+        else:
+            self.held.begin(self.model, self.params)
+        places, key = self.kept.places, (adjust, session.masks is not None)
+        place = places.get(key)
+        if place is None or not place.is_there:
+            place = places[key] = _place(self.model, self.plan, self.grid, self.kept.names, *key)
+        place.prepare()
+        return place
 
     def _loop(self, args: Any, kwargs: Any) -> Any:
         """A method that calls the model as often as its tokens say.
@@ -356,48 +280,39 @@ class _Call:
         Data ranks stop at different tokens: all weights are gathered before the first one and kept, so that none waits
         for another one.
         """
-        mode = (self.method, self.model.training)
-        session = Session(self.plan, self.grid, self.params, None, mode)
+        session = Session(self.params, self.grid, (self.method, self.model.training))
         session.hold()
-        history, used, idle = History(), dict[Adjustments, _Copies](), self._kept(session.runtime).idle
+        history = _History(self.kept.ranks_of_sequences)
         training = tuple(module.training for module in self.model.modules())
 
-        def step(path: str, args: Any, kwargs: Any) -> Any:
-            args, kwargs = cast_inputs(self.plan, (args, kwargs))
-            adjust = self._step_adjustments(history, training, path, args, kwargs)
-            if adjust not in used:
-                copies = idle.pop((adjust, False), None)
-                if copies is None or not copies.bound.up_to_date:
-                    copies = _Copies(self.model, self.plan, self.grid, self.record.names, adjust, False)
-                used[adjust] = copies
-            used[adjust].begin(session, self.params.buffers)
-            try:
-                output = submodule(used[adjust].bound.root, path).forward(*args, **kwargs)
-                output = leaving(output, adjust, self.grid, self.plan)
-                return cast_floats(output, self.plan.policy.output_dtype)
-            finally:
-                used[adjust].bound.write_back(self.params.buffers)
+        def entry(path: str) -> Around:
+            def step(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = cast_inputs(self.plan, (args, kwargs))
+                adjust = self._step_adjustments(history, training, path, args, kwargs)
+                with self._begin(session, adjust).computes(session):
+                    output = unwrapped(submodule(self.model, path)).forward(*args, **kwargs)
+                    output = leaving(output, adjust, self.grid, self.plan)
+                    return cast_floats(output, self.plan.policy.output_dtype)
 
-        shell = Shell(self.model, self.record.names, session.weight, frozenset(self.plan.info.ignored), step)
+            return lambda _: step
+
+        model = unwrapped(self.model)
+        place = Place(model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()}))
+        if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
+            vars(model)["get_compiled_call"] = lambda compile_config: model
         try:
-            return shell.run(self.method, args, kwargs, self.params.buffers)
+            with place.for_now(), place.computes(session):
+                return getattr(model, self.method)(*args, **kwargs)
         finally:
             session.close()
-            for adjust, copies in used.items():
-                if copies.bound.untouched:
-                    copies.current.session = None
-                    idle[adjust, False] = copies
+            vars(model).pop("get_compiled_call", None)
 
-    def _step_adjustments(self, history: History, training: Any, path: str, args: Any, kwargs: Any) -> Adjustments:
+    def _step_adjustments(self, history: "_History", training: Any, path: str, args: Any, kwargs: Any) -> Adjustments:
         """Those of an inner call, found once a kind, from a run without data of the calls before it too."""
         if not self.plan.splits_compute:
             return Adjustments()
-        key = (
-            self.method,
-            training,
-            *history.note(partial(_kind, ranks=self.record.ranks_of_sequences), path, args, kwargs),
-        )
-        if key not in self.record.adjustments:
+        key = (self.method, training, *history.note(path, args, kwargs))
+        if key not in self.kept.adjustments:
             calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
             found = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
             if found.kept:
@@ -406,8 +321,8 @@ class _Call:
                     f"apply: '{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...); "
                     "leave it out for this tree"
                 )
-            self.record.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
-        return self.record.adjustments[key]
+            self.kept.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
+        return self.kept.adjustments[key]
 
     def _masks(self) -> Masks | None:
         """Those of the `dropout_seed` around, if the model drops anything."""
@@ -419,92 +334,65 @@ class _Call:
                 "dropout_seed: modules compute with DTensors that parallelize_module made, and nobody knows which part "
                 "of an activation a rank has. Split by rules: sf.policies.from_parallelize_plan(plan)"
             )
-        data = self.plan.roles.data
-        return Masks(given, index_over(self.grid, data), prod(self.plan.axes[axis] for axis in data))
-
-    def _kept(self, runtime: Runtime, anew: bool = False) -> "_Kept":
-        """What is kept of this model, which goes with the plan, to which it refers; `anew` of a model that changed."""
-        kept, key = runtime.models, id(self.model)
-        if anew:
-            self.record.names = owned_names(self.model, self.plan)
-            self.record.adjustments.clear()
-        if anew or key not in kept:
-            gone = weakref.ref(self.model, lambda _: kept.pop(key, None))  # it goes when the model goes
-            kept[key] = gone, _Kept(Structure(self.model))
-        return kept[key][1]
+        return Masks(given, *part_over(self.grid, self.plan.roles.data))
 
 
-class _Current(CurrentSession):
-    """That of copies, which it knows weakly: a cycle would outlive the call."""
+def _in_unit(unit: str, model: nn.Module) -> Around:
+    """What goes around the forward of a unit."""
+    here = weakref.ref(unwrapped(submodule(model, unit)))
 
-    bound: "weakref.ref[Bound] | None" = None
-
-    def gathers_again(self, gathers: Gathers, mesh: DeviceMesh) -> AbstractContextManager[None]:
-        """Within it, autograd keeps this rank's pieces of what was gathered."""
-        assert self.session is not None
-        pieces = [
-            (own, whole, partial(all_gather, mesh=mesh, axis=step.axis, dim=step.dim)) for step, own, whole in gathers
-        ]
-        return self.session.keeps_pieces(pieces)
-
-    def in_unit(self, unit: str) -> Callable[[Forward], Forward]:
-        """What goes around the forward of a unit."""
-
-        def around(inner: Forward) -> Forward:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                session = self.session
-                assert session is not None
-                bound = self.bound() if self.bound is not None else None
-                if session.computes_again(unit) and bound is not None and not bound.hooked(unit):
-                    try:
-                        return self._recomputed(session, unit, submodule(bound.root, unit), inner, args, kwargs)
-                    except Borrowed:
-                        session.runtime.recomputable.discard(unit)
-                session.enter(unit)
+    def around(inner: Forward) -> Forward:
+        @_torch.left_by_dynamo
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            session, module = call_now().session, here()
+            assert module is not None
+            if session.computes_again(unit) and not any(map(_torch.has_forward_hooks, module.modules())):
                 try:
-                    return inner(*args, **kwargs)
-                finally:
-                    session.leave(unit)
-
-            return forward
-
-        return around
-
-    def _recomputed(
-        self, session: Session, unit: str, module: nn.Module, inner: Forward, args: Any, kwargs: Any
-    ) -> Any:
-        """The forward of a unit that computes again for its derivatives, also when the call is over."""
-        leaves = session.leaves_of(unit)
-        random = session.masks.inputs if session.masks is not None else []
-        formulas = as_now()
-
-        def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-            outer, self.session = self.session, session
-            drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
+                    return _recomputed(unit, module, inner, args, kwargs)
+                except Borrowed:
+                    session.runtime.recomputable.discard(unit)
+            session.enter(unit)
             try:
-                with session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
-                    return inner(*args, **kwargs)
+                return inner(*args, **kwargs)
             finally:
-                self.session = outer
-
-        way = unit, module.training, kinds_of_transforms()
-        out = recomputed(module, run, [*leaves.values(), *random], args, kwargs, way not in session.runtime.watched)
-        session.runtime.watched.add(way)
-        return out
-
-    def dropout(self, path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
-        """The forward of a dropout module under a `dropout_seed`."""
-
-        def forward(own: Any, x: Tensor) -> Tensor:
-            assert self.session is not None and self.session.masks is not None
-            return self.session.masks.apply(path, own, x, offsets)
+                session.leave(unit)
 
         return forward
 
-    def scores(self, path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> Tensor:
-        """Scores of attention, of whose heads this rank has its part over some axes, under a `dropout_seed`."""
-        assert self.session is not None and self.session.masks is not None
-        return self.session.masks.scores(path, x, p, _part(grid, axes))
+    return around
+
+
+def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
+    """The forward of a unit that computes again for its derivatives, also when the call is over."""
+    call = call_now()
+    session = call.session
+    leaves = {name: session.leaves[name] for name in session.runtime.leaves_of[unit]}
+    random = session.masks.inputs if session.masks is not None else []
+    formulas = as_now()
+
+    def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
+        with call.place.computes(session), session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
+            return inner(*args, **kwargs)
+
+    way = unit, module.training, _torch.kinds_of_transforms()
+    out = recomputed(module, run, [*leaves.values(), *random], args, kwargs, way not in session.runtime.watched)
+    session.runtime.watched.add(way)
+    return out
+
+
+def _dropout(path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
+    """The forward of a dropout module under a `dropout_seed`."""
+
+    def forward(own: Any, input: Tensor) -> Tensor:  # as torch calls it, which may be given it by name
+        return call_now().session.masks.apply(path, own, input, offsets)
+
+    return forward
+
+
+def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> Tensor:
+    """Scores of attention, of whose heads this rank has its part over some axes, under a `dropout_seed`."""
+    return call_now().session.masks.scores(path, x, p, part_over(grid, axes))
 
 
 @dataclass
@@ -519,27 +407,51 @@ class _Way:
 
 @dataclass
 class _Kept:
-    """Copies of a model that may serve again, and the ways that its forward took, by kind of call."""
+    """What is remembered between calls about a model with a plan on a grid."""
 
     structure: Structure
-    idle: dict[tuple[Adjustments, bool], "_Copies"] = field(default_factory=dict)
+    names: Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
+    frozen: Sequence[Tensor]  # the model's parameters of which the tree has no gradients
+    compute: Sequence[str]  # axes along which ranks work on the same samples; of DTensors, their modules decide
+    ranks_of_sequences: int  # between how many ranks `Policy.acts` splits activations
+    calls: int = 0
+    adjustments: dict[Any, Adjustments] = field(default_factory=dict)
+    places: dict[tuple[Adjustments, bool], Place] = field(default_factory=dict)
     ways: dict[Any, list[_Way]] = field(default_factory=dict)
+
+
+def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _Kept:
+    """It goes with the plan, to which it refers, or with the model; of a model that has changed it is made anew."""
+    known: dict[int, tuple[Any, _Kept]] = plan.home.once(("models", grid), dict)
+    key = id(model)
+    had = known[key][1] if key in known else None
+    if had is None or not had.structure.is_of(model):
+        _require_one(model, plan)
+        _require_sizes(model, plan)
+        compute = [axis for axis in plan.roles.compute if plan.axes[axis] > 1 and axis not in plan.placed_axes]
+        # Those that are shards themselves are looked at elsewhere.
+        named = [(plan.canonical.get(n, ""), p) for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        frozen = [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]
+        calls = 0 if had is None else had.calls  # maybe changed on one rank only, which must not ask the others again
+        had = _Kept(Structure(model), owned_names(model, plan), frozen, compute, ranks_of_acts(plan), calls)
+        known[key] = weakref.ref(model, lambda _: known.pop(key, None)), had
+    return had
 
 
 def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
     """An output as callers get it: split leaves as `SplitLogits`, so that taking them for whole ones is an error."""
     if not (adjust.kept or adjust.shared or adjust.joined):
         return output
-    leaves, structure = pytree.tree_flatten(output)
+    leaves, structure = _torch.pytree.tree_flatten(output)
     for at, axis, dim in adjust.joined:
         leaves[at] = all_gather_invariant(leaves[at], grid.mesh, axis, dim)
     for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
         leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
     for at, axis, dim in adjust.kept:
-        with nullcontext() if simulated() else outside_modes():  # a mesh computes with tensors
+        with nullcontext() if _torch.simulated() else _torch.outside_modes():  # a mesh computes with tensors
             mesh = grid.mesh[axis]
         leaves[at] = SplitLogits.of(leaves[at], mesh, dim, partial(_origin, plan))
-    return pytree.tree_unflatten(leaves, structure)
+    return _torch.pytree.tree_unflatten(leaves, structure)
 
 
 def _origin(plan: Plan) -> str:
@@ -550,66 +462,73 @@ def _origin(plan: Plan) -> str:
     return f"Policy(acts={{{written}}}) leaves the output of {' and '.join(map(repr, entries))} split"
 
 
-class _Copies:
-    """Copies of a model's modules, and what they reach in the call that they serve."""
-
-    def __init__(self, model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> None:
-        """`seeded`: a `dropout_seed` goes on."""
-        self.current, self.axes = _Current(), ComputeAxes(grid.mesh, grid.sizes, grid.coords)
-        self.axes.gathers_again = partial(self.current.gathers_again, mesh=grid.mesh)
-        self.axes.drops = partial(self.current.scores, grid=grid) if seeded else None
-        around = {unit.name: self.current.in_unit(unit.name) for unit in plan.units if unit.name}
-        around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
-        dropouts = {
-            path: self.current.dropout(path, partial(_offsets, path, plan, grid, adjust))
-            for path in (dropout_modules(model) if seeded else ())
-        }
-        self.bound = Bound(model, wire(plan, names, self.current.weight, self.axes, adjust, around, dropouts))
-        self.current.bound = weakref.ref(self.bound)
-
-    def begin(self, session: Session, buffers: Mapping[str, Tensor]) -> None:
-        """Serve a call."""
-        self.current.session = session
-        self.axes.forget()
-        self.bound.begin(buffers)
+def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> Place:
+    """What modules do in calls of a plan, to which runs without data have added; `seeded`: a `dropout_seed` goes on."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if not (isinstance(p, DTensor) or name in plan.canonical or name in plan.info.ignored):
+            raise ShardError(
+                f"apply: {name!r} was added to the model after sf.shard made the tree, which lacks it: shard it again"
+            )
+    axes = ComputeAxes(grid.mesh, grid.sizes, grid.coords)
+    axes.varied = lambda: call_now().session.varied
+    axes.gathers_again = lambda gathers: call_now().session.keeps_pieces(gathers)
+    axes.drops = partial(_scores, grid=grid) if seeded else None
+    around = {unit.name: _in_unit(unit.name, model) for unit in plan.units if unit.name}
+    around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
+    paths = dropout_modules(model) if seeded else ()
+    dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}
+    return Place(model, names, wire(plan, names, axes, adjust, around, dropouts))
 
 
-def _offsets(path: str, plan: Plan, grid: Grid, adjust: Adjustments, call: int, ndim: int) -> Offsets:
-    """Which part this rank has of the input of a call of a dropout module.
+class _History:
+    """The first inner call of each kind: a run without data repeats them, so that caches are filled as they were.
 
-    Raises:
-        ShardError: the activation is split, and nobody knows where.
+    Tokens decide when a loop stops, so that it cannot run without data. Its inner calls can, and a cache that goes from
+    one to the next keeps what they put into it, this rank's part.
     """
-    compute = [axis for axis in plan.roles.compute if plan.axes[axis] > 1]
-    pattern = first_match(plan.policy.acts, [path])
-    if pattern is not None:
-        dims = axes_of_dims(parse(plan.policy.acts[pattern]), ndim, plan.axes)
-        batch = next((d for d, axes in enumerate(dims) if set(axes) & set(plan.roles.data)), 0)
-        return [_part(grid, [axis for axis in axes if axis in compute]) for axes in dims], batch
-    if not adjust.splits:
-        return [_part(grid, [])] * ndim, 0
-    known = {(name, number): axes for name, number, axes in adjust.splits}
-    if (path, call) not in known:
-        raise ShardError(
-            f"dropout_seed: call {call + 1} of {path!r} was not made in the run without data, which another forward of "
-            f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
-        )
-    found = known[path, call]
-    if found is None:
-        raise ShardError(
-            f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
-            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
-        )
-    return [_part(grid, [axis] if axis else []) for axis in found], 0
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: between how many activations may be split."""
+        self._ranks = ranks
+        self._calls: dict[Any, InnerCall] = {}
+        self._caches: dict[int, tuple[Any, Any]] = {}  # the cache itself keeps its id from being given to another one
+
+    def note(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Remember a call that is about to be made, if it is the first of its kind; returns that kind."""
+        leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
+        known = any(map(_filled, filter(is_cache, leaves)))  # how, a run of calls before says, of any length
+        kinds = ((type(x), _filled(x)) if is_cache(x) else _kind(x, known, self._ranks) for x in leaves)
+        key = (path, str(structure), *kinds)
+        for cache in filter(is_cache, leaves):
+            if id(cache) not in self._caches:
+                self._caches[id(cache)] = cache, None if _filled(cache) else snapshot(cache)
+        if key not in self._calls:
+            empty = [self._caches[id(x)][1] or _FILLED if is_cache(x) else x for x in leaves]
+            args, kwargs = _torch.pytree.tree_unflatten(empty, structure)
+            self._calls[key] = path, args, kwargs
+        return key
+
+    def calls(self) -> list[InnerCall]:
+        """The calls up to now.
+
+        Raises:
+            ShardError: a cache was filled before the method began, and nobody knows with what.
+        """
+        calls = list(self._calls.values())
+        if any(leaf is _FILLED for leaf in _torch.pytree.tree_leaves(calls)):
+            raise ShardError(
+                "apply: the first call of its kind gets a cache that is filled already, so that nothing tells which "
+                "part of it this rank has. Generate once with an empty cache, which is then known, or leave it out."
+            )
+        return calls
 
 
-def _part(grid: Grid, axes: Sequence[str]) -> tuple[Word, int]:
-    return index_over(grid, axes), prod(grid.sizes[axis] for axis in axes)
+_FILLED = object()
 
 
-@lru_cache(maxsize=2**8)
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+def _filled(cache: Any) -> bool:
+    """Whether a cache holds keys and values."""
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4, of_caches=True))
 
 
 def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
@@ -624,17 +543,6 @@ def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
     if type(leaf) is int and abs(leaf) <= _SMALL:
         return leaf
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
-
-
-def _record(model: nn.Module, plan: Plan) -> _Record:
-    records = _RECORDS.setdefault(model, [])
-    for record in records:
-        if record.plan is plan or record.plan == plan:
-            return record
-    _require_one(model, plan)
-    _require_sizes(model, plan)
-    records.append(_Record(plan, owned_names(model, plan), _frozen(model, plan), ranks_of_acts(plan)))
-    return records[-1]
 
 
 def _require_sizes(model: nn.Module, plan: Plan) -> None:
@@ -664,9 +572,3 @@ def _require_one(model: nn.Module, plan: Plan) -> None:
                 f"{tuple(param.shape)}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, "
                 "sf.tree.map(lambda w: w[0], tree)"
             )
-
-
-def _frozen(model: nn.Module, plan: Plan) -> list[Tensor]:
-    """Parameters that were frozen when the tree was made; those that are shards themselves are looked at elsewhere."""
-    named = [(plan.canonical.get(name, ""), p) for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    return [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]

@@ -4,98 +4,47 @@
     reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
 
 Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in crossing.py. A `Flight` is a
-communication that goes on while something else is done.
+communication that goes on while something else is done. `whole` gathers one `DTensor` of any layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
+from itertools import compress
 from math import prod
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from shardfn._torch import DTensorSpec, dtensor_spec, foreach, unwrap_local, wrap_local
-from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, finished, sum_steps
-from shardfn.core.crossing import Crossing, PureCrossing, apart_again, together
+from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
+from shardfn.core.collectives import Flight, Steps, accumulation_dtype, backend_of, sum_steps
+from shardfn.core.crossing import Crossing, Host, PureCrossing, apart_again, host_of, stored_on, together, undone
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Leaf, clear_padding_, local_slice
-from shardfn.core.mesh import Grid, per_rank
-from shardfn.core.offload import Host, host_of, stored_on
+from shardfn.core.mesh import Grid, chunk, per_rank
 from shardfn.core.plan import Bucket, Plan, Reduction
-from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers, split_flat
+from shardfn.core.storage import Buffers, FreshBuffers, split_flat
 
-
-def _placements(leaf: Leaf, order: Sequence[str], pending: Sequence[str]) -> list[Placement]:
-    """DTensor placements of a leaf on the storage mesh; `pending` axes hold partial sums of the gathered value."""
-    out: list[Placement] = []
-    for axis in order:
-        dim = leaf.split_dim(axis)
-        out.append(Partial() if axis in pending else Replicate() if dim is None else Shard(dim))
-    return out
+Batch = tuple[int, ...]  # dims in front of a leaf, by `vmap`, outermost first
 
 
 def leaf_spec(
-    plan: Plan,
-    grid: Grid,
-    name: str,
-    dtype: torch.dtype | None = None,
-    pending: bool = False,
-    batch: tuple[int, ...] = (),
+    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False, batch: Batch = ()
 ) -> DTensorSpec:
-    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan.
-
-    `batch`: dims in front of it, by `vmap`, outermost first.
-    """
+    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
 
     def make() -> DTensorSpec:
         layout, leaf = plan.leaves[name]
         leaf = reduce(Leaf.stacked, reversed(batch), leaf)
-        placed = _placements(leaf, plan.roles.storage, plan.gathered_axes(layout) if pending else ())
+        sums = plan.gathered_axes(layout) if pending else ()  # over these axes they are still to be added up
+        dims = ((axis, leaf.split_dim(axis)) for axis in plan.roles.storage)
+        placed = [Partial() if axis in sums else Replicate() if dim is None else Shard(dim) for axis, dim in dims]
         return dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
 
     return plan.home.once((grid, name, dtype, pending, batch), make)
-
-
-def new_buffers(grid: Grid) -> Buffers:
-    """Memory that is new each time."""
-    return NoBuffers(grid.device) if grid.pure else FreshBuffers(grid.device)
-
-
-class Flight:
-    """A communication in the air: started when made, over when it is asked for its result."""
-
-    def __init__(self, steps: Steps, explain: Callable[[RuntimeError], Exception] | None = None) -> None:
-        """`explain` may know why a wait failed."""
-        self._steps, self._explain = steps, explain
-        self._works: Works = []
-        self._result: list[Tensor] | None = None
-        self.advance()
-
-    def advance(self) -> None:
-        """Wait for the collective under way and start the next one, if there is one."""
-        if self._result is not None:
-            return
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._steps.close()
-            raise (self._explain(error) if self._explain is not None else error) from error
-        self._works = []
-        try:
-            self._works = next(self._steps)
-        except StopIteration as end:
-            self._result = end.value
-
-    def finish(self) -> list[Tensor]:
-        """Wait for all that is left."""
-        while self._result is None:
-            self.advance()
-        return self._result
 
 
 AnyCrossing = Crossing | PureCrossing
@@ -125,7 +74,7 @@ def gather_leaves(
     crossings = _crossings(leaves, axes, grid, undone)
     if not crossings or not shards:
         return list(shards)
-    (flat,) = finished(gather_steps(crossings, shards, shards[0].dtype, new_buffers(grid)))
+    (flat,) = Flight(gather_steps(crossings, shards, shards[0].dtype, FreshBuffers(grid.device))).finish()
     return crossings[-1].wholes_of(flat)
 
 
@@ -143,6 +92,46 @@ def _crossings(
     return found
 
 
+def whole(tensor: DTensor) -> Tensor:
+    """A `DTensor` of any layout as an ordinary tensor on every rank of its mesh, outside autograd.
+
+    `full_tensor()` would do it through torch's functional collectives. In them processes of torch 2.13 were seen to
+    die on gloo, once in thousands of calls on small tensors, of a block of memory that two threads had freed.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> from shardfn.core.buckets import whole
+        >>> params = sf.shard(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> type(whole(params["weight"])).__name__
+        'Tensor'
+
+    Args:
+        tensor: split evenly or not, in plain `Shard`s, or a pending sum.
+
+    Communication: one all-gather an axis that splits it, one all-reduce an axis over which it is a sum.
+    """
+    placements, mesh = tensor.placements, tensor.device_mesh
+    simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
+    if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
+        return tensor.full_tensor().detach()
+    shapes = [list(tensor.shape)]  # before each split
+    for axis, placement in enumerate(placements):
+        shape = list(shapes[-1])
+        if type(placement) is Shard:
+            shape[placement.dim] = chunk(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[1]
+        shapes.append(shape)
+    local = own = unwrap_local(tensor).detach()
+    for axis, placement in reversed(list(enumerate(placements))):
+        if mesh.size(axis) == 1:
+            continue
+        if placement.is_partial():
+            local = local.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(local, group=mesh.get_group(axis))
+        elif type(placement) is Shard:
+            local = undone(local, placement.dim, shapes[axis][placement.dim], mesh.get_group(axis))
+    return own.clone() if local is own else local
+
+
 @dataclass(frozen=True, eq=False)
 class BucketOnGrid:
     """A bucket of a plan on this rank's grid: everything that its collectives look up."""
@@ -151,7 +140,7 @@ class BucketOnGrid:
     grid: Grid
     bucket: Bucket
     buffers: Buffers
-    batch: tuple[int, ...] = ()  # dims in front of every leaf, by `vmap`, outermost first
+    batch: Batch = ()
     _parts: "dict[tuple[bool, ...] | int, BucketOnGrid]" = field(default_factory=dict)
 
     @cached_property
@@ -196,7 +185,7 @@ class BucketOnGrid:
     @cached_property
     def _results(self) -> Buffers:
         """Reduced gradients are not pooled: they are most of what a step makes, and needed at its end only."""
-        return new_buffers(self.grid)
+        return FreshBuffers(self.grid.device)
 
     @cached_property
     def _shard_shapes(self) -> list[tuple[int, ...]]:
@@ -234,14 +223,14 @@ class BucketOnGrid:
             return self
         key = tuple(wanted)
         if key not in self._parts:
-            names = tuple(name for name, want in zip(self.bucket.leaves, wanted, strict=True) if want)
+            names = tuple(compress(self.bucket.leaves, wanted))
             self._parts[key] = replace(self, bucket=replace(self.bucket, leaves=names), _parts={})
         return self._parts[key]
 
     def empty_shards(self, dtype: torch.dtype) -> list[Tensor]:
         """Uninitialised shards side by side, so that a gather need not copy them together."""
         if self.grid.pure:
-            return self.new_shards(torch.empty, dtype)
+            return self.new_shards(torch.empty, dtype, None)
         memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
         if self.crossings:
             crossing = self.crossings[0]
@@ -263,7 +252,7 @@ class BucketOnGrid:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
         if not self.moves:
             return self.unmoved(shards)
-        return self.wholes_of(finished(self.gather_steps(shards))[0])
+        return self.wholes_of(Flight(self.gather_steps(shards)).finish()[0])
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
@@ -331,10 +320,8 @@ class BucketOnGrid:
             clear_padding_(self.leaves[index], shards[index], self.grid.sizes, coords)
         return shards
 
-    def new_shards(
-        self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None = None
-    ) -> list[Tensor]:
-        """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (default: all)."""
+    def new_shards(self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None) -> list[Tensor]:
+        """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (None: all)."""
         device = self.grid.device if keep is not None else stored_on(self.plan.policy, self.grid.device)
 
         def made(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
@@ -345,23 +332,15 @@ class BucketOnGrid:
 
     def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
+        given = _or_zeros(self, wholes, [dtype] * len(wholes), None)
         if self.grid.pure:
-            zeros = self.new_shards(torch.zeros, dtype, self.computed)
-            given = [zeros[i] if whole is None else whole.to(dtype) for i, whole in enumerate(wholes)]
-            return together(given), partial(apart_again, shapes=self._shard_shapes)
+            return together(given).to(dtype), partial(apart_again, shapes=self._shard_shapes)
         flat = self._results.tensor(sum(map(prod, self._shard_shapes)), dtype)
-        pairs = list(zip(split_flat(flat, self._shard_shapes), wholes, strict=True))
-        for place in (place for place, whole in pairs if whole is None):
-            place.zero_()
-        if given := [(place, whole) for place, whole in pairs if whole is not None]:
-            foreach("copy_")([place for place, _ in given], [whole for _, whole in given])
-        return flat, partial(split_flat, shapes=self._shard_shapes)
+        return together(given, flat), partial(split_flat, shapes=self._shard_shapes)
 
-    def reduce(
-        self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Literal["mean", "sum"]
-    ) -> list[Tensor]:
+    def reduce(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> list[Tensor]:
         """`reduce_steps`, waited for."""
-        return finished(self.reduce_steps(wholes, dtypes, op))
+        return Flight(self.reduce_steps(wholes, dtypes, op)).finish()
 
 
 def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
@@ -369,14 +348,9 @@ def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | Non
     wanted = {name: layout.dtype for name, (layout, _) in plan.leaves.items()} if dtypes is None else dtypes
     out: dict[str, Tensor] = {}
     for bucket in plan.buckets_in(wanted):
-        spot = BucketOnGrid(plan, grid, bucket, new_buffers(grid))
+        spot = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device))
         out |= dict(zip(bucket.leaves, spot.empty_shards(bucket.dtype), strict=True))
     return out
-
-
-def dense(gradient: Tensor | None) -> Tensor | None:
-    """A gradient as the collectives take it: that of an embedding may be sparse."""
-    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 # [Note: cotangents of trees]
@@ -411,8 +385,9 @@ class GatherBucket(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spot, needed = ctx.spot.part(ctx.needed), ctx.needed
-        dtypes = [dtype for dtype, need in zip(ctx.dtypes, needed, strict=True) if need]
-        pending = [dense(grad) for grad, need in zip(grads, needed, strict=True) if need]
+        dtypes = [*compress(ctx.dtypes, needed)]
+        # As the collectives take them: that of an embedding may be sparse.
+        pending = [x if x is None or x.layout is torch.strided else x.to_dense() for x in compress(grads, needed)]
         reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
         return (None, *(next(reduced) if need else None for need in needed))
 
@@ -425,8 +400,7 @@ class GatherBucket(torch.autograd.Function):
                     f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
                     f" cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
                 )
-        pairs = enumerate(zip(tangents[1:], ctx.dtypes, strict=True))
-        return GatherBucket.apply(ctx.spot, *(_or_zeros(ctx.spot, i, x, dtype, "sum") for i, (x, dtype) in pairs))
+        return GatherBucket.apply(ctx.spot, *_or_zeros(ctx.spot, tangents[1:], ctx.dtypes, "sum"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
@@ -447,9 +421,8 @@ class ReduceBucket(torch.autograd.Function):
         spot: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
     ) -> tuple[Tensor, ...]:
         if op is None:
-            kept = (None if grad is None else grad.detach().to(want) for grad, want in zip(grads, dtypes, strict=True))
-            pairs = enumerate(zip(kept, dtypes, strict=True))
-            locals_ = [_or_zeros(spot, i, grad, dtype, op) for i, (grad, dtype) in pairs]
+            kept = [None if grad is None else grad.detach().to(want) for grad, want in zip(grads, dtypes, strict=True)]
+            locals_ = _or_zeros(spot, kept, dtypes, op)
         else:
             locals_ = spot.reduce(grads, dtypes, op)
         if spot.plan.vmaps is not None:
@@ -467,14 +440,13 @@ class ReduceBucket(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         spot = ctx.spot
-        given = [
-            _or_zeros(spot, i, None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)), dtype, ctx.op)
-            for i, (x, dtype) in enumerate(zip(cotangents, ctx.shards, strict=True))
-        ]
+        pairs = enumerate(zip(cotangents, ctx.shards, strict=True))
+        laid = [None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
+        given = _or_zeros(spot, laid, ctx.shards, ctx.op)
         if ctx.op is not None and spot.plan.vmaps is None and not spot.grid.pure:
             given = list(map(partial(_own_part, spot.grid), spot.leaves, given))
         wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
-        ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data) if ctx.op == "sum" else 1
+        ranks = spot._ranks if ctx.op == "sum" else 1
         out = [None if d is None else w.to(d) for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *(x if x is None or ranks == 1 else x * ranks for x in out))
 
@@ -510,9 +482,14 @@ def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | N
     ]
 
 
-def _or_zeros(spot: BucketOnGrid, index: int, tensor: Tensor | None, dtype: torch.dtype, op: str | None) -> Tensor:
-    """The tensor, or zeros of the shape that it has here: a shard, or with `op` None a pending gradient."""
-    if tensor is not None:
-        return tensor
-    only = spot.part([i == index for i in range(len(spot.leaves))])
-    return only.new_shards(torch.zeros, dtype, spot.computed if op is None else None)[0]
+def _or_zeros(
+    spot: BucketOnGrid, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: str | None
+) -> list[Tensor]:
+    """The tensors, or zeros of the shapes that they have here: shards, or with `op` None pending gradients."""
+
+    def zeros(index: int, dtype: torch.dtype) -> Tensor:
+        only = spot.part([i == index for i in range(len(spot.leaves))])
+        return only.new_shards(torch.zeros, dtype, spot.computed if op is None else None)[0]
+
+    rows = enumerate(zip(tensors, dtypes, strict=True))
+    return [zeros(i, dtype) if tensor is None else tensor for i, (tensor, dtype) in rows]

@@ -11,20 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import part_of_rank, pytree, simulated, simulated_ranks
 from shardfn.core.data import local_batch
+from shardfn.core.engine.reached import Reached
 from shardfn.core.errors import ShardError
+from shardfn.core.forward_mode import ByFormulas
 from shardfn.core.functional import gather, shard
-from shardfn.core.mesh import Grid, MeshSpec, axes_of, grid, index_along
+from shardfn.core.mesh import Grid, MeshSpec, Roles, axes_of, grid, index_along
 from shardfn.core.optim.elementwise import adamw
-from shardfn.core.plan import replace_units
+from shardfn.core.planning import replace_units
 from shardfn.core.policy import Policy
 from shardfn.core.transforms import value_and_grad
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = (*_DROPOUTS, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
+_WITHOUT_DROPS: dict[Any, Callable[..., Any]] = {
+    F.dropout: lambda input, **others: input,
+    F.scaled_dot_product_attention: lambda dropout_p=0.0, **given: F.scaled_dot_product_attention(**given),
+}
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of norms
 _SHOWN = 8  # problems in a printed report
 
@@ -172,10 +177,10 @@ def check(
         try:
             with simulate(**sizes) as mesh:
                 found = _step(model, mesh, plain, loss_fn, args)
-                places = grid(mesh, found.order)
+                places = grid(mesh, found.roles.storage)
         except Exception as error:
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
-    return _compared(model, found, wanted, places, tolerance)
+    return _compared(found, wanted, places, tolerance)
 
 
 def _in_own_dtypes(policy: Policy, model: nn.Module) -> Policy:
@@ -204,66 +209,31 @@ class _Step:
     loss: Tensor
     grads: dict[str, Tensor]
     updated: dict[str, Tensor]
-    order: tuple[str, ...]
-    data: tuple[str, ...]
+    roles: Roles  # of the mesh axes
     draws: bool  # random numbers
 
 
-def _step(
-    model: nn.Module, mesh: DeviceMesh, policy: Policy, loss_fn: Callable[..., Any], args: tuple[Any, ...]
-) -> _Step:
+def _step(model: nn.Module, mesh: DeviceMesh, policy: Policy, loss_fn: Callable[..., Any], args: Any) -> _Step:
     params = shard(model, mesh, policy)
     outputs: list[tuple[str, list[Tensor]]] = []
     before = torch.get_rng_state()
-    with _attributes_kept(model), _noting_outputs(model, outputs):
+    with Reached(model).undone(()), _noting_outputs(model, outputs):  # a cache, say, is of simulated ranks
         loss, grads = value_and_grad(loss_fn)(params, *local_batch(args, mesh, policy))
     draws = not torch.equal(before, torch.get_rng_state())
     whole = gather(grads)
     optimizer = adamw(1e-2, eps=1e-2)
     updated = gather(optimizer.step(params, grads, optimizer.init(params))[0])
-    roles = params.plan.roles
-    return _Step(outputs, loss, whole, updated, roles.storage, roles.data, draws)
+    return _Step(outputs, loss, whole, updated, params.plan.roles, draws)
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Within it dropout does nothing: it would draw other numbers on a mesh."""
-    drops = [module for module in model.modules() if isinstance(module, _DRAWING) and module.training]
-    try:
-        for module in drops:
-            module.training = False
-        with _WithoutDrops():
-            yield
-    finally:
-        for module in drops:
-            module.training = True
-
-
-class _WithoutDrops(TorchFunctionMode):
-    """Has functions drop nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.dropout:
-            args, kwargs = args[:1], {"training": False}
-        elif func is F.scaled_dot_product_attention and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif func is F.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward keeps in attributes, such as a cache, is gone afterwards: it is of simulated ranks."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    before += [(value, dict(value)) for _, own in before for value in own.values() if type(value) is dict]
-    try:
+    with Reached(model).undone(()), ByFormulas(_WITHOUT_DROPS):
+        for module in model.modules():
+            if isinstance(module, _DRAWING):
+                module.training = False
         yield
-    finally:
-        for table, entries in before:
-            table.clear()
-            table.update(entries)
 
 
 @contextmanager
@@ -278,12 +248,11 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
 
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            handle = module.register_forward_hook(partial(note, path))
-            stack.callback(handle.remove)
+            stack.enter_context(module.register_forward_hook(partial(note, path)))
         yield
 
 
-def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
+def _compared(found: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
     problems: list[str] = []
     close = partial(agrees, tolerance=tolerance)
     ours = [float(part_of_rank(found.loss, rank)) for rank in places.ranks()]
@@ -296,7 +265,7 @@ def _compared(model: nn.Module, found: _Step, wanted: _Step, places: Grid, toler
         before = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
         problems.append(f"the output of '{module or '(root)'}' is the first that differs{before}")
     if not equal_loss:
-        problems.append(_loss_problem(ours[0], theirs, places, found.data, module is None))
+        problems.append(_loss_problem(ours[0], theirs, places, found.roles.data, module is None))
     wrong = _different(found.grads, wanted.grads, places, close)
     problems += [f"the gradient of '{name}' differs by {error:.1e} of its norm{how}" for name, error, how in wrong]
     if not problems:
@@ -355,8 +324,7 @@ def _factor(given: Tensor, right: Tensor) -> float | None:
 
 def agrees(given: Tensor, right: Tensor, floor: float, tolerance: float) -> bool:
     """Whether a value is the right one: by the norm of their difference, relative to its norm or to `floor`."""
-    error = (given.double() - right.double()).norm().item()
-    return error <= tolerance * max(right.double().norm().item(), floor)
+    return (given.double() - right.double()).norm().item() <= tolerance * max(right.double().norm().item(), floor)
 
 
 def _first_different(found: _Step, wanted: _Step, places: Grid, close: Callable[..., bool]) -> str | None:
@@ -365,7 +333,7 @@ def _first_different(found: _Step, wanted: _Step, places: Grid, close: Callable[
         if path != other or len(ours) != len(theirs):
             return path
         pairs = zip(ours, theirs, strict=True)
-        if any(_is_different(x, part_of_rank(y, 0), places, found.data, close) for x, y in pairs):
+        if any(_is_different(x, part_of_rank(y, 0), places, found.roles.data, close) for x, y in pairs):
             return path
     return None
 
@@ -378,11 +346,8 @@ def _is_different(x: Tensor, whole: Tensor, places: Grid, data: Sequence[str], c
         index = index_along(data, places.sizes, places.coords_of(rank))
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]
-    for index, parts in samples.items():
-        own = whole.unflatten(0, (count, -1))[index] if split and count > 1 else whole
-        if any(not _fits(part, parts, own, close) for part in parts):
-            return True
-    return False
+    own = whole.unflatten(0, (count, -1)) if split and count > 1 else [whole] * count
+    return not all(_fits(part, parts, own[index], close) for index, parts in samples.items() for part in parts)
 
 
 def _fits(part: Tensor, parts: Sequence[Tensor], own: Tensor, close: Callable[..., bool]) -> bool:

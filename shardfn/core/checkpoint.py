@@ -15,22 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
-from shardfn.core.buckets import leaf_spec
+from shardfn.core import buckets, functional, initialize, storage
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import gather
-from shardfn.core.layout import Layout, local_slice, to_leaves
+from shardfn.core.layout import Layout
 from shardfn.core.mesh import chunk, grid
-from shardfn.core.offload import stored_on
-from shardfn.core.storage import map_runs
 from shardfn.core.tree import Params, is_tree, path_name
-from shardfn.core.whole import whole
 
 STEP = "step-{:08d}"
 _NOTES = "notes.json"
@@ -56,33 +51,40 @@ def to_state_dict(params: Params) -> dict[str, Tensor]:
 def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
     """The tree with the layout of `like` from tensors under the model's names: `DTensor`s or full tensors.
 
+    It has those of the parameters that are in `state`.
+
     Raises:
         ShardError: a `DTensor` that another rank had, or ranks that are not of this mesh, as in a pickled one.
     """
     places = grid(like.mesh, like.plan.roles.storage)
-    leaves: dict[str, Tensor] = {}
+    tree = initialize.NewTree(like.plan, like.mesh, places, {}, like.buffers)
     for layout in like.plan.layouts.values():
-        if not all(leaf.name in like for leaf in layout.leaves):
+        value = next((state[name] for name in layout.names if name in state), None)
+        if value is None or not all(leaf.name in like for leaf in layout.leaves):
             continue
-        value = next(state[name] for name in layout.names if name in state)
-        own = leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
+        own = buckets.leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            if foreign := rank_of_part(value, places.ranks()):
-                raise ShardError(
-                    f"'{layout.name}' is {foreign}: torch.save of sharded parameters writes one part a rank. "
-                    "Save whole checkpoints: trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a "
-                    "full state dict."
-                )
+            require_own_part(f"'{layout.name}'", value, places.ranks())
             if own is not None and value.device_mesh == own.mesh and tuple(value.placements) == own.placements:
-                leaves[layout.name] = wrap_local(unwrap_local(value), own)
+                tree.shards[layout.name] = unwrap_local(value)
                 continue
-        full = whole(value) if isinstance(value, DTensor) else value
-        for leaf, part in zip(layout.leaves, to_leaves(layout, full), strict=True):
-            local = local_slice(leaf, part, places.sizes, places.coords).detach()
-            local = local.to(stored_on(like.plan.policy, places.device))
-            spec = leaf_spec(like.plan, places, leaf.name, local.dtype)
-            leaves[leaf.name] = wrap_local(local.clone(memory_format=torch.contiguous_format), spec)
-    return like.like((name, leaves[name]) for name in like if name in leaves)
+        tree.shards |= buckets.empty_shards(like.plan, places, {leaf.name: value.dtype for leaf in layout.leaves})
+        tree.cut(layout, buckets.whole(value) if isinstance(value, DTensor) else value)
+    made = tree.wrapped()
+    return like.like((name, made[name]) for name in like if name in made)
+
+
+def require_own_part(what: str, value: DTensor, ranks: Sequence[int]) -> None:
+    """Refuse a DTensor whose part is not this rank's, see `rank_of_part`.
+
+    Raises:
+        ShardError: it is another rank's.
+    """
+    if foreign := rank_of_part(value, ranks):
+        raise ShardError(
+            f"{what} is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints: "
+            "trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict."
+        )
 
 
 def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
@@ -104,14 +106,14 @@ def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:
 def _is_alive(mesh: DeviceMesh) -> bool:
     """Whether a mesh has process groups: one that was read from a file has none."""
     try:
-        return all(mesh.get_group(axis) is not None for axis in range(mesh.ndim))
+        return None not in mesh.get_all_groups()
     except (RuntimeError, KeyError, ValueError):
         return False
 
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
     """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
-    full = gather(params, layout.name)[layout.name].detach()
+    full = functional.gather(params, layout.name)[layout.name].detach()
     *others, last = params.plan.roles.storage
     places = grid(params.mesh, (*others, last))
     placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
@@ -186,12 +188,11 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
     require_one_path("checkpoint.load", str(path) if found else None)
     if not found:
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
-    reader = FileSystemReader(str(path))
+    reader = filesystem.FileSystemReader(str(path))
     state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=is_tree))
     _require_same(str(path), reader.read_metadata(), state, whole)
     state_dict_loader.load(state, storage_reader=reader)
-    flat, spec = pytree.tree_flatten_with_path(like, is_leaf=is_tree)
-    return pytree.tree_unflatten([_restored(path_name(key), leaf, state) for key, leaf in flat], spec)
+    return pytree.tree_map_with_path(lambda key, leaf: _restored(path_name(key), leaf, state), like, is_leaf=is_tree)
 
 
 def notes(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -212,8 +213,7 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_tree)[0]:
         name = path_name(path)
         if isinstance(leaf, Params):
-            own = {f"{name}.{key}" if name else key: value for key, value in to_state_dict(leaf).items()}
-            state |= {key: value.detach() for key, value in own.items()}
+            state |= {f"{name}.{key}".removeprefix("."): x.detach() for key, x in to_state_dict(leaf).items()}
         elif isinstance(leaf, Tensor):
             state[name] = leaf.detach()
         elif isinstance(leaf, int | float):
@@ -226,11 +226,9 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
 def _emptied(leaf: Any) -> Any:
     """Memory for values like those of a leaf: side by side and pinned where they are."""
     if isinstance(leaf, Params):
-        locals_ = map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
+        locals_ = storage.map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
         return leaf.like(zip(leaf, with_locals([*leaf.values()], locals_), strict=True))
-    if isinstance(leaf, DTensor):
-        return with_local(leaf, _empty(unwrap_local(leaf)))
-    return _empty(leaf) if isinstance(leaf, Tensor) else leaf
+    return with_local(leaf, _empty(unwrap_local(leaf))) if isinstance(leaf, Tensor) else leaf
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -240,9 +238,8 @@ def _empty(x: Tensor) -> Tensor:
 def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
     if isinstance(leaf, Params):
         prefix = f"{name}." if name else ""
-        return from_state_dict(
-            leaf, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        )
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return from_state_dict(leaf, own)
     if isinstance(leaf, int | float):
         return type(leaf)(state[name].item())
     return state.get(name)

@@ -8,10 +8,9 @@ No function communicates on a meta tensor (a dry run sees the right shapes) or o
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,32 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    COMPILES_EXCHANGES,
-    all_gather_single,
-    all_to_all_single,
-    differentiated_in_transform,
-    exchanging,
-    gathering,
-    has_no_memory,
-    in_transform,
-    kinds_of_transforms,
-    materialized,
-    of_each_rank,
-    on_each_rank,
-    reduce_scatter_single,
-    scattering_sum,
-    simulated,
-    summing,
-    traces_first_order,
-    waited,
-)
-from shardfn.core import direct
-from shardfn.core.context import holding, mapped_axes
+from shardfn import _torch
+from shardfn.core import direct, underway
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
-from shardfn.core.storage import Buffers, FreshBuffers, NoBuffers
-from shardfn.core.underway import axes_of_losses, is_under_way, may_be_differentiated, note_shared, several_losses
+from shardfn.core.storage import Buffers, FreshBuffers
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
 # Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same.
@@ -72,16 +50,16 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     shard = shard.detach().contiguous()  # [n]
     if group.size() == 1:
         return shard
-    if has_no_memory() and not shard.is_meta:
-        return waited(gathering(shard, group))
-    full = shard.new_empty(shard.numel() * group.size())  # [W*n]
     if shard.is_meta:
-        return full
+        return shard.new_empty(shard.numel() * group.size())
+    if _torch.has_no_memory():
+        return _torch.waited(_torch.gathering(shard, group))
+    full = shard.new_empty(shard.numel() * group.size())  # [W*n]
     into, own = full.view(torch.uint8), shard.view(torch.uint8)
     if direct.serves(own, group):
         direct.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
     else:
-        all_gather_single(into, own, group=group)
+        _torch.all_gather_single(into, own, group=group)
     return full
 
 
@@ -105,16 +83,16 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.detach().contiguous()  # [W*n]
     if size == 1:
         return x
-    if has_no_memory() and not x.is_meta:
-        return waited(exchanging(x, group))
-    received = torch.empty_like(x)
     if x.is_meta:
-        return received
+        return torch.empty_like(x)
+    if _torch.has_no_memory():
+        return _torch.waited(_torch.exchanging(x, group))
+    received = torch.empty_like(x)
     into, parts = received.view(torch.uint8), x.view(torch.uint8)
     if direct.serves(parts, group, size):
         direct.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
     else:
-        all_to_all_single(into, parts, group=group)
+        _torch.all_to_all_single(into, parts, group=group)
     return received
 
 
@@ -145,40 +123,56 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         return full.new_empty(full.numel() // size)
     if torch.compiler.is_compiling():  # a graph has no works to wait for
         part = full.new_empty(full.numel() // size)  # [n]
-        reduce_scatter_single(part, full, group=group)
+        _torch.reduce_scatter_single(part, full, group=group)
         return part
-    fresh = NoBuffers(full.device) if simulated() else FreshBuffers(full.device)
+    rows, fresh = full.view(size, -1), FreshBuffers(full.device)
+    if _torch.has_no_memory() or _torch.simulated():
+        return Flight(pure_scatter_steps(rows, group)).finish()[0].to(full.dtype)
     if direct.serves(full, group, size):
         return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
-    steps = scatter_sum_steps(full.view(size, -1), group, fresh, fresh)
-    return finished(steps)[0].to(full.dtype)
+    return Flight(scatter_sum_steps(rows, group, fresh, fresh)).finish()[0].to(full.dtype)
 
 
 Works = list[Any]  # communications in flight, each with `wait()`
 Steps = Generator[Works, None, list[Tensor]]
 
 
-def finished(steps: Steps) -> list[Tensor]:
-    """The result of steps, each of which waits for what the one before it started."""
-    try:
-        while True:
-            for work in next(steps):
+Explain = Callable[[RuntimeError], Exception]  # what an error of a communication comes from
+
+
+class Flight:
+    """A communication in the air: started when made, over when it is asked for its result."""
+
+    def __init__(self, steps: Steps, explain: Explain | None = None) -> None:
+        """`explain` may know why a wait failed."""
+        self._steps, self._explain = steps, explain
+        self._works: Works = []
+        self._result: list[Tensor] | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the collective under way and start the next one, if there is one."""
+        if self._result is not None:
+            return
+        try:
+            for work in self._works:
                 work.wait()
-    except StopIteration as end:
-        return end.value
+        except RuntimeError as error:
+            self._steps.close()
+            if self._explain is None:
+                raise
+            raise self._explain(error) from error
+        self._works = []
+        try:
+            self._works = next(self._steps)
+        except StopIteration as end:
+            self._result = end.value
 
-
-def gather_flat_steps(shard: Tensor, group: dist.ProcessGroup) -> Steps:
-    """`gather_flat` of a contiguous tensor in steps, for callers with something to do meanwhile."""
-    if group.size() == 1:
-        return [shard]
-    if has_no_memory():
-        full = gathering(shard, group)
-        yield []
-        return [waited(full)]
-    full = shard.new_empty(shard.numel() * group.size())  # [W*n]
-    yield [all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group, async_op=True)]
-    return [full]
+    def finish(self) -> list[Tensor]:
+        """Wait for all that is left."""
+        while self._result is None:
+            self.advance()
+        return self._result
 
 
 def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers, results: Buffers) -> Steps:
@@ -187,23 +181,14 @@ def scatter_sum_steps(parts: Tensor, group: dist.ProcessGroup, buffers: Buffers,
     What `scatter_sum_flat` does, for callers with something to do meanwhile. What is added up here, and not by the
     backend, comes in `accumulation_dtype`.
     """
-    recorded = has_no_memory()
     if backend_of(group, parts.device) != "gloo":
         wide = parts.to(_WIDER.get(parts.dtype, parts.dtype))
-        if recorded:
-            total = scattering_sum(wide.view(-1), group)
-            yield []
-            return [waited(total)]
         total = results.tensor(wide.shape[1], wide.dtype)  # [n]
-        yield [reduce_scatter_single(total, wide.view(-1), group=group, async_op=True)]
+        yield [_torch.reduce_scatter_single(total, wide.view(-1), group=group, async_op=True)]
         return [total]
-    if recorded:
-        received = exchanging(parts.view(-1), group)
-        yield []
-        first, *others = waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
-        return [sum(others, start=first)]
     received = buffers.tensor(parts.numel(), parts.dtype)  # [W*n]
-    yield [all_to_all_single(received.view(torch.uint8), parts.view(-1).view(torch.uint8), group=group, async_op=True)]
+    into, sent = received.view(torch.uint8), parts.view(-1).view(torch.uint8)
+    yield [_torch.all_to_all_single(into, sent, group=group, async_op=True)]
     return [_sum_of_rows(received.view_as(parts), results)]
 
 
@@ -216,12 +201,27 @@ def _sum_of_rows(rows: Tensor, results: Buffers) -> Tensor:
     return total
 
 
+def pure_scatter_steps(parts: Tensor, group: dist.ProcessGroup) -> Steps:
+    """`scatter_sum_steps` of tensors that have no memory of their own, see `Grid.pure`: nothing is written in place.
+
+    A graph may have something else between the start of a collective and the wait for it.
+    """
+    if backend_of(group, parts.device) != "gloo":
+        total = _torch.scattering_sum(parts.to(_WIDER.get(parts.dtype, parts.dtype)).view(-1), group)  # [n]
+        yield []
+        return [_torch.waited(total)]
+    received = _torch.exchanging(parts.view(-1), group)  # [W*n]
+    yield []
+    first, *others = _torch.waited(received).view_as(parts).to(accumulation_dtype(parts.dtype)).unbind(0)
+    return [sum(others, start=first)]
+
+
 def sum_steps(x: Tensor, group: dist.ProcessGroup) -> Steps:
     """`sum_flat_` in steps, of a tensor whose dtype the backend adds well."""
-    if has_no_memory():
-        total = summing(x, group)
+    if _torch.has_no_memory():
+        total = _torch.summing(x, group)
         yield []
-        return [waited(total)]
+        return [_torch.waited(total)]
     yield [dist.all_reduce(x, group=group, async_op=True)]
     return [x]
 
@@ -259,8 +259,8 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if directly:
         direct.sum_(wide, group.group_name)
-    elif has_no_memory():
-        wide = waited(summing(wide, group))
+    elif _torch.has_no_memory():
+        wide = _torch.waited(_torch.summing(wide, group))
     else:
         dist.all_reduce(wide, group=group)
     if wide is not target:
@@ -270,13 +270,8 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """What moves the data of a device in a group: `"gloo"`, `"nccl"`, ..."""
-    return _backends(dist.get_backend_config(group)).get(device.type, "")
-
-
-@lru_cache
-def _backends(config: str) -> dict[str, str]:
-    """Device type -> backend, of "cpu:gloo,cuda:nccl"."""
-    return dict(pair.split(":") for pair in config.split(","))
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return config.partition(f"{device.type}:")[2].partition(",")[0]
 
 
 def _check_parts(name: str, x: Tensor, size: int) -> None:
@@ -340,10 +335,6 @@ def _psum(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
     return x if x.is_meta else sum_flat_(x, mesh.get_group(axis))
 
 
-def _pmean(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
-    return _psum(x, mesh, axis) / axes_of(mesh)[axis]
-
-
 def _same_memory(x: Tensor, mesh: DeviceMesh, axis: str) -> Tensor:
     return x.view_as(x)
 
@@ -352,7 +343,7 @@ def _gather_dim(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
     size = axes_of(mesh)[axis]
     if x.is_meta:
         return x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
-    flat = gather_flat(materialized(x).reshape(-1), mesh.get_group(axis))
+    flat = gather_flat(_torch.materialized(x).reshape(-1), mesh.get_group(axis))
     return flat.view(size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -360,25 +351,21 @@ def _psum_scatter(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
     parts = x.unflatten(dim, (axes_of(mesh)[axis], -1)).movedim(dim, 0)  # [W, .., n, ..]
     if x.is_meta:
         return x.new_empty(parts.shape[1:])
-    part = scatter_sum_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
+    part = scatter_sum_flat(_torch.materialized(parts).reshape(-1), mesh.get_group(axis))
     return part.view(parts.shape[1:])  # [.., n, ..]
 
 
 def _shard_slice(x: Tensor, mesh: DeviceMesh, axis: str, dim: int) -> Tensor:
     n = x.shape[dim] // axes_of(mesh)[axis]
     index = 0 if x.is_meta else mesh.get_local_rank(axis)
-
-    def part(_: int, own: list[Any]) -> list[Tensor]:
-        # A copy, so that what is computed from a slice does not keep the whole alive.
-        return [own[0].narrow(dim, own[1] * n, n).clone(memory_format=torch.contiguous_format)]
-
-    return on_each_rank(part, [x, index])[0] if simulated() and not x.is_meta else part(0, [x, index])[0]
+    # A copy, so that what is computed from a slice does not keep the whole alive.
+    return x.narrow(dim, index * n, n).clone(memory_format=torch.contiguous_format)
 
 
 def _all_to_all(x: Tensor, mesh: DeviceMesh, axis: str, split_dim: int, concat_dim: int) -> Tensor:
     parts = x.unflatten(split_dim, (axes_of(mesh)[axis], -1)).movedim(split_dim, 0)  # [W, .., n, .., m, ..]
     if not x.is_meta:
-        flat = exchange_flat(materialized(parts).reshape(-1), mesh.get_group(axis))
+        flat = exchange_flat(_torch.materialized(parts).reshape(-1), mesh.get_group(axis))
         parts = flat.view(parts.shape)  # part i is now from rank i
     return parts.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
@@ -390,18 +377,18 @@ def _all_to_all_rows(
     received = torch.empty((sum(receive), *rows.shape[1:]), dtype=x.dtype, device=x.device)
     if not x.is_meta:
         width = prod(rows.shape[1:])
-        flat = materialized(rows).reshape(len(rows), width).contiguous()
+        flat = _torch.materialized(rows).reshape(len(rows), width).contiguous()
         if flat.stride() != (width, 1):  # of one row or none, which torch takes for contiguous
             flat = flat.clone(memory_format=torch.contiguous_format)
         into = received.view(len(received), width).view(torch.uint8)
-        all_to_all_single(into, flat.view(torch.uint8), list(receive), list(send), group=mesh.get_group(axis))
+        _torch.all_to_all_single(into, flat.view(torch.uint8), list(receive), list(send), group=mesh.get_group(axis))
     return received.movedim(0, dim)
 
 
 _PAIRS = {
     "psum": _Pair(_psum, "pvary", varies=False),
     "pvary": _Pair(_same_memory, "psum"),
-    "pmean": _Pair(_pmean, "into_losses", varies=False),
+    "pmean": _Pair(lambda x, mesh, axis: _psum(x, mesh, axis) / axes_of(mesh)[axis], "into_losses", varies=False),
     "into_losses": _Pair(_same_memory, "pmean"),
     "all_gather": _Pair(_gather_dim, "psum_scatter"),
     "psum_scatter": _Pair(_psum_scatter, "all_gather"),
@@ -488,24 +475,24 @@ class Eager(torch.autograd.Function):
 def _bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: three Functions]."""
     if not torch.compiler.is_compiling():
-        if axis in mapped_axes():
+        if axis in underway.mapped_axes():
             raise ShardError(
                 f"{kind}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
                 "the function: communicate outside, of what comes out"
             )
-        x = of_each_rank(x) if simulated() else x
-        watcher, varies = _WATCHER.get(), _PAIRS[kind].varies
+        x = _torch.of_each_rank(x) if _torch.simulated() else x
+        watcher, varies = _WATCHING.get()[0], _PAIRS[kind].varies
         where: tuple[Any, ...] = kind, mesh, axis, dims
-        apply, where = (InTransform.apply, (_Where(*where),)) if in_transform() else (Eager.apply, where)
+        apply, where = (InTransform.apply, (_Where(*where),)) if _torch.in_transform() else (Eager.apply, where)
         if watcher is None:
             out = apply(x, *where)
-            if not varies and is_under_way():
-                note_shared(out, axis, kind)
+            if not varies and underway.is_under_way():
+                underway.note_shared(out, axis, kind)
             return out
         with watched(None):  # what it is made of is not the function's
             out = apply(x, *where)
         return watcher(Moved(kind, varies, axis, dims), x, out)
-    if not traces_first_order():
+    if not _torch.traces_first_order():
         raise ShardError(
             "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
             "Transform outside the compiled function, or put @torch.compiler.disable on the part that transforms."
@@ -547,7 +534,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
+    return x if factor == 1 or not underway.may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
 
 
 class _OfRank(_Weighed):
@@ -582,20 +569,19 @@ class Moved(NamedTuple):
 
 Watcher = Callable[[Moved, Tensor, Tensor], Tensor]  # what went in, what came out -> what is given for it
 
-_WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-_ASKED: ContextVar[Callable[[str], None] | None] = ContextVar("asked", default=None)
+Asked = Callable[[str], None]  # the axis whose index somebody asks for
+
+_WATCHING: ContextVar[tuple[Watcher | None, Asked | None]] = ContextVar("watching", default=(None, None))
 
 
 def watching() -> bool:
     """Whether somebody hears of collectives, and none is under way."""
-    return _WATCHER.get() is not None
+    return _WATCHING.get()[0] is not None
 
 
-@contextmanager
-def watched(watcher: Watcher | None, asked: Callable[[str], None] | None = None) -> Iterator[None]:
+def watched(watcher: Watcher | None, asked: Asked | None = None) -> AbstractContextManager[None]:
     """Within it `watcher` hears of collectives, to follow what varies, and `asked` of `axis_index`."""
-    with holding(_WATCHER, watcher), holding(_ASKED, asked):
-        yield
+    return underway.holding(_WATCHING, (watcher, asked))
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -623,7 +609,7 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
     """
     _size("axis_index", mesh, axis)
     index = mesh.get_local_rank(axis)
-    if torch.compiler.is_compiling() or (asked := _ASKED.get()) is None or simulated() or not watching():
+    if torch.compiler.is_compiling() or (asked := _WATCHING.get()[1]) is None or _torch.simulated():
         return index
     asked(axis)
     return RankIndex(index, axis)
@@ -652,25 +638,24 @@ def _follows(name: str) -> Callable[..., Any]:
     return operation
 
 
-def _refuses(self: RankIndex, *others: object) -> bool:
-    raise ShardError(
-        "axis_index: a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
-        "torch.where(torch.tensor(index) == 0, a, b)"
-    )
+def _refuses(why: str) -> Callable[..., Any]:
+    def operation(self: RankIndex, *others: object) -> Any:
+        raise ShardError(f"axis_index: {why}")
+
+    return operation
 
 
-def _loses(self: RankIndex, *others: object) -> float:
-    raise ShardError(
-        "axis_index: a fraction of it cannot be followed over ranks; compute with a tensor, torch.tensor(index) / 2"
-    )
-
-
+_compares = _refuses(
+    "a comparison of it gives another answer on each rank, which cannot be followed; compare tensors: "
+    "torch.where(torch.tensor(index) == 0, a, b)"
+)
+_divides = _refuses("a fraction of it cannot be followed over ranks; compute with a tensor, torch.tensor(index) / 2")
 for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pos and rand or ror xor rxor".split():
     setattr(RankIndex, f"__{_name}__", _follows(f"__{_name}__"))
 for _name in "bool eq ne lt le gt ge".split():
-    setattr(RankIndex, f"__{_name}__", _refuses)
+    setattr(RankIndex, f"__{_name}__", _compares)
 for _name in "truediv rtruediv pow rpow float divmod rdivmod lshift rlshift rshift rrshift abs invert round".split():
-    setattr(RankIndex, f"__{_name}__", _loses)
+    setattr(RankIndex, f"__{_name}__", _divides)
 
 
 def psum(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -711,10 +696,10 @@ def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
 def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     """Outside of transforms `Differentiation.require_varying` looks whether a `pvary` follows; there nobody can."""
-    if torch.compiler.is_compiling() or axis not in axes_of_losses() or watching():
+    if torch.compiler.is_compiling() or axis not in underway.axes_of_losses() or watching():
         return
-    if "Grad" in kinds_of_transforms() and differentiated_in_transform(x):
-        raise several_losses(name, axis, "nobody can tell whether a pvary follows")
+    if "Grad" in _torch.kinds_of_transforms() and _torch.differentiated_in_transform(x):
+        raise underway.several_losses(name, axis, "nobody can tell whether a pvary follows")
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -932,7 +917,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int
     """
     size, split_dim = _split("all_to_all", x, mesh, axis, split_dim, "split_dim")
     concat_dim = _dim("all_to_all", x, "concat_dim", concat_dim)
-    if size > 1 and torch.compiler.is_compiling() and not COMPILES_EXCHANGES:
+    if size > 1 and torch.compiler.is_compiling() and not _torch.COMPILES_EXCHANGES:
         return _exchanged_by_gather(x, mesh, axis, size, split_dim, concat_dim)
     return x if size == 1 else _bind("all_to_all", x, mesh, axis, split_dim, concat_dim)
 
@@ -975,7 +960,7 @@ def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], recei
             raise ShardError(f"all_to_all_rows: {name}={list(counts)} has to be {axis}={size} counts, one a rank")
     if sum(given[0]) != len(x):
         raise ShardError(f"all_to_all_rows: x has {len(x)} rows, and send={list(given[0])} adds up to {sum(given[0])}")
-    if size > 1 and not x.is_meta and (torch.compiler.is_compiling() or has_no_memory() or simulated()):
+    if size > 1 and not x.is_meta and (torch.compiler.is_compiling() or _torch.has_no_memory() or _torch.simulated()):
         raise ShardError(
             "all_to_all_rows: how many rows a rank receives depends on values, which torch.compile, sf.jit and "
             "sf.simulate cannot follow. Leave it out of the graph, or use all_to_all with the same number for all ranks"

@@ -1,6 +1,6 @@
 """What forwards do between the parts of ranks, by rules or as a run without data found it. Layer 3.
 
-Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `traced_axes.py`.
+Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `flow.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -81,16 +81,12 @@ class Adjustments:
         """The axes over which a source needs a `pvary`."""
         return sorted(axis for name, axis in self.vary if name == source)
 
-    def scatters(self, path: str, axis: str) -> int | None:
-        """The dim over which the sum that a module makes is scattered."""
-        return next((dim for at, over, dim in self.scattered if (at, over) == (path, axis)), None)
-
 
 Gathers = Sequence[tuple[Step, Tensor, Tensor]]  # the step, what was gathered, the whole
 
 
 class ComputeAxes:
-    """The collectives over compute axes of one call.
+    """The collectives over compute axes.
 
     `note_part` and those after it tell a run without data what was done; here they do nothing.
     """
@@ -99,72 +95,70 @@ class ComputeAxes:
 
     def __init__(self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
         self.mesh, self.sizes, self.coords = mesh, sizes, coords
+        self.adjust = Adjustments()  # what the run without data added, once modules are wired
         self.gathers_again: Callable[[Gathers], AbstractContextManager[Any]] = nullcontext
         self.drops: Callable[[str, Tensor, float, Sequence[str]], Tensor] | None = None  # scores, under a dropout_seed
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
-        self._varied: dict[str, WeakIdKeyDictionary] = {}
-
-    def forget(self) -> None:
-        """Another call begins: what was varied belongs to the graph of the one before."""
-        self._varied.clear()
+        own: dict[str, WeakIdKeyDictionary] = {}
+        self.varied: Callable[[], dict[str, WeakIdKeyDictionary]] = lambda: own
 
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
-        cache = self._varied.setdefault(axis, WeakIdKeyDictionary())
+        cache = self.varied().setdefault(axis, WeakIdKeyDictionary())
         if x not in cache:
             with torch.set_grad_enabled(x.requires_grad or torch.is_grad_enabled()):  # also used outside a no_grad
                 cache[x] = collectives.pvary(x, self.mesh, axis)
             self._count(x, axis, 2 if x.requires_grad else 0)
         return cache[x]
 
-    def entered(self, x: Tensor, axis: str, path: str, ready: bool) -> Tensor:
-        """The input of a column-parallel linear at `path`, varying; `ready` when it was before."""
-        return self.varied_once(x, axis, path, ready)
+    def varied_once(self, x: Tensor, axis: str, reader: str) -> Tensor:
+        """A value that does not vary, varying for a reader of it, which may get it so already."""
+        return x if (reader, axis) in self.adjust.ready else self.vary(x, axis)
 
-    def varied_once(self, x: Tensor, axis: str, reader: str, ready: bool) -> Tensor:
-        """A value that does not vary, varying for a reader of it; `ready` when it varied before."""
-        return x if ready else self.vary(x, axis)
+    entered = varied_once  # the input of a column-parallel linear, the reader, which must not be split
 
-    def own(self, x: Tensor, axis: str, path: str, wanted: Part, ready: bool) -> Tensor:
+    def own(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
         """Of an input that may be whole, this rank's part of dim `wanted.dim`, such as [.., in@axis] of [.., in]."""
         size = sum(outer * inner for outer, inner in wanted.runs)
-        return self._taken(x, axis, wanted, ready) if x.shape[wanted.dim] == size * self.sizes[axis] else x
+        whole = x.shape[wanted.dim] == size * self.sizes[axis]
+        return self._taken(x, axis, wanted, (path, axis) in self.adjust.ready) if whole else x
 
     def _taken(self, x: Tensor, axis: str, wanted: Part, ready: bool) -> Tensor:
         """This rank's pieces of a dim of a tensor that all ranks have whole."""
-        pieces, start, size, dim = [], 0, self.sizes[axis], wanted.dim
+
+        def own(piece: Tensor, dim: int) -> Tensor:
+            if not ready:
+                return collectives.shard_slice(piece, self.mesh, axis, dim)
+            size = piece.shape[dim] // self.sizes[axis]
+            return piece.narrow(dim, self.coords[axis] * size, size)
+
         with self.hidden():
-            for outer, inner in wanted.runs:
-                piece = x.narrow(dim, start, outer * inner * size).unflatten(dim, (outer, size * inner))
-                start += outer * inner * size
-                if ready:
-                    piece = piece.narrow(dim + 1, self.coords[axis] * inner, inner)
-                else:
-                    piece = collectives.shard_slice(piece, self.mesh, axis, dim + 1)
-                pieces.append(piece.flatten(dim, dim + 1))
-            taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+            whole_runs = [(outer, inner * self.sizes[axis]) for outer, inner in wanted.runs]
+            taken = _run_by_run(x, wanted.dim, whole_runs, own)
         self._count(x, axis, 0 if ready or not x.requires_grad else 1)
         return self.note_part(taken, axis, wanted, x)
 
-    def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str, dim: int | None) -> Any:
+    def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str) -> Any:
         """The sum that a leaf of the output of the module at `path` is, in each of its calls."""
-        return self.total(leaves[at], axis, path, dim) if isinstance(leaves[at], Tensor) else leaves[at]
+        return self.total(leaves[at], axis, path) if isinstance(leaves[at], Tensor) else leaves[at]
 
-    def total(self, x: Tensor, axis: str, path: str, dim: int | None) -> Tensor:
-        """The sum over `axis` that the module at `path` makes: whole, or of which each rank has its part of `dim`."""
+    def scatters(self, path: str, axis: str, x: Tensor) -> int | None:
+        """The dim over which x, the summand of the module at `path`, is scattered when it is added up."""
+        return next((dim for at, over, dim in self.adjust.scattered if (at, over) == (path, axis)), None)
+
+    def total(self, x: Tensor, axis: str, path: str) -> Tensor:
+        """The sum over `axis` that the module at `path` makes: whole, or of which each rank has its part of a dim."""
         self._count(x, axis, 2)
-        if dim is None:
+        if (dim := self.scatters(path, axis, x)) is None:
             return collectives.psum(x, self.mesh, axis)
         return self.note_acts(collectives.psum_scatter(x, self.mesh, axis, dim), path)
 
     def step(self, x: Tensor, step: Step) -> Tensor:
         """Slice or gather a value."""
         if step.how == "own":
-            size = x.shape[step.dim] // self.sizes[step.axis]
-            with self.hidden():
-                own = x.narrow(step.dim, self.coords[step.axis] * size, size)
-            return self.note_acts(self.note_part(own, step.axis, even(step.dim, size), x), step.path)
+            wanted = even(step.dim, x.shape[step.dim] // self.sizes[step.axis])
+            return self.note_acts(self._taken(x, step.axis, wanted, ready=True), step.path)
         if step.how == "slice":
             self._count(x, step.axis, 1 if x.requires_grad else 0)
             return self.note_acts(collectives.shard_slice(x, self.mesh, step.axis, step.dim), step.path)
@@ -180,13 +174,7 @@ class ComputeAxes:
         if len(runs) < 2 and all(outer == 1 for outer, _ in runs):
             return collectives.all_gather_invariant(x, self.mesh, axis, dim)
         with self.hidden():
-            whole, start = [], 0
-            for outer, inner in runs:
-                piece = x.narrow(dim, start, outer * inner).unflatten(dim, (outer, inner))
-                start += outer * inner
-                piece = collectives.all_gather_invariant(piece, self.mesh, axis, dim + 1)
-                whole.append(piece.flatten(dim, dim + 1))
-            joined = torch.cat(whole, dim)
+            joined = _run_by_run(x, dim, runs, lambda x, dim: collectives.all_gather_invariant(x, self.mesh, axis, dim))
         return self.note_part(joined, axis, None, x)
 
     # -- for a run without data ---------------------------------------------------------------------------------------
@@ -205,9 +193,6 @@ class ComputeAxes:
     def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
         """What x is over an axis; and `of` what it is a part, or the whole."""
         return x
-
-    def note_last(self, x: Tensor, parts: Mapping[str, Part]) -> None:
-        """What the last dim of x is over axes: sizes of 1 leave that open."""
 
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Where a module's output comes from."""
@@ -228,3 +213,13 @@ class ComputeAxes:
 
     def _count(self, x: Tensor, axis: str, parts: int) -> None:
         """`parts (W - 1) / W` times the bytes of x are received: 2 for an all-reduce, W for an all-gather of shards."""
+
+
+def _run_by_run(
+    x: Tensor, dim: int, runs: Sequence[tuple[int, int]], change: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """What `change(piece, dim + 1)` makes of each run of a dim, [.., outer, inner, ..], side by side."""
+    pieces = x.split([outer * inner for outer, inner in runs], dim)
+    pairs = zip(pieces, runs, strict=True)
+    made = [change(piece.unflatten(dim, run), dim + 1).flatten(dim, dim + 1) for piece, run in pairs]
+    return made[0] if len(made) == 1 else torch.cat(made, dim)

@@ -12,32 +12,45 @@ Two ways lead to the whole leaves:
     in place    large leaves split on their first dim travel rank to rank, straight from the flat shards into the whole
                 leaf, and gradients straight out of it; what is small travels together, in one message a rank
 
-The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `Crossing.in_place` chooses,
-by measurements that are in docs/performance.md. NCCL takes the first. `PureCrossing` does the same for tensors without
+The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `way_of` chooses, by
+measurements that are in docs/performance.md. NCCL takes the first. `PureCrossing` does the same for tensors without
 memory of their own.
 
+With `Policy(offload="cpu")` shards live on the host, and cross from there to the device and back; see `Host`.
+
 Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
-decides what to do in between (see `Flight` in buckets.py).
+decides what to do in between (see `Flight` in collectives.py).
+
+[Note: copies beside the computation]
+Copies in both directions, and the collectives that send what was copied, are queued on a stream of their own: behind
+all work that was queued before, which may still use the memory that they fill, and beside all that is queued later.
+Memory is taken outside of that stream, so that the allocator knows it as the computation's. Who uses a result on the
+device waits for its collective, or for `arrived`; who uses one on the host waits on the host. Host memory is pinned:
+only then does a copy not stop the host.
+
+The streams and events of the CPU do nothing: there everything happens at once. A mesh of CPUs is never offloaded.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from math import prod
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, tensor_over
-from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of, gather_flat_steps, scatter_sum_steps
-from shardfn.core.layout import Leaf
+from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, gathering, set_storage, tensor_over, waited
+from shardfn.core import collectives
+from shardfn.core.collectives import Steps, Works, accumulation_dtype, backend_of
+from shardfn.core.layout import Axes, Leaf
 from shardfn.core.mesh import Grid, per_rank
-from shardfn.core.offload import Host
-from shardfn.core.storage import Buffer, Buffers, View, view_of
+from shardfn.core.policy import Policy
+from shardfn.core.storage import Buffer, Buffers, FreshBuffers, View, view_of
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64)  # by every backend; other dtypes are sent as bytes
@@ -48,8 +61,58 @@ _dtype_of = attrgetter("dtype")
 _is_there = partial(is_not, None)
 
 
-@dataclass(frozen=True)
-class Move:
+class Host:
+    """The host memory of one device, and the stream of its copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, on_cuda = device, device.type == "cuda"
+        self._streams: Any = torch.cuda if on_cuda else torch.cpu
+        self._stream = self._streams.Stream(device)
+        self.buffers = FreshBuffers(torch.device("cpu"), pinned=on_cuda)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Within it, work is queued on the stream of the copies."""
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
+            yield
+
+    def arrived(self) -> Any:
+        """What the computation waits for before it reads copies that were queued so far; the host goes on."""
+        event = self._streams.Event()
+        event.record(self._stream)
+        return event
+
+    def fetch(self, flat: Tensor) -> Steps:
+        """A flat tensor of the device, on the host."""
+        out = self.buffers.tensor(flat.numel(), flat.dtype)
+        with self.beside():
+            out.copy_(flat, non_blocking=True)
+        copied = self.arrived()
+        yield []
+        copied.synchronize()
+        return [out]
+
+    def settle(self) -> None:
+        """Wait on the host until nothing is copied any more: from here on shards may be changed."""
+        self.arrived().synchronize()
+
+
+def host_of(policy: Policy, device: torch.device) -> Host | None:
+    """Where shards live, when they do not live on the device that computes."""
+    return _host(device) if policy.offload == "cpu" and device.type != "cpu" else None
+
+
+def stored_on(policy: Policy, device: torch.device) -> torch.device:
+    """Where shards, gradients and optimizer state live."""
+    host = host_of(policy, device)
+    return device if host is None else host.buffers.device
+
+
+_host = cache(Host)
+
+
+class Move(NamedTuple):
     """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
 
     `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
@@ -65,11 +128,6 @@ class Move:
     def numel(self) -> int:
         """Elements of a chunk."""
         return prod(self.chunk)
-
-    @property
-    def rows_first(self) -> bool:
-        """Whether every rank's part of the whole leaf is one piece of memory."""
-        return prod(self.whole[: self.dim]) == 1
 
     def lengths(self, ranks: int) -> list[int]:
         """Elements of each rank's part."""
@@ -92,9 +150,7 @@ class Move:
         return out
 
 
-def moves_of(
-    leaves: Sequence[Leaf], grid: Grid, coords: Mapping[str, int], axis: str, keep: Sequence[str]
-) -> list[Move]:
+def moves_of(leaves: Sequence[Leaf], grid: Grid, coords: Axes, axis: str, keep: Sequence[str]) -> list[Move]:
     """How leaves that are split over `axis` innermost, and over those in `keep`, take part in undoing it."""
     moves = []
     for leaf in leaves:
@@ -126,47 +182,44 @@ class Way(NamedTuple):
 class Places:
     """How some leaves lie, worked out once for all buckets that are alike; see `places_of`."""
 
-    def __init__(self, moves: Sequence[Move], ranks: int) -> None:
+    def __init__(self, moves: tuple[Move, ...], ranks: int) -> None:
         self.moves, self.ranks = moves, ranks
+        self.whole_shapes = [move.whole for move in moves]
         self.starts = list(accumulate((move.numel for move in moves), initial=0))  # of each shard in the flat tensor
         self.numel = self.starts[-1]  # n
         self.contiguous = all(prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in moves)
         self.full = all(move.shard == move.chunk and move.numel for move in moves)  # no shard is padded, none empty
-        self.shards = [self._shard(move, start) for move, start in zip(moves, self.starts, strict=False)]
-        self._ways: dict[tuple[int, int | None], Way] = {}
+        chunks = apart_again(torch.empty(self.numel, device="meta"), [move.chunk for move in moves])
+        pairs = zip(moves, chunks, strict=True)
+        self.shards = [view_of(chunk.narrow(move.dim, 0, move.shard[move.dim])) for move, chunk in pairs]
 
-    def _shard(self, move: Move, start: int) -> View:
-        chunk = torch.empty(self.numel, device="meta").narrow(0, start, move.numel).view(move.chunk)
-        return view_of(chunk.narrow(move.dim, 0, move.shard[move.dim]))
 
-    def way(self, itemsize: int, alone: int | None = None) -> Way:
-        """How they travel when so many, the first ones, do so alone; with None one collective moves all together."""
-        if (itemsize, alone) not in self._ways:
-            self._ways[itemsize, alone] = self._new_way(itemsize, alone)
-        return self._ways[itemsize, alone]
-
-    def _new_way(self, itemsize: int, alone: int | None) -> Way:
-        first, unit = alone or 0, max(1, _ALIGNMENT // itemsize)
-        wholes = list(accumulate((-(-prod(move.whole) // unit) * unit for move in self.moves), initial=0))
-        parts = torch.empty(self.ranks, self.numel - self.starts[first], device="meta")
-        shards, together = [start * itemsize for start in self.starts[:-1]], self.moves[first:]
-        even = all(x.numel and not x.dim and x.whole[0] == x.chunk[0] * self.ranks for x in together)
-        made = Way(alone is not None, first, shards, wholes, parts.numel(), even, [], [], [], [])
-        for index, move in enumerate(together, first):
-            part = parts.narrow(1, self.starts[index] - self.starts[first], move.numel).view(self.ranks, *move.chunk)
-            for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
-                place = view_of(to)
-                made.leaves.append(index)
-                made.parts.append(view_of(from_))
-                made.in_leaf.append(place)
-                made.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
-        return made
+# The same objects for buckets that are alike, such as those of the layers of a model: buffers keep their views.
+places_of: Callable[[tuple[Move, ...], int], Places] = lru_cache(maxsize=2**10)(Places)
 
 
 @lru_cache(maxsize=2**10)
-def places_of(moves: tuple[Move, ...], ranks: int) -> Places:
-    """The same object for buckets that are alike, such as those of the layers of a model: buffers keep its views."""
-    return Places(moves, ranks)
+def way_of(places: Places, itemsize: int, sends_well: bool) -> Way:
+    """How leaves travel in a dtype of so many bytes, where messages may or may not pay."""
+    ranks, numel, starts = places.ranks, places.numel, places.starts
+    one_by_one = sends_well and numel * ranks * itemsize >= _IN_PLACE_TOTAL and ranks <= _IN_PLACE_RANKS
+    # The first leaves, of which every rank's part is one piece of memory and worth a message of its own.
+    pays = [prod(x.whole[: x.dim]) == 1 and x.numel * itemsize >= _IN_PLACE_MESSAGE for x in places.moves]
+    first, unit = [*pays, False].index(False) if one_by_one else 0, max(1, _ALIGNMENT // itemsize)
+    wholes = list(accumulate((-(-prod(whole) // unit) * unit for whole in places.whole_shapes), initial=0))
+    parts = torch.empty(ranks, numel - starts[first], device="meta")
+    shards, together = [start * itemsize for start in starts[:-1]], places.moves[first:]
+    even = all(x.numel and not x.dim and x.whole[0] == x.chunk[0] * ranks for x in together)
+    made = Way(one_by_one, first, shards, wholes, parts.numel(), even and bool(together), [], [], [], [])
+    for index, move in enumerate(together, first):
+        part = parts.narrow(1, starts[index] - starts[first], move.numel).view(ranks, *move.chunk)
+        for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
+            place = view_of(to)
+            made.leaves.append(index)
+            made.parts.append(view_of(from_))
+            made.in_leaf.append(place)
+            made.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
+    return made
 
 
 class Crossing:
@@ -180,28 +233,15 @@ class Crossing:
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.sends_well = grid.device.type == "cpu" and backend_of(self.group, grid.device) == "gloo"
         self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
-        self.places, self._shapes = places_of(self.moves, self.ranks), [move.whole for move in self.moves]
+        self.places = places_of(self.moves, self.ranks)
         self.starts, self.numel = self.places.starts, self.places.numel
-        self._ways: dict[torch.dtype, Way] = {}
         self._over: tuple[Any, Any, Any] = None, None, None  # address, dtype, and the flat tensor there
-
-    def _way(self, dtype: torch.dtype) -> Way:
-        made = self._ways[dtype] = self.places.way(dtype.itemsize, self._in_place(dtype.itemsize))
-        return made
-
-    def _in_place(self, itemsize: int) -> int | None:
-        """How many of the leaves, the first ones, travel alone; None when one collective moves all together."""
-        pays = self.numel * self.ranks * itemsize >= _IN_PLACE_TOTAL and self.ranks <= _IN_PLACE_RANKS
-        if not self.sends_well or not pays:
-            return None
-        alone = [move.rows_first and move.numel * itemsize >= _IN_PLACE_MESSAGE for move in self.moves]
-        return alone.index(False) if False in alone else len(alone)
 
     # -- shards -> whole leaves ---------------------------------------------------------------------------------------
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
-        way = self._ways.get(dtype) or self._way(dtype)
+        way = way_of(self.places, dtype.itemsize, self.sends_well)
         flat, taken = self.packed(shards, dtype, buffers)  # [n]
         whole = buffers.take(way.wholes[-1], dtype)
         staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
@@ -234,9 +274,9 @@ class Crossing:
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
-        storage, way = flat.untyped_storage(), self._ways.get(flat.dtype) or self._way(flat.dtype)
-        new: Any = flat.new_empty
-        return [new(0).set_(storage, start, shape) for start, shape in zip(way.wholes, self._shapes, strict=False)]
+        storage, way = flat.untyped_storage(), way_of(self.places, flat.element_size(), self.sends_well)
+        pairs = zip(way.wholes, self.places.whole_shapes, strict=False)
+        return [set_storage(flat.new_empty(0), storage, start, shape) for start, shape in pairs]
 
     def _exchange_shards(self, flat: Tensor, wholes: Sequence[Tensor], staging: Tensor) -> Works:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
@@ -268,31 +308,21 @@ class Crossing:
         return [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
 
     def packed(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> tuple[Tensor, list[Buffer]]:
-        """The shards as one flat tensor [n], and the buffers it takes: none when they lie side by side."""
-        flat = self.side_by_side(shards)
-        if self.host is not None:
-            return self._from_host(self.host, shards, flat, dtype, buffers)
-        if flat is not None and flat.dtype == dtype:
-            return flat, []
-        buffer = buffers.take(self.numel, dtype)
-        if flat is not None:
-            buffer.flat.copy_(flat)
-        elif self.numel:
-            copy_each(buffer.views(self.places.shards), list(shards))
-        return buffer.flat, [buffer]
+        """The shards as one flat tensor [n], and the buffers it takes: none when they lie side by side.
 
-    def _from_host(
-        self, host: Host, shards: Sequence[Tensor], flat: Tensor | None, dtype: torch.dtype, buffers: Buffers
-    ) -> tuple[Tensor, list[Buffer]]:
-        """Shards of the host, or one flat tensor over them: copied as they are, then cast on the device."""
-        taken = [buffers.take(self.numel, kind) for kind in dict.fromkeys([shards[0].dtype, dtype])]
+        Those of the host are copied as they are, then cast on the device.
+        """
+        flat = self.side_by_side(shards)
+        if flat is not None and flat.dtype == dtype and self.host is None:
+            return flat, []
+        dtypes = [dtype] if self.host is None else dict.fromkeys([shards[0].dtype, dtype])
+        taken = [buffers.take(self.numel, kind) for kind in dtypes]
         first, last = taken[0], taken[-1]
-        with host.beside():
+        with nullcontext() if self.host is None else self.host.beside():
             if flat is not None:
                 first.flat.copy_(flat, non_blocking=True)
-            else:
-                for place, shard in zip(first.views(self.places.shards), shards, strict=True):
-                    place.copy_(shard, non_blocking=True)
+            elif self.numel:
+                copy_each(first.views(self.places.shards), list(shards), non_blocking=True)
             if last is not first:
                 last.flat.copy_(first.flat)
         return last.flat, taken
@@ -303,14 +333,10 @@ class Crossing:
         The tensor does not own that memory: the shards must live as long as it is used.
         """
         first = shards[0]
-        base, way = first.data_ptr(), self._ways.get(first.dtype) or self._way(first.dtype)
-        fits = (
-            self.places.full
-            and [*map(Tensor.data_ptr, shards)] == [*map(base.__add__, way.shards)]
-            and all(map(Tensor.is_contiguous, shards))
-            and len(set(map(_dtype_of, shards))) == 1
-        )
-        if not fits:
+        base, way = first.data_ptr(), way_of(self.places, first.element_size(), self.sends_well)
+        if not self.places.full or [*map(Tensor.data_ptr, shards)] != [*map(base.__add__, way.shards)]:
+            return None
+        if not all(map(Tensor.is_contiguous, shards)) or len(set(map(_dtype_of, shards))) > 1:
             return None
         if self._over[:2] != (base, first.dtype):  # a step after the other has its shards in one place
             self._over = base, first.dtype, tensor_over(base, self.numel, first)
@@ -323,9 +349,7 @@ class Crossing:
 
         The sum of 16-bit floats is a float32 tensor where it is added up here.
         """
-        way = self._ways.get(dtype) or self._way(dtype)
-        if way.one_by_one and not dtype.is_floating_point:
-            way = self.places.way(dtype.itemsize)
+        way = way_of(self.places, dtype.itemsize, self.sends_well and dtype.is_floating_point)
         staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
         try:
             self._fill(staging, wholes, way)
@@ -335,8 +359,10 @@ class Crossing:
             if self.ranks == 1:
                 return [results.tensor(self.numel, dtype).copy_(staging.flat)]
             if not way.one_by_one:
-                return (yield from scatter_sum_steps(rows, self.group, buffers, results))
-            sent = [self._sendable(index, wholes[index], dtype, buffers.device) for index in range(way.alone)]
+                return (yield from collectives.scatter_sum_steps(rows, self.group, buffers, results))
+            zeros = partial(torch.zeros, dtype=dtype, device=buffers.device)
+            given = zip(self.moves, wholes[: way.alone], strict=False)
+            sent = [zeros(move.whole) if x is None else x.to(dtype).contiguous() for move, x in given]
             return (yield from self._exchange_gradients(sent, rows, dtype, buffers, results))
         finally:
             staging.held = False
@@ -344,19 +370,11 @@ class Crossing:
     def parts_for_ranks(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Tensor:
         """Gradients as one flat tensor [W * n], part i for rank i: what a reduction of the user's own begins with."""
         staging = buffers.take(self.ranks * self.numel, dtype)
-        self._fill(staging, wholes, self.places.way(dtype.itemsize))
+        self._fill(staging, wholes, way_of(self.places, dtype.itemsize, False))
         return staging.flat
-
-    def _sendable(self, index: int, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A gradient that can be sent from where it is."""
-        if whole is None:
-            return torch.zeros(self.moves[index].whole, dtype=dtype, device=device)
-        return whole.to(dtype).contiguous()
 
     def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], way: Way) -> None:
         """Copy what travels together into the parts."""
-        if way.alone == len(self.moves):
-            return
         given = [*filter(_is_there, wholes[way.alone :])]
         if way.even and len(given) == len(self.moves) - way.alone:
             chunk_cat(given, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
@@ -397,15 +415,10 @@ class Crossing:
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
-        out = part_of(flat, self.places.shards)
+        storage, item = flat.untyped_storage(), flat.element_size()
+        blank, places = flat.new_empty, self.places.shards  # see [Note: parts of one memory] in storage.py
+        out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in places]
         return out if self.places.contiguous else [shard.contiguous() for shard in out]
-
-
-def part_of(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
-    """Tensors in the memory of `flat`; see [Note: parts of one memory] in storage.py."""
-    storage, item = flat.untyped_storage(), flat.element_size()
-    new: Any = flat.new_empty
-    return [new(0).set_(storage[offset * item : end * item], 0, size, stride) for size, stride, offset, end in views]
 
 
 class PureCrossing:
@@ -419,38 +432,37 @@ class PureCrossing:
         """The leaves are split over `axis` innermost, and over the axes in `keep`."""
         self._leaves, self._grid, self._axis, self._keep = leaves, grid, axis, keep
         self.group, self.ranks = grid.groups[axis], grid.sizes[axis]
-        self._moves: dict[tuple[int, ...], list[Move]] = {}
 
-    def _moves_at(self, coords: Mapping[str, int]) -> list[Move]:
-        key = tuple(coords.values())
-        if key not in self._moves:
-            self._moves[key] = moves_of(self._leaves, self._grid, coords, self._axis, self._keep)
-        return self._moves[key]
+    def _moves_at(self, coords: Axes) -> list[Move]:
+        return moves_of(self._leaves, self._grid, coords, self._axis, self._keep)
 
     # -- shards -> whole leaves ---------------------------------------------------------------------------------------
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
         (flat,) = per_rank(self._grid, partial(self._packed, dtype), shards)  # [n]
-        (parts,) = yield from gather_flat_steps(flat, self.group)  # [W * n]
-        return per_rank(self._grid, self._joined, [parts])
+        if self.ranks > 1:
+            parts = gathering(flat, self.group)  # [W * n]
+            yield []  # a graph may have something else in between
+            flat = waited(parts)
+        return per_rank(self._grid, self._joined, [flat])
 
-    def _packed(self, dtype: torch.dtype, coords: Mapping[str, int], shards: Sequence[Tensor]) -> list[Tensor]:
-        """[n]: every shard padded to the chunk of the first rank."""
-        moves = self._moves_at(coords)
-        padded = [_padded(shard.to(dtype), move.dim, move.chunk) for move, shard in zip(moves, shards, strict=True)]
-        return [together(padded)]
+    def _packed(self, dtype: torch.dtype, coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
+        """[n]: every shard, its split dim in front, padded to the chunk of the first rank."""
+        pairs = zip(self._moves_at(coords), shards, strict=True)
+        return [together([_rows(shard.to(dtype), move, 1) for move, shard in pairs])]
 
-    def _joined(self, coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+    def _joined(self, coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
         moves = self._moves_at(coords)
         parts = given[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
-        return [together([_whole(part, move) for part, move in zip(parts, moves, strict=True)])]
+        pairs = zip(parts, moves, strict=True)
+        return [together([_of_rows(part, move, self.ranks, move.whole) for part, move in pairs])]
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made."""
 
-        def cut(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+        def cut(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
             return apart_again(given[0], [move.whole for move in self._moves_at(coords)])
 
         return per_rank(self._grid, cut, [flat])
@@ -462,36 +474,28 @@ class PureCrossing:
         (parts,) = per_rank(self._grid, partial(self._spread, dtype), wholes)  # [W, n]
         if self.ranks == 1 or not parts.numel():
             return [parts.view(-1)]
-        return (yield from scatter_sum_steps(parts, self.group, buffers, results))
+        return (yield from collectives.pure_scatter_steps(parts, self.group))
 
-    def _spread(self, dtype: torch.dtype, coords: Mapping[str, int], wholes: Sequence[Tensor | None]) -> list[Tensor]:
+    def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
         """[W, n]: row i is for rank i."""
-        device, rows = self._grid.device, []
-        for move, whole in zip(self._moves_at(coords), wholes, strict=True):
-            given = torch.zeros(move.whole, dtype=dtype, device=device) if whole is None else whole.to(dtype)
-            length = move.chunk[move.dim]
-            shape = (*move.whole[: move.dim], self.ranks * length, *move.whole[move.dim + 1 :])
-            apart = _padded(given, move.dim, shape).unflatten(move.dim, (self.ranks, length))
-            rows.append(apart.movedim(move.dim, 0).reshape(self.ranks, -1))
-        return [torch.cat(rows, dim=1)]
+        zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._moves_at(coords), wholes, strict=True)
+        given = [(zeros(move.whole, dtype=dtype) if x is None else x.to(dtype), move) for move, x in pairs]
+        return [torch.cat([_rows(x, move, self.ranks).reshape(self.ranks, move.numel) for x, move in given], dim=1)]
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n]."""
 
-        def cut(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+        def cut(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
             moves = self._moves_at(coords)
-            chunks = apart_again(given[0], [move.chunk for move in moves])
-            return [
-                chunk.narrow(move.dim, 0, move.shard[move.dim]).contiguous()
-                for chunk, move in zip(chunks, moves, strict=True)
-            ]
+            chunks = given[0].split([move.numel for move in moves])
+            return [_of_rows(chunk, move, 1, move.shard) for chunk, move in zip(chunks, moves, strict=True)]
 
         return per_rank(self._grid, cut, [flat])
 
 
-def together(tensors: Sequence[Tensor]) -> Tensor:
+def together(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """[n]: the elements of all, one after another."""
-    return torch.cat([x.reshape(-1) for x in tensors])
+    return torch.cat([x.reshape(-1) for x in tensors], out=out)
 
 
 def apart_again(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -500,12 +504,25 @@ def apart_again(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _padded(x: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
-    missing = shape[dim] - x.shape[dim]
-    return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+def _rows(x: Tensor, move: Move, chunks: int) -> Tensor:
+    """A shard, or a whole leaf, with its split dim in front and padded to so many chunks."""
+    rows = x.movedim(move.dim, 0)
+    missing = chunks * move.chunk[move.dim] - len(rows)
+    return pad(rows, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else rows
 
 
-def _whole(parts: Tensor, move: Move) -> Tensor:
-    """[W, chunk] -> whole."""
-    joined = parts.reshape(-1, *move.chunk).movedim(0, move.dim).flatten(move.dim, move.dim + 1)
-    return joined.narrow(move.dim, 0, move.whole[move.dim])
+def _of_rows(rows: Tensor, move: Move, chunks: int, shape: tuple[int, ...]) -> Tensor:
+    """The other way round: the shard, or the whole leaf, of this shape."""
+    rest = (*move.chunk[: move.dim], *move.chunk[move.dim + 1 :])
+    padded = rows.reshape(chunks * move.chunk[move.dim], *rest)
+    return padded.narrow(0, 0, shape[move.dim]).movedim(0, move.dim).contiguous()
+
+
+def undone(local: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks side by side on `dim`, of which together `length` are there."""
+    own, ranks = tuple(local.shape), group.size()
+    chunk, joined = ((*own[:dim], size, *own[dim + 1 :]) for size in (-(-length // ranks), length))
+    move = Move(dim, own, chunk, joined)
+    if not move.numel:
+        return local.new_empty(joined)
+    return _of_rows(collectives.gather_flat(_rows(local, move, 1).reshape(-1), group), move, ranks, joined)

@@ -4,7 +4,6 @@ A change is only offered after a further run with it has gone to its end; `trial
 none helps depends on the kind of the problem.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,13 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.core.engine.tags import Problem, Stuck, Tag
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout
 from shardfn.core.model import OUT_DIM, ModuleInfo
-from shardfn.core.pattern import first_match
+from shardfn.core.parts import Problem, Stuck
 from shardfn.core.plan import Plan
-from shardfn.core.policy import MAPPINGS, Policy
+from shardfn.core.policy import MAPPINGS, Policy, first_match, starred
 from shardfn.core.spec import Dim, parse
 
 _Side = tuple[ModuleInfo, int]  # a linear, and a dim of its weight
@@ -91,8 +89,7 @@ def over(plan: Plan) -> str:
 def described(plan: Plan, failure: Failure) -> str:
     """What an operation that raised was given, and whose parts these are, line by line; or what came before."""
     if failure.stuck is None:
-        before = failure.problems[-1:]
-        return "".join(f"\n  before that, in {p.at or '(the model)'!r}: {p.what}" for p in before)
+        return "".join(f"\n  before that, in {p.at or '(the model)'!r}: {p.what}" for p in failure.problems[-1:])
     if not any(part.split for _, tag in failure.stuck.inputs for part in tag.parts.values()):
         return ""
     lines = [f"\n  {failure.stuck.name} was given"]
@@ -129,19 +126,17 @@ def said(change: Policy, plan: Plan) -> str:
 
 def changes(plan: Plan, model: nn.Module, failure: Failure) -> Iterator[Policy]:
     """Changes of the policy that may help, the likeliest first."""
-    if failure.raised:
-        yield from _sizes(plan, model, failure.path) if failure.stuck is None else ()
-    if failure.stuck is not None:
-        if rules := _rules_alike(plan, failure.path, failure.stuck):
-            yield Policy(rules=rules)
+    stuck = failure.stuck
+    if stuck is not None and (rules := _rules_alike(plan, failure.path, stuck)):
+        yield Policy(rules=rules)
+    if stuck is not None or failure.raised:
         yield from _sizes(plan, model, failure.path)
-        yield from _gathered(plan, {name for _, tag in failure.stuck.inputs for name in tag.split_by})
+    if stuck is not None:
+        yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
     for path in dict.fromkeys(problem.at for problem in failure.problems if problem.kind == "sizes"):
         yield from _sizes(plan, model, path)
-    asked = [
-        problem.sources for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")
-    ]
-    yield from _gathered(plan, {name for names in asked for name in names})
+    asked = [problem for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")]
+    yield from _gathered(plan, {name for problem in asked for name in problem.sources})
 
 
 def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
@@ -161,13 +156,14 @@ def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
     """Rules of linears that have no split and meet one, such as those of an adapter beside a linear."""
     inside, found = _linear(plan, path), dict[str, str]()
     for shape, tag in stuck.inputs:
-        if _split_dim(tag) != len(shape) - 1:
+        if next((part.dim for part in tag.parts.values() if part.split), None) != len(shape) - 1:
             continue
         size = tag.whole_shape(shape, plan.axes)[-1]
         givers = [(m, OUT_DIM[m.kind]) for name in sorted(tag.split_by) if (m := _linear(plan, name)) is not None]
         if inside is not None:  # what it is given is a part
             into = 1 - OUT_DIM[inside.kind]
-            beside = [(m, 1 - OUT_DIM[m.kind]) for m in _linears(plan) if _above(m.name) == _above(path)]
+            above = path.rpartition(".")[0]
+            beside = [(m, 1 - OUT_DIM[m.kind]) for m in _linears(plan) if m.name.rpartition(".")[0] == above]
             found |= _rule(plan, (inside, into), size, beside + givers)
         for other, known in stuck.inputs:  # what it meets is whole
             module = _linear(plan, (known.source or "").removeprefix("module "))
@@ -179,9 +175,10 @@ def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
 def _rule(plan: Plan, of: _Side, size: int, like: Sequence[_Side]) -> dict[str, str]:
     """A rule that splits a dim of a linear, of `size`, as the first of some others of that size is split."""
     module, at = of
-    if _size(plan, *of) != size or any(factor.axes for dim in (0, 1) for factor in _dim(plan, module, dim).factors):
+    is_split = any(factor.axes for dim in (0, 1) for factor in _dim(plan, module, dim).factors)
+    if is_split or plan.weight_of(module).shape[at] != size:
         return {}
-    dims = [_dim(plan, *side) for side in like if _size(plan, *side) == size]
+    dims = [_dim(plan, other, dim) for other, dim in like if plan.weight_of(other).shape[dim] == size]
     alike = [dim for dim in dims if any(factor.axes for factor in dim.factors)]
     words = [str(alike[0]), "_"] if alike else []
     return {f"{starred(module.name)}.weight": " ".join(words if at == 0 else reversed(words))} if words else {}
@@ -210,29 +207,12 @@ def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
             yield Policy(local_sizes={pattern or starred(path): {**given, **chosen}})
 
 
-def starred(name: str) -> str:
-    """A path with `*` for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _split_dim(tag: Tag) -> int | None:
-    return next((part.dim for part in tag.parts.values() if part.split), None)
-
-
-def _above(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
 def _linears(plan: Plan) -> list[ModuleInfo]:
     return [module for module in plan.info.modules if module.kind in OUT_DIM]
 
 
 def _linear(plan: Plan, path: str) -> ModuleInfo | None:
     return next((module for module in _linears(plan) if module.name == path), None)
-
-
-def _size(plan: Plan, module: ModuleInfo, dim: int) -> int:
-    return plan.weight_of(module).shape[dim]
 
 
 def _written(plan: Plan, layout: Layout) -> str:
@@ -243,5 +223,4 @@ def _written(plan: Plan, layout: Layout) -> str:
 
 def _dim(plan: Plan, module: ModuleInfo, dim: int) -> Dim:
     """A dim of the weight of a linear as its rule has it, split over compute axes only."""
-    layout = plan.weight_of(module)
-    return parse(_written(plan, layout)).expand(2).without(plan.roles.data).dims[dim]
+    return parse(_written(plan, plan.weight_of(module))).expand(2).without(plan.roles.data).dims[dim]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import on_each_rank, pytree, simulated
+from shardfn._torch import pytree
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.mesh import axes_of, index_along, roles
 from shardfn.core.policy import BATCH_AXES, Policy
@@ -99,20 +99,15 @@ def local_batch(batch: Any, mesh: DeviceMesh, policy: Policy | None = None) -> A
     named = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
     for name, leaf in named:
         if isinstance(leaf, DTensor) or (hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)):
-            raise TypeError(
-                f"local_batch: batch{name} is a {type(leaf).__name__}; expected plain tensors, the same on every rank"
-            )
+            wanted = "expected plain tensors, the same on every rank"
+            raise TypeError(f"local_batch: batch{name} is a {type(leaf).__name__}; {wanted}")
     tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
     raise_problems("local_batch", [why for name, leaf in tensors if (why := _indivisible(name, leaf, count))])
     return pytree.tree_map(lambda leaf: _part(leaf, index, count), batch)
 
 
 def _part(leaf: Any, index: int, count: int) -> Any:
-    if not isinstance(leaf, Tensor) or not len(leaf):
-        return leaf
-    if simulated():
-        return on_each_rank(lambda _, own: [own[0].unflatten(0, (count, -1))[own[1]]], [leaf, index])[0]
-    return leaf.unflatten(0, (count, -1))[index]
+    return leaf.unflatten(0, (count, -1)).select(0, index) if isinstance(leaf, Tensor) and len(leaf) else leaf
 
 
 def _indivisible(name: str, leaf: Tensor, count: int) -> str | None:
@@ -122,7 +117,5 @@ def _indivisible(name: str, leaf: Tensor, count: int) -> str | None:
     if size % count == 0:
         return None
     whole = size - size % count
-    return (
-        f"batch{name} has shape {tuple(leaf.shape)}; dim 0 is split over {count} data ranks, {size} % {count} = "
-        f"{size % count}. Use {whole or count} or {whole + count} samples."
-    )
+    why = f"dim 0 is split over {count} data ranks, {size} % {count} = {size % count}"
+    return f"batch{name} has shape {tuple(leaf.shape)}; {why}. Use {whole or count} or {whole + count} samples."

@@ -33,10 +33,11 @@ def serves(x: Tensor, group: dist.ProcessGroup, parts: int = 1) -> bool:
 
 
 def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
-    """Part i goes to rank i, and what comes from rank i into place i; this rank's own place is left as it is."""
+    """Part i goes to rank i, and what comes from rank i into place i."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [group.recv([received[rank]], rank, tag) for rank in others]
     works += [group.send([sent[rank]], rank, tag) for rank in others]
+    received[group.rank()].copy_(sent[group.rank()])
     for work in works:
         work.wait()
 
@@ -58,23 +59,17 @@ def _all_gather_(rows: Tensor, x: Tensor, name: str) -> None:
     """`gather`: `[n] -> [W, n]`, row i becomes x of rank i."""
     group = group_named(name)
     _swap(rows.unbind(0), [x] * group.size(), group, _GATHERS)
-    rows[group.rank()].copy_(x)
 
 
 def _all_to_all_(received: Tensor, rows: Tensor, name: str) -> None:
     """`exchange`: `[W, n] -> [W, n]`, row i goes to rank i, and row i of the result came from rank i."""
-    group = group_named(name)
-    _swap(received.unbind(0), rows.unbind(0), group, _EXCHANGES)
-    received[group.rank()].copy_(rows[group.rank()])
+    _swap(received.unbind(0), rows.unbind(0), group_named(name), _EXCHANGES)
 
 
 _operators = torch.library.Library("shardfn", "FRAGMENT")
-_operators.define("all_reduce_(Tensor(a!) x, str group) -> ()")
-_operators.define("all_gather_(Tensor(a!) rows, Tensor x, str group) -> ()")
-_operators.define("all_to_all_(Tensor(a!) received, Tensor rows, str group) -> ()")
-_operators.impl("all_reduce_", _all_reduce_, "CPU")
-_operators.impl("all_gather_", _all_gather_, "CPU")
-_operators.impl("all_to_all_", _all_to_all_, "CPU")
+_operators.impl(_operators.define("all_reduce_(Tensor(a!) x, str group) -> ()"), _all_reduce_, "CPU")
+_operators.impl(_operators.define("all_gather_(Tensor(a!) rows, Tensor x, str group) -> ()"), _all_gather_, "CPU")
+_operators.impl(_operators.define("all_to_all_(Tensor(a!) into, Tensor rows, str group) -> ()"), _all_to_all_, "CPU")
 
 sum_ = torch.ops.shardfn.all_reduce_
 gather = torch.ops.shardfn.all_gather_

@@ -7,11 +7,12 @@
 No generator is asked for it, so that every mesh has the same masks, and so has a graph that was recorded once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
-from shardfn.core.context import Recording, holding, recording
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import Grid, axes_of, grid, index_along, nested_index, per_rank
 from shardfn.core.model import class_of, patched_forward
-from shardfn.core.spec import Spec, parse
+from shardfn.core.plan import Plan
+from shardfn.core.policy import first_match
+from shardfn.core.spec import Spec, parse, unknown_axes
+from shardfn.core.underway import Recording, having, holding, recording
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
 _MASK = 2**32 - 1
@@ -78,19 +81,14 @@ def dropout(
         return x
     if vmap_depth():
         raise ShardError("dropout: inside a vmap elements have no places of their own; use dropout_seed and nn.Dropout")
-    words = tuple(seed) if isinstance(seed, tuple | list) else (seed,)
-    seeds = _keys(_checked("dropout", words))
-    return _applied(x, p, dropped(x.shape, _firsts(x, dims, mesh), p, seeds, (), x.device))
-
-
-def _firsts(x: Tensor, dims: str | None, mesh: DeviceMesh | None) -> list[Word]:
-    """How many parts of each dim come before this rank's."""
-    if dims is None:
-        return [0] * x.dim()
-    if mesh is None:
-        raise ShardError(f"dropout: dims='{dims}' names axes of a mesh; pass mesh= too")
-    mesh_grid = grid(mesh, list(axes_of(mesh)))
-    return [index_over(mesh_grid, axes) for axes in axes_of_dims(parse(dims), x.dim(), mesh_grid.sizes)]
+    seeds = _keys(_checked("dropout", tuple(seed) if isinstance(seed, tuple | list) else (seed,)))
+    firsts: list[Word] = [0] * x.dim()  # how many parts of each dim come before this rank's
+    if dims is not None:
+        if mesh is None:
+            raise ShardError(f"dropout: dims='{dims}' names axes of a mesh; pass mesh= too")
+        mesh_grid = grid(mesh, list(axes_of(mesh)))
+        firsts = [index_over(mesh_grid, axes) for axes in axes_of_dims(parse(dims), x.dim(), mesh_grid.sizes)]
+    return _applied(x, p, dropped(x.shape, firsts, p, seeds, (), x.device))
 
 
 def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str, ...]]:
@@ -99,12 +97,11 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
     Raises:
         ShardError: another number of dims, an axis that the mesh has not, or that splits an inner factor.
     """
-    spec = spec.expand(ndim)
     found = []
-    for dim in spec.dims:
+    if unknown := unknown_axes(spec, sizes):
+        raise ShardError(f"dropout: {unknown[0]}")
+    for dim in spec.expand(ndim).dims:
         first, *inner = dim.factors
-        if unknown := [axis for factor in dim.factors for axis in factor.axes if axis not in sizes]:
-            raise ShardError(f"dropout: '{spec}' names the axis '{unknown[0]}', which the mesh has not: {sizes}")
         if any(sizes[axis] > 1 for factor in inner for axis in factor.axes):
             raise ShardError(
                 f"dropout: '{dim}' is split over an inner factor, so its parts lie apart; drop before dims are joined"
@@ -119,6 +116,11 @@ def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
         return index_along(axes, mesh_grid.sizes, mesh_grid.coords) if axes else 0
     with outside_transforms():
         return per_rank(mesh_grid, lambda at, _: [torch.tensor(index_along(axes, mesh_grid.sizes, at))], [])[0]
+
+
+def part_over(mesh_grid: Grid, axes: Sequence[str]) -> tuple[Word, int]:
+    """That number, and how many ranks there are."""
+    return index_over(mesh_grid, axes), prod(mesh_grid.sizes[axis] for axis in axes)
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -156,11 +158,11 @@ def dropped(
     under one seed apart.
     """
     wanted = tuple(shape)
-    one, two = (_on(device, word) for word in seed)
+    one, two, *starts = (word.to(device) if isinstance(word, Tensor) else word for word in (*seed, *firsts))
     threshold = round(p * 2**32)
     if threshold >= 2**32:
         return torch.ones(wanted, dtype=torch.bool, device=device)
-    sizes, starts = wanted or (1,), tuple(_on(device, first) for first in firsts) or (0,)
+    sizes, starts = wanted or (1,), tuple(starts) or (0,)
     if all(isinstance(first, int) for first in starts):
         with outside_transforms(), outside_modes():
             rows = _kept_rows(sizes, starts, use, device)
@@ -173,10 +175,6 @@ def dropped(
     total = total.bitwise_xor((total >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D) + _signed(two)
     total = total.bitwise_xor_((total >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     return (total < threshold - 2**31).view(wanted)
-
-
-def _on(device: Any, word: Word) -> Word:
-    return word.to(device) if isinstance(word, Tensor) else word
 
 
 def _rows(sizes: Sequence[int], firsts: Sequence[Word], use: Sequence[int], device: Any) -> list[Tensor]:
@@ -212,11 +210,6 @@ class Stream:
     seed: tuple[Word, Word]
     recording: Recording | None
     calls: dict[str, int] = field(default_factory=dict)  # by module path
-
-    def next_call(self, path: str) -> int:
-        """The number of the call of a module that begins."""
-        self.calls[path] = self.calls.get(path, 0) + 1
-        return self.calls[path] - 1
 
 
 _STREAM: ContextVar[Stream | None] = ContextVar("stream", default=None)
@@ -292,9 +285,12 @@ def lane(index: Word, count: int, of_part: bool) -> AbstractContextManager[None]
 
 # Which part of an activation this rank has: (index, count) of each dim over compute axes, and the dim of the batch.
 Offsets = tuple[Sequence[tuple[Word, int]], int]
+# Of a call of a dropout module, by path and number: the axis that splits each dim, "" for none; None: nobody knows.
+Split = tuple[str, int, Sequence[str] | None]
 
 _ALPHA = -1.7580993408473766  # what SELU saturates at
 _KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def _dims_of_mask(module: nn.Module, ndim: int) -> int:
@@ -306,19 +302,43 @@ def _dims_of_mask(module: nn.Module, ndim: int) -> int:
 
 def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Those whose forward is torch's own, by path."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, _KINDS)
-        and patched_forward(module) is None
-        and any(class_of(module).forward is kind.forward for kind in _KINDS)
-    }
+    known = ((path, module) for path, module in model.named_modules() if isinstance(module, _KINDS))
+    return {path: x for path, x in known if patched_forward(x) is None and class_of(x).forward in _FORWARDS}
 
 
 def dropping(model: nn.Module) -> bool:
     """Whether any module of a model that a `dropout_seed` concerns drops something now."""
     attends = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention) and module.dropout)
     return any(module.training for module in (*dropout_modules(model).values(), *attends))
+
+
+def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[Split], call: int, ndim: int) -> Offsets:
+    """Which part this rank has of the input of a call of a dropout module; `splits` says how it is split.
+
+    Raises:
+        ShardError: the activation is split, and nobody knows where.
+    """
+    compute = [axis for axis in plan.roles.compute if plan.axes[axis] > 1]
+    pattern = first_match(plan.policy.acts, [path])
+    if pattern is not None:
+        dims = axes_of_dims(parse(plan.policy.acts[pattern]), ndim, plan.axes)
+        batch = next((d for d, axes in enumerate(dims) if set(axes) & set(plan.roles.data)), 0)
+        return [part_over(mesh_grid, [axis for axis in axes if axis in compute]) for axes in dims], batch
+    if not splits:
+        return [part_over(mesh_grid, [])] * ndim, 0
+    known = {(name, number): axes for name, number, axes in splits}
+    if (path, call) not in known:
+        raise ShardError(
+            f"dropout_seed: call {call + 1} of {path!r} was not made in the run without data, which another forward of "
+            f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
+        )
+    found = known[path, call]
+    if found is None:
+        raise ShardError(
+            f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
+            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
+        )
+    return [part_over(mesh_grid, [axis] if axis else []) for axis in found], 0
 
 
 class Masks:
@@ -352,15 +372,10 @@ class Masks:
         """The tensors that masks are made of."""
         return [x for x in self._values if isinstance(x, Tensor)]
 
-    @contextmanager
-    def given(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+    def given(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Within it they are made of these."""
-        outer, rest = self._values, iter(inputs)
-        self._values = [next(rest) if isinstance(x, Tensor) else x for x in outer]
-        try:
-            yield
-        finally:
-            self._values = outer
+        rest = iter(inputs)
+        return having(self, _values=[next(rest) if isinstance(x, Tensor) else x for x in self._values])
 
     def apply(self, path: str, module: Any, x: Tensor, offsets: "Callable[[int, int], Offsets]") -> Tensor:
         """What the module at `path` makes of x; `offsets(call, ndim)` says which part of it this rank has."""
@@ -380,9 +395,10 @@ class Masks:
     def _drop(self, path: str, x: Tensor, p: float, offsets: "Callable[[int, int], Offsets]", keeps: int) -> Tensor:
         """What goes of x, whose first `keeps` dims a mask has."""
         call = self._call(path)
-        one, two, *_ = self._values
+        one, two, *places = self._values
+        before = nested_index(zip(places, self._counts, strict=True))  # parts of the batch that come before this one
         parts, batch = offsets(call - self._before.get(path, 0), x.dim())
-        firsts = [(self._batch() * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
+        firsts = [(before * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
         drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)
         return drop.view(*drop.shape, *[1] * (x.dim() - keeps))
 
@@ -395,9 +411,6 @@ class Masks:
                     f"dropout_seed: {path!r} computes again with another state of torch's generator; "
                     f"torch.utils.checkpoint needs preserve_rng_state=True"
                 )
-            self._seen[path, drawn] = self._stream.next_call(path)
+            self._seen[path, drawn] = before = self._stream.calls.get(path, 0)
+            self._stream.calls[path] = before + 1
         return self._seen[path, drawn]
-
-    def _batch(self) -> Word:
-        """How many parts of the batch come before this rank's, or this lane's."""
-        return nested_index(zip(self._values[2:], self._counts, strict=True))

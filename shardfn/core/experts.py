@@ -24,24 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import has_no_memory, parameters_of, simulated, vmap_depth
-from shardfn.core.collectives import (
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    all_to_all_rows,
-    axis_index,
-    axis_size,
-    psum,
-    psum_scatter,
-    pvary,
-    shard_slice,
-)
-from shardfn.core.context import mapped_axes
+from shardfn.core import collectives
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import class_of, declares
 from shardfn.core.parts import SUM
 from shardfn.core.tensor_parallel import Layouts
+from shardfn.core.underway import mapped_axes
 
 Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]
 
@@ -67,7 +56,7 @@ class _Here:
     others: tuple[Any, ...]
     mesh: DeviceMesh
     axis: str
-    experts: int  # of all ranks, where not each has all of them
+    experts: int  # of all ranks; 0 where each has all of them
 
     @property
     def count(self) -> int:
@@ -95,18 +84,10 @@ class _Here:
         made = self.grouped(self.local, tokens.index_select(0, token), counts) * weights.reshape(-1)[order][:, None]
         return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made.to(tokens.dtype))
 
-    def one(self, index: int, tokens: Tensor, weight: Tensor) -> Tensor:
-        """What one expert makes of all tokens, times their weights [n, 1]: no size depends on values."""
-        if self.grouped is None:
-            ids = torch.full(weight.shape, index, device=weight.device)
-            return class_of(self.own).forward(self.own, tokens, ids, weight, *self.others)
-        counts = [len(tokens) if other == index else 0 for other in range(self.count)]
-        return self.grouped(self.local, tokens, counts) * weight
-
     def of_tokens(self, routed: _Routed) -> Tensor:
         """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
         tokens, ids, weights = routed
-        first = axis_index(self.mesh, self.axis) * self.count
+        first = collectives.axis_index(self.mesh, self.axis) * self.count
         token, slot = ((ids >= first) & (ids < first + self.count)).nonzero(as_tuple=True)
         found, weight = (ids[token, slot] - first)[:, None], weights[token, slot][:, None]
         chosen = _Routed(tokens.index_select(0, token), found, weight)
@@ -121,17 +102,18 @@ class _Here:
         """Tokens [n, c], other ones on each rank, through their experts."""
         tokens, ids, _ = routed
         mesh, axis = self.mesh, self.axis
-        ranks = torch.arange(axis_size(mesh, axis), device=ids.device)
+        ranks = torch.arange(collectives.axis_size(mesh, axis), device=ids.device)
         there = (ids.div(self.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
         token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
         send = there.sum(0)
         if self.wrong(ids):
             send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
-        counts = torch.stack([send, all_to_all(send, mesh, axis, 0, 0)]).tolist()
+        counts = torch.stack([send, collectives.all_to_all(send, mesh, axis, 0, 0)]).tolist()
         self.refuse(min(map(min, counts)) < 0)
         send, receive = counts
-        rows = _Routed(*(all_to_all_rows(x.index_select(0, token), mesh, axis, send, receive) for x in routed))
-        back = all_to_all_rows(self.of_tokens(rows), mesh, axis, receive, send)
+        leaving = (x.index_select(0, token) for x in routed)
+        rows = _Routed(*(collectives.all_to_all_rows(x, mesh, axis, send, receive) for x in leaving))
+        back = collectives.all_to_all_rows(self.of_tokens(rows), mesh, axis, receive, send)
         return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
 
     def dispatched_shares(self, routed: _Routed) -> Tensor:
@@ -139,9 +121,9 @@ class _Here:
         mesh, axis, n = self.mesh, self.axis, len(routed.ids)
         self.refuse(self.wrong(routed.ids))
         # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
-        padded = (F.pad(x, (0, 0, 0, -n % axis_size(mesh, axis))) for x in routed)
-        own = _Routed(*(shard_slice(x, mesh, axis, 0) for x in padded))
-        return all_gather_invariant(self.dispatched(own), mesh, axis, 0)[:n]
+        padded = (F.pad(x, (0, 0, 0, -n % collectives.axis_size(mesh, axis))) for x in routed)
+        own = _Routed(*(collectives.shard_slice(x, mesh, axis, 0) for x in padded))
+        return collectives.all_gather_invariant(self.dispatched(own), mesh, axis, 0)[:n]
 
     def without_sizes(self, routed: _Routed, shared: bool, dispatch: bool) -> Tensor:
         """The same where no size may depend on values: every expert of this rank computes all tokens.
@@ -150,22 +132,31 @@ class _Here:
         """
         mesh, axis = self.mesh, self.axis
         if not shared:
-            routed = _Routed(*(all_gather(x, mesh, axis, 0) for x in routed))
+            routed = _Routed(*(collectives.all_gather(x, mesh, axis, 0) for x in routed))
         elif dispatch:
-            routed = _Routed(pvary(routed.tokens, mesh, axis), routed.ids, pvary(routed.weights, mesh, axis))
-        own = shard_slice(torch.arange(self.experts, device=routed.ids.device), mesh, axis, 0)  # [experts@ep]
-        out = self.each_of_all(routed, own)
+            tokens = collectives.pvary(routed.tokens, mesh, axis)
+            routed = routed._replace(tokens=tokens, weights=collectives.pvary(routed.weights, mesh, axis))
+        numbers = torch.arange(self.experts, device=routed.ids.device)
+        out = self.each_of_all(routed, collectives.shard_slice(numbers, mesh, axis, 0))  # [experts@ep]
         if not shared:
-            return psum_scatter(out, mesh, axis, 0)
-        return psum(out, mesh, axis) if dispatch else out
+            return collectives.psum_scatter(out, mesh, axis, 0)
+        return collectives.psum(out, mesh, axis) if dispatch else out
 
     def each_of_all(self, routed: _Routed, own: Tensor) -> Tensor:
-        """What the experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing."""
+        """What the experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing.
+
+        They run one by one on all tokens: no size depends on values.
+        """
         tokens, ids, weights = routed
         out = torch.zeros_like(tokens, requires_grad=False)
         for index in range(self.count):
             weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
-            out = out + self.one(index, tokens, weight).to(out.dtype)
+            if self.grouped is None:
+                made = self.chosen(_Routed(tokens, torch.full(weight.shape, index, device=weight.device), weight))
+            else:
+                counts = [len(tokens) if other == index else 0 for other in range(self.count)]
+                made = self.grouped(self.local, tokens, counts) * weight
+            out = out + made.to(out.dtype)
         return out
 
 
@@ -246,41 +237,37 @@ class Experts:
         # Shares of the same tokens are taken of what is the same; all else that ranks do with them differs.
         within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
         for axis in within:
-            tokens, ids, weights = routed
-            routed = _Routed(layouts.entered(tokens, axis, 0), ids, layouts.entered(weights, axis, 2))
+            tokens = layouts.entered(routed.tokens, axis, 0)
+            routed = routed._replace(tokens=tokens, weights=layouts.entered(routed.weights, axis, 2))
+        mesh, shared = layouts.mesh, self.axis in layouts.axes
         if routed.tokens.is_meta:
             out = torch.empty_like(routed.tokens)
-            if experts is not None:
-                shared = self.axis in layouts.axes
-                ranks = axis_size(layouts.mesh, self.axis)
-                layouts.received(_most_bytes(routed, ranks, shared) if self.dispatch or not shared else 0)
+            if experts and (self.dispatch or not shared):
+                layouts.received(_most_bytes(routed, collectives.axis_size(mesh, self.axis), shared))
         else:
-            mesh, shared = layouts.mesh, self.axis in layouts.axes
             assert not isinstance(mesh, MeshSpec)
-            here = _Here(own, local, self.grouped, others, mesh, self.axis, experts or 0)
+            here = _Here(own, local, self.grouped, others, mesh, self.axis, experts)
             flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
-            made = self._all_here(flat, here) if experts is None else self._computed(flat, here, shared)
-            out = made.view(routed.tokens.shape)
+            out = self._computed(flat, here, shared).view(routed.tokens.shape)
         for axis in within:
-            out, ranks = psum(out, layouts.mesh, axis), axis_size(layouts.mesh, axis)
+            out, ranks = collectives.psum(out, layouts.mesh, axis), collectives.axis_size(layouts.mesh, axis)
             layouts.received(2 * (ranks - 1) * out.numel() * out.element_size() // ranks)
         return out
 
-    def _all_here(self, routed: _Routed, here: _Here) -> Tensor:
-        """Tokens [n, c] through experts that are all on this rank."""
-        if self.axis in mapped_axes() and self.grouped is None:
-            raise ShardError(
-                f"vmap: samples lie on '{self.axis}', and weights of experts are whole for each: the module's own "
-                f"forward may know the number of experts of one rank only. Give Experts(grouped=...), or keep "
-                f"'{self.axis}' out of Policy.batch"
-            )
-        if self.grouped is not None and _fixed_sizes():
-            return here.each_of_all(routed, torch.arange(here.count, device=routed.ids.device))
-        return here.chosen(routed)
-
     def _computed(self, routed: _Routed, here: _Here, shared: bool) -> Tensor:
         """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
-        if _fixed_sizes():
+        fixed = has_no_memory() or simulated() or vmap_depth() > 0  # no size may depend on values
+        if not here.experts:
+            if self.axis in mapped_axes() and self.grouped is None:
+                raise ShardError(
+                    f"vmap: samples lie on '{self.axis}', and weights of experts are whole for each: the module's own "
+                    f"forward may know the number of experts of one rank only. Give Experts(grouped=...), or keep "
+                    f"'{self.axis}' out of Policy.batch"
+                )
+            if fixed and self.grouped is not None:
+                return here.each_of_all(routed, torch.arange(here.count, device=routed.ids.device))
+            return here.chosen(routed)
+        if fixed:
             return here.without_sizes(routed, shared, self.dispatch)
         if not shared:
             return here.dispatched(routed)
@@ -288,11 +275,6 @@ class Experts:
             return here.dispatched_shares(routed)
         here.refuse(here.wrong(routed.ids))
         return here.of_tokens(routed)
-
-
-def _fixed_sizes() -> bool:
-    """Whether no size may depend on values: in a graph, a simulation, a `vmap`."""
-    return has_no_memory() or simulated() or vmap_depth() > 0
 
 
 def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Routed, tuple[Any, ...]]:
@@ -334,8 +316,8 @@ def _most_bytes(routed: _Routed, ranks: int, shared: bool) -> int:
     return received
 
 
-def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int | None:
-    """How many experts there are over all ranks of the axis; None when each rank has all of them.
+def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int:
+    """How many experts there are over all ranks of the axis; 0 when each rank has all of them.
 
     Raises:
         ShardError: not all parameters are split by number of experts, or only some within them.
@@ -349,9 +331,9 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
                 f"Experts: '{whole[0].name}' is whole over '{other}', and others of its module are split; what it adds "
                 f"would count once a rank. Split all of them over '{other}' or none"
             )
-    if not split or axis_size(layouts.mesh, axis) == 1:
-        return None
-    experts, size = split[0].shape[0], axis_size(layouts.mesh, axis)
+    if not split or (size := collectives.axis_size(layouts.mesh, axis)) == 1:
+        return 0
+    experts = split[0].shape[0]
     for attribute, layout in layouts.items():
         if axis not in layout.model_axes(0) or not len(local[attribute]) * size == layout.shape[0] == experts:
             raise ShardError(
@@ -374,7 +356,7 @@ def identity_expert(
     own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
 ) -> Tensor:
     """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
-    return x / axis_size(layouts.mesh, axis)
+    return x / collectives.axis_size(layouts.mesh, axis)
 
 
 def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -420,5 +402,5 @@ def tensor_parallel_experts(
     out = or_without_data(_probed, own, *args, **kwargs)
     for axis in layouts.axes:
         layouts.require(out, axis, SUM)
-        out = psum(out, layouts.mesh, axis)
+        out = collectives.psum(out, layouts.mesh, axis)
     return out

@@ -1,64 +1,192 @@
-"""Which steps `Policy.acts` needs where, found by a run without data; see [Note: steps] in wiring.py. Layer 4."""
+"""What a run without data follows between modules: what collectives make of parts, and which steps it takes. Layer 4.
 
-from collections.abc import Callable, Collection
+`TracedAxes` has what forwards do between the parts of ranks. `Flow` finds where `Policy.acts` needs values sliced or
+gathered, see [Note: steps] in wiring.py.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.core.compute_axes import Adjustments, Step
+from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.core.dropout import axes_of_dims
-from shardfn.core.engine.binding import Forward
 from shardfn.core.engine.paired import local_of
-from shardfn.core.engine.tags import BY_ACTS, Tag
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError
+from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import OUT_DIM, class_name
+from shardfn.core.parts import BY_ACTS, Part, Tag
 from shardfn.core.plan import Plan
 from shardfn.core.spec import parse
-from shardfn.core.traced_axes import TracedAxes
 from shardfn.core.wiring import Around, boundaries, is_split, stepping
 
 _OF_A_CALL = ("inputs", "outputs", "scattered", "in_shares", "may_scatter")  # what is decided anew in each
 _LISTS = {class_name(nn.ModuleList), class_name(nn.ModuleDict)}  # which are not called
 
 
+class TracedAxes(ComputeAxes):
+    """Tells `Variance` what the collectives did, and refuses values that are not what they need."""
+
+    follows = True
+
+    def __init__(
+        self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], variance: Variance
+    ) -> None:
+        super().__init__(mesh, sizes, coords)
+        self._variance, self._part = variance, variance.part
+        self.bytes_moved = 0  # received by each rank in a forward and a backward
+        self._not_ready: dict[tuple[str, str], list[Tensor]] = {}  # by module and axis: inputs that came unvaried
+
+    def entered(self, x: Tensor, axis: str, reader: str) -> Tensor:
+        """As in a real call; an input that is split already is refused."""
+        part = self._part(x, axis)
+        if part is None or part.kind == "same":
+            return self.varied_once(x, axis, reader)
+        why = f" ({part.why})" if part.why else ""
+        what = f"an input that is already split over '{axis}' meets a weight that splits its output over it{why}"
+        self._variance.refuse(what, "rules", x)
+        return x
+
+    def varied_once(self, x: Tensor, axis: str, reader: str) -> Tensor:
+        """Whether it varied before is seen here, and noted."""
+        if self._part(x, axis) is None:
+            self._not_ready.setdefault((reader, axis), []).append(x)
+            return self.vary(x, axis)
+        self._variance.found |= Adjustments(ready={(reader, axis)})
+        return x
+
+    def own(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
+        """As in a real call; an input that is neither whole nor the wanted part is refused."""
+        part = self._part(x, axis)
+        size = sum(outer * inner for outer, inner in wanted.runs)
+        if x.shape[wanted.dim] == size * self.sizes[axis]:
+            if part is None:
+                self._not_ready.setdefault((path, axis), []).append(x)
+            elif part.kind == "same":
+                self._variance.found |= Adjustments(ready={(path, axis)})
+            else:  # a sum, maybe, that the next run has added up
+                self._variance.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
+            return self._taken(x, axis, wanted, part is not None or (path, axis) in self.adjust.ready)
+        if x.shape[wanted.dim] == size:
+            self.require(x, axis, wanted)
+        return x
+
+    def agree(self) -> None:
+        """The run ends: all calls of a module get inputs that were varied before, or none does."""
+        for (path, axis), inputs in self._not_ready.items():
+            for x in inputs if (path, axis) in self._variance.found.ready else ():
+                self._variance.require_varied(x, axis, path)
+
+    def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str) -> Any:
+        """As in a real call; a leaf that is no sum in this call is refused."""
+        x = leaves[at] if at < len(leaves) else None
+        if not isinstance(x, Tensor) or (part := self._part(x, axis)) is None or part.kind in ("same", "split"):
+            self._variance.refuse(
+                f"output {at} is a sum over '{axis}' that is still pending in one call, and in another one it is not: "
+                f"write sf.collectives.psum(x, mesh, '{axis}') where it is one",
+                "gradient",
+            )
+        elif part.kind == "lost":
+            what = f"output {at} is a sum over '{axis}' in one call, and in another one it cannot be told: {part.why}"
+            self._variance.refuse(what, "whole", x)
+        return super().leaf_total(leaves, at, axis, path)
+
+    # -- what was done ------------------------------------------------------------------------------------------------
+
+    def hidden(self) -> AbstractContextManager[Any]:
+        """Operations within are not the model's own."""
+        return self._variance.hidden()
+
+    @contextmanager
+    def seen_from(self, sources: Mapping[str, Any], but: Collection[str]) -> Iterator[None]:
+        """As in a real call."""
+        variance, before = self._variance, list[tuple[Tensor, frozenset[str]]]()
+        for source, x in sources.items():
+            if isinstance(x, Tensor) and x.requires_grad and not variance.tag(x).sources & set(but):
+                before.append((x, variance.tag(x).sources))
+                self.note_source(x, source)
+        try:
+            yield
+        finally:
+            for x, own in reversed(before):
+                variance.mark(x, replace(variance.tag(x), sources=own))
+
+    def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
+        """What x is over an axis; one process has `of` in its place."""
+        tag = self._variance.tag(x)
+        parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
+        self._variance.mark(x, replace(tag, parts=parts))
+        return x if of is None else self._variance.beside(x, of)
+
+    def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
+        """Where a module's output comes from."""
+        if isinstance(out, Tensor):
+            tag = self._variance.tag(out)
+            added = frozenset([split_by]) if split_by is not None else frozenset()
+            self._variance.mark(out, replace(tag, sources=frozenset([source]), split_by=tag.split_by | added))
+        return out
+
+    def note_acts(self, x: Tensor, path: str) -> Tensor:
+        """An entry of `Policy.acts` splits x."""
+        self._variance.mark(x, replace(self._variance.tag(x), split_by=frozenset([f"{BY_ACTS}{path}"])))
+        return x
+
+    def require(self, x: Tensor, axis: str, wanted: Part) -> None:
+        """An x that is something else over an axis is refused."""
+        part = self._part(x, axis)
+        if part != wanted:
+            self._variance.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
+
+    def require_whole(self, x: Tensor, axis: str, what: str) -> None:
+        """An x that is not the same on all ranks of an axis is refused."""
+        part = self._part(x, axis)
+        if part is not None and part.kind != "same":
+            why = f" ({part.why})" if part.why else ""
+            self._variance.refuse(f"{what} differ over '{axis}', as a {part.kind} value{why}", "whole", x)
+
+    def received(self, count: int) -> None:
+        """Bytes that a rank receives in a forward and its backward."""
+        self.bytes_moved += count
+
+    def _count(self, x: Tensor, axis: str, parts: int) -> None:
+        size, own = self.sizes[axis], local_of(x)
+        self.bytes_moved += parts * (size - 1) * own.numel() * own.element_size() // size
+
+
 @dataclass
 class _Call:
-    """A call of a module, and the sizes of what it has gathered, by axis and dim."""
+    """A call of a module, the entry of `acts` that it computes by, and the sizes of what it has gathered."""
 
     path: str
-    sizes: dict[tuple[str, int], int] = field(default_factory=dict)
+    rule: str | None
+    sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # by axis and dim
 
 
 class Flow:
     """Decides, in a run without data, which steps the inputs and outputs of modules need; see [Note: steps]."""
 
-    def __init__(
-        self, plan: Plan, variance: Variance, axes: TracedAxes, adjust: Adjustments, several: bool = True
-    ) -> None:
+    def __init__(self, plan: Plan, variance: Variance, axes: TracedAxes, adjust: Adjustments, several: bool) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""
         self._plan, self._variance, self._axes, self._adjust, self._several = plan, variance, axes, adjust, several
         self._part, self._rules = variance.part, boundaries(plan)
         if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
             self._rules = {}
         if self._rules:
-            axes.scatters, variance.needs_whole = self._scatters, self.needs_whole
+            axes.scatters, variance.worlds.needs_whole = self._scatters, self.needs_whole
         self._split, self._linears = self._split_modules()
-        columns = {path for path in self._split if self._linears.get(path) != "row"}
-        self._entries = (
-            {path.rpartition(".")[0] for path in columns} - self._rules.keys() | self._split | adjust.entries
-        )
-        self._regions: list[str] = []  # the entries of `acts` whose modules are running
-        self._calls: list[_Call] = []
+        above = {path.rpartition(".")[0] for path in self._split if self._linears.get(path) != "row"}
+        self._entries = above - self._rules.keys() | self._split | adjust.entries
+        self._calls: list[_Call] = []  # that are running
         self._decided: dict[tuple[str, str], frozenset[Step]] = {}
         self._beside: set[str] = set()  # modules of acts with whole inputs as long as the one that is split
         self._sources: dict[str, set[str]] = {}  # where `acts` splits what modules are given
         self._last = ""  # the last module of `acts` that has ended
-        self._structures: dict[str, tuple[tuple[str, str], ...]] = {}
-        self._classes = {module.name: frozenset(module.classes) for module in plan.info.modules}
 
     def _split_modules(self) -> tuple[set[str], dict[str, str]]:
         """Those that compute with split weights, but for tables; of linears, whether they are row-parallel only."""
@@ -81,28 +209,17 @@ class Flow:
     def around(self) -> dict[str, Around]:
         """Module path -> what finds and takes its steps."""
         paths = self._entries | self._rules.keys() if self._rules else ()
-        return {path: self._around(path) for path in paths}
-
-    def _around(self, path: str) -> Around:
-        inputs, outputs = (partial(self._of_rank, decide, path) for decide in (self._inputs, self._outputs))
-        takes = stepping(self._axes, inputs, outputs)
-
-        def around(inner: Forward) -> Forward:
-            def within(*args: Any, **kwargs: Any) -> Any:
-                if path not in self._rules or path in self._adjust.entries:
-                    return inner(*args, **kwargs)
-                self._regions.append(self._rules[path])
-                out = inner(*args, **kwargs)
-                self._regions.pop()
-                return out
-
-            return takes(within)
-
-        return around
+        both = self._inputs, self._outputs
+        return {path: stepping(self._axes, *(partial(self._of_rank, of, path) for of in both)) for path in paths}
 
     def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str, leaves: list[Any]) -> list[Step]:
         with self._variance.hidden():  # sizes are those of a rank
             return steps(path, leaves)
+
+    @property
+    def _region(self) -> str | None:
+        """The entry of the innermost module of acts that is running."""
+        return next((call.rule for call in reversed(self._calls) if call.rule is not None), None)
 
     def _inputs(self, path: str, leaves: list[Any]) -> list[Step]:
         asked = self._asked(path, leaves) if path not in self._adjust.entries else []  # it computes with whole values
@@ -111,10 +228,11 @@ class Flow:
             self._beside.add(path)
         asked = asked + more if path in self._adjust.several else asked
         found = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
-        call = _Call(path)
+        call = _Call(path, self._rules.get(path) if path not in self._adjust.entries else None)
         self._sources.setdefault(path, set()).update(*(self._variance.tag(x).by_acts for _, x in _floats(leaves)))
         if path in self._entries:
-            how = "gather" if self._in_shares(path) else "join"
+            # What is used in shares only: by a linear, or as a run before has seen.
+            how = "gather" if path in self._linears or path in self._adjust.in_shares else "join"
             for at, x in _floats(leaves):
                 tag = self._variance.tag(x)
                 for axis, part in tag.parts.items() if tag.by_acts else ():
@@ -131,7 +249,7 @@ class Flow:
         if path in self._rules:
             found = self._ending(path, leaves)
             self._last = path
-        elif path not in self._linears and self._regions:
+        elif path not in self._linears and self._region is not None:
             for at, x in _floats(leaves):
                 for (axis, dim), size in call.sizes.items():
                     if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
@@ -148,7 +266,8 @@ class Flow:
             if path in self._adjust.whole:
                 found += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
             elif part is not None and part.split:
-                self._variance.mark(leaves[at], _marked(self._variance.tag(leaves[at]), path))
+                known = self._variance.tag(leaves[at])
+                self._variance.mark(leaves[at], Tag(known.parts, known.wants, split_by=frozenset([f"{BY_ACTS}{path}"])))
             elif step := self._slice(path, at, axis, dim, leaves):
                 found.append(step)
         return found
@@ -159,8 +278,7 @@ class Flow:
             return []
         optional = {axis for f in parse(self._rules[path]).factors if f.optional for axis in f.axes}
         for at, x in _floats(leaves):
-            split = self._split_dims(self._rules[path], x)
-            if split is not None:
+            if (split := self._split_dims(self._rules[path], x)) is not None:
                 return [
                     (at, axis, dim)
                     for dim, axes in enumerate(split)
@@ -205,19 +323,13 @@ class Flow:
         if part is not None and part.kind != "same":
             return None
         if size % ranks:
+            near = self._rules.get(path) or self._region or next(iter(self._rules.values()))
             raise ShardError(
-                f"apply: Policy.acts splits dim {dim} at {path!r} by '{self._rule_near(path)}', {size} over "
+                f"apply: Policy.acts splits dim {dim} at {path!r} by '{near}', {size} over "
                 f"{axis}={ranks}, {size} % {ranks} = {size % ranks}. Pad the batch to a multiple, or write "
                 f"'@{axis}?' to leave such inputs whole."
             )
         return Step(path, at, axis, dim, "slice" if part is None else "own")
-
-    def _rule_near(self, path: str) -> str:
-        return self._rules.get(path) or (self._regions[-1] if self._regions else next(iter(self._rules.values())))
-
-    def _in_shares(self, path: str) -> bool:
-        """Whether what is gathered for a module is used in shares only: by a linear, or as a run before has seen."""
-        return path in self._linears or path in self._adjust.in_shares
 
     def _may_scatter(self, path: str, x: Tensor, axis: str, dim: int) -> None:
         """Note what a second run may try."""
@@ -231,8 +343,9 @@ class Flow:
         if path in self._adjust.whole:
             return None
         inside = any(call.sizes for call in self._calls if call.path != path)
-        if not known and (path in self._rules or (self._regions and not inside)):
-            split = self._split_dims(self._rules.get(path) or self._regions[-1], x) or []
+        rule = self._rules.get(path) or (self._region if not inside else None)
+        if not known and rule is not None:
+            split = self._split_dims(rule, x) or []
             ranks = self._plan.axes[axis]
             known = [dim for dim, axes in enumerate(split) if axis in axes and x.shape[dim] % ranks == 0]
         if not known:
@@ -256,10 +369,9 @@ class Flow:
         same = self._structure(region)  # it will be found in each layer alike
         alike = {rule for rule in self._rules if self._structure(rule) == same}
         child = self._child(region, path)
-        inside = {f"{rule}{child}" for rule in alike}
         if not child and self._several and region in self._beside and not alike <= self._adjust.several:
             self._variance.found |= Adjustments(several=alike)
-        elif new := inside - self._adjust.entries or alike - self._adjust.entries:
+        elif new := {f"{rule}{child}" for rule in alike} - self._adjust.entries or alike - self._adjust.entries:
             self._variance.found |= Adjustments(entries=new)
         else:
             self._variance.found |= Adjustments(whole=set(sources))
@@ -269,19 +381,18 @@ class Flow:
         names = path[len(region) :].split(".")
         for end in range(2, len(names)):
             child = ".".join(names[:end])
-            if not _LISTS & self._classes.get(f"{region}{child}", frozenset()):
+            module = self._plan.info.module(f"{region}{child}")
+            if module is None or not _LISTS.intersection(module.classes):
                 return child
         return ".".join(names)
 
     def _structure(self, rule: str) -> tuple[tuple[str, str], ...]:
         """The classes of the modules of an entry, by their paths in it."""
-        if rule not in self._structures:
-            self._structures[rule] = tuple(
-                (module.name[len(rule) :], module.classes[0])
-                for module in self._plan.info.modules
-                if module.name == rule or module.name.startswith(f"{rule}.")
-            )
-        return self._structures[rule]
+        return tuple(
+            (module.name[len(rule) :], module.classes[0])
+            for module in self._plan.info.modules
+            if module.name == rule or module.name.startswith(f"{rule}.")
+        )
 
     def _has_news(self) -> bool:
         """Whether another run has more to leave whole than this one."""
@@ -305,8 +416,9 @@ class Flow:
             )
             self._not_both(path)
         self._variance.found |= Adjustments(inputs=own) if side == "inputs" else Adjustments(outputs=own)
-        for step in steps:
-            if step.how == "join" and side == "inputs" and self._only_linears(path):
+        if side == "inputs" and any(step.how == "join" for step in steps):
+            children = {other for other in self._split if other.rpartition(".")[0] == path}
+            if children and children <= self._linears.keys() and path not in self._split:
                 self._variance.found |= Adjustments(in_shares={path})
 
     def _not_both(self, path: str) -> None:
@@ -318,14 +430,22 @@ class Flow:
             more = sources - self._adjust.whole
             self._variance.found |= Adjustments(whole=more) if more else Adjustments(whole={path}, entries={path})
 
-    def _only_linears(self, path: str) -> bool:
-        children = [other for other in self._split if other.rpartition(".")[0] == path]
-        return path not in self._split and bool(children) and all(other in self._linears for other in children)
-
 
 def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:
     return [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _marked(tag: Tag, path: str) -> Tag:
-    return Tag(tag.parts, tag.wants, frozenset(), frozenset([f"{BY_ACTS}{path}"]))
+def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
+    """Why an input of the right size is not what a row-parallel weight needs."""
+    if part is None:
+        return (
+            f"its input of {x.shape[wanted.dim]} features is the same on all ranks of '{axis}', and its weight is split"
+        )
+    if part.kind == "lost":
+        return f"it cannot be told which part over '{axis}' its input is: {part.why}"
+    if part.kind == "sum":
+        return f"its input is a sum over '{axis}' that is still pending"
+    return (
+        f"its input has dim {part.dim} split over '{axis}' in pieces {part.runs}, and its weight needs dim "
+        f"{wanted.dim} in {wanted.runs}"
+    )

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
-from shardfn.core.context import holding
 from shardfn.core.errors import ShardError
 from shardfn.core.tree import data_axes_of, has_parts, watched_parts
-from shardfn.core.underway import losses_over
+from shardfn.core.underway import holding, losses_over
 
-_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+LIBRARIES = _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 # What was watched, once, since every operation pays for it: by code, which functions made again and again share.

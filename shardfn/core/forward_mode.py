@@ -7,47 +7,46 @@ on CPUs have no forward mode, of their gradient or at all, or no gradient of it.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-from inspect import isfunction, signature
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from shardfn._torch import function_modes
 from shardfn.core.errors import ShardError
-
-_ACTIVE: "ContextVar[ByFormulas | None]" = ContextVar("by formulas", default=None)
 
 
 def as_now() -> AbstractContextManager[Any]:
     """For what is computed again later: the formulas, if they are in force now."""
-    return _ACTIVE.get() or nullcontext()
+    return next((mode for mode in reversed(function_modes()) if isinstance(mode, ByFormulas)), nullcontext())
 
 
 class ByFormulas(TorchFunctionMode):
-    """Within it these functions are made of others: `FORWARD_MODE`, `FORWARD_MODE_DIFFERENTIATED` or `MAPPED`."""
+    """Within it these functions are made of others: those in `FORWARD_MODE`, `MAPPED`, ..."""
 
     def __init__(self, formulas: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._formulas = formulas
-        self._tokens: list[Any] = []
-
-    def __enter__(self) -> "ByFormulas":
-        self._tokens.append(_ACTIVE.set(self))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        _ACTIVE.reset(self._tokens.pop())
-        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, out = kwargs or {}, NotImplemented
         if func in self._formulas:
-            given = dict(zip(_NAMES[func], args, strict=False)) | kwargs
+            given = dict(zip(_names(func), args, strict=False)) | kwargs
             out = self._formulas[func](**{name: value for name, value in given.items() if value is not None})
         return func(*args, **kwargs) if out is NotImplemented else out
+
+
+@cache
+def _names(func: Callable[..., Any]) -> Sequence[str]:
+    """The names of what a function of torch is given."""
+    if func is F.scaled_dot_product_attention:  # written in C++, which does not say
+        return "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+    return list(signature(func).parameters)
 
 
 # Formulas, for what torch's functions are given, by the names that it has there, without what is None.
@@ -128,36 +127,18 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, 
     return input / square.clamp_min(eps**2).sqrt()
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if dropout_p:
-        return NotImplemented
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
+    blind = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-        rows = attn_mask.any(-1, keepdim=True)  # torch gives zeros where nothing is seen
-        return torch.where(rows, scores, 0).softmax(-1).masked_fill(~rows, 0) @ value
-    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
+        blind = ~attn_mask.any(-1, keepdim=True)  # torch gives zeros, whose derivative has no derivative
+        attn_mask = attn_mask | blind
+    with sdpa_kernel(SDPBackend.MATH):  # made of operations that have derivatives of all orders
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask, **others)
+    return out if blind is None else out.masked_fill(blind, 0)
 
 
-MAPPED: dict[Any, Callable[..., Any]] = {
-    F.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
-}
-FORWARD_MODE = {
+MAPPED = {F.layer_norm: _layer_norm, F.instance_norm: _instance_norm, F.batch_norm: _batch_norm}
+FORWARD_MODE: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     F.instance_norm: _instance_norm,
     F.mse_loss: _mse_loss,
@@ -168,5 +149,3 @@ FORWARD_MODE = {
     F.scaled_dot_product_attention: _attention,
 }
 FORWARD_MODE_DIFFERENTIATED = FORWARD_MODE | {F.batch_norm: _batch_norm_in_forward_mode}
-_NAMES = {func: tuple(signature(func).parameters) for func in FORWARD_MODE_DIFFERENTIATED if isfunction(func)}
-_NAMES[F.scaled_dot_product_attention] = tuple(signature(_attention).parameters)  # written in C++, which does not say

@@ -5,8 +5,6 @@ that `shard` begins with in `initialize`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,32 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfn._torch import in_transform, innermost_value, materialized, unwrap_local, wrap_local
-from shardfn.core.buckets import (
-    BucketOnGrid,
-    GatherBucket,
-    empty_shards,
-    gather_leaves,
-    in_front,
-    in_layout,
-    leaf_spec,
-    new_buffers,
-)
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, empty_shards, gather_leaves, in_front, in_layout, leaf_spec
+from shardfn.core.collectives import all_gather, all_gather_invariant, all_to_all, psum, psum_scatter, shard_slice
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.initialize import NewTree, shard_own
-from shardfn.core.layout import Layout, compute_view_shape, from_compute_view, from_leaves, local_slice
-from shardfn.core.mesh import Grid, axes_of, grid, per_rank
-from shardfn.core.pattern import first_match
-from shardfn.core.plan import Bucket, Plan, decide, replace_units
-from shardfn.core.policy import Policy
-from shardfn.core.relayout import relayout
-from shardfn.core.storage import portions
-from shardfn.core.tree import Params
+from shardfn.core.initialize import NewTree, Origin, shard_own
+from shardfn.core.layout import Layout, compute_view, compute_view_shape, from_compute_view, own_parts
+from shardfn.core.mesh import Grid, axes_of, grid
+from shardfn.core.plan import Bucket, Plan
+from shardfn.core.planning import decide, replace_units
+from shardfn.core.policy import Policy, first_match, is_batch_axis
+from shardfn.core.spec import Spec, parse, unknown_axes
+from shardfn.core.storage import FreshBuffers, portions
+from shardfn.core.tree import Params, watch_optimizers
 from shardfn.core.underway import is_differentiated, note_tree
 
 _MAX_BUCKET_BYTES = 64 * 2**20
+
+Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes
 
 
 def shard(
@@ -86,36 +77,14 @@ def shard(
         given = (x for x in model.values() if isinstance(x, Tensor))
         instead = "Shard a tree outside, and put what is made of it into sf.tree.map(fn, params)"
         _refuse_differentiated("shard", given, instead)
-    _watch_optimizers()
-    return shard_own(model, mesh, policy, init=init, src=src, alike=True)
+    watch_optimizers()
+    return shard_own(Origin(model, init, src), mesh, policy, alike=True)
 
 
 def _refuse_differentiated(what: str, tensors: Iterable[Tensor], instead: str) -> None:
     if is_differentiated(tensors):
-        raise ShardError(
-            f"{what} has no derivative, and the loss or transform around it asks for one of these tensors. {instead}"
-        )
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_idle)
-
-
-def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Leaves ask for no gradient: an optimizer of torch that has them gets none, and would train nothing."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(callable, (*args[1:], *kwargs.values()))) and held and all(map(_is_idle, held)):
-        name = type(optimizer).__name__
-        raise ShardError(
-            f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "
-            f"returns gradients: give them to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
-        )
-
-
-def _is_idle(leaf: Tensor) -> bool:
-    leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
-    return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
+        asks = "the loss or transform around it asks for one of these tensors"
+        raise ShardError(f"{what} has no derivative, and {asks}. {instead}")
 
 
 def gather(
@@ -159,19 +128,17 @@ def gather(
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
     layouts = _selected(tree, names)
     note_tree(tree)
+    leaves = {leaf.name: tree[leaf.name] for layout in layouts for leaf in layout.leaves}
     if to != "all":
-        leaves = (tree[leaf.name] for layout in layouts for leaf in layout.leaves)
         instead = "Write sf.gather(params), and .cpu() of what it returns; or torch.no_grad() around it, to have values"
-        _refuse_differentiated(f"gather(to={to!r})", leaves, f"{instead} alone")
-    places = grid(tree.mesh, tree.plan.roles.storage)
-    for layout in layouts:
-        for leaf in layout.leaves:
-            _require_reduced("gather", leaf.name, tree[leaf.name])
-    keep = to != "rank0" or dist.get_rank() == places.ranks()[0]
+        _refuse_differentiated(f"gather(to={to!r})", leaves.values(), f"{instead} alone")
+    for name, leaf in leaves.items():
+        require_reduced("gather", name, leaf)
+    keep = to != "rank0" or dist.get_rank() == grid(tree.mesh, tree.plan.roles.storage).ranks()[0]
     out: dict[str, Tensor] = {}
-    for layout, wholes in _gathered(tree, layouts, places, 0 if to != "all" else _MAX_BUCKET_BYTES):
+    for layout, wholes in _gathered(tree, layouts, 0 if to != "all" else _MAX_BUCKET_BYTES):
         if keep:
-            full = from_leaves(layout, wholes)
+            full = compute_view(layout, wholes)
             full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
             out[layout.name] = full if to == "all" else full.detach().cpu()
     first = tree.plan.canonical
@@ -179,19 +146,17 @@ def gather(
     return {name: out[first[name]] for name in order if first.get(name) in out}
 
 
-def _gathered(
-    tree: Params, layouts: Sequence[Layout], places: Grid, limit: int = _MAX_BUCKET_BYTES
-) -> Iterator[tuple[Layout, list[Tensor]]]:
+def _gathered(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterator[tuple[Layout, list[Tensor]]]:
     """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
     for group in portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
         names = [leaf.name for layout in group for leaf in layout.leaves]
-        wholes = dict(zip(names, _gather_whole(tree, names, places), strict=True))
+        wholes = dict(zip(names, _gather_whole(tree, names), strict=True))
         yield from ((layout, [wholes[leaf.name] for leaf in layout.leaves]) for layout in group)
 
 
-def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tensor]:
+def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
-    plan_ = tree.plan
+    plan_, places = tree.plan, grid(tree.mesh, tree.plan.roles.storage)
     alike: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
     for name in names:
         _, leaf = plan_.leaves[name]
@@ -205,7 +170,7 @@ def _gather_whole(tree: Params, names: Sequence[str], places: Grid) -> list[Tens
     out: dict[str, Tensor] = {}
     for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", tuple(members), data, dtype), new_buffers(places))
+        spot = BucketOnGrid(plan_, places, Bucket("", tuple(members), data, dtype), FreshBuffers(places.device))
         gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
         wholes = _OverCompute.apply(True, spot, compute, *gathered) if compute else gathered
@@ -227,13 +192,8 @@ class _OverCompute(torch.autograd.Function):
         if gathers:
             wholes = gather_leaves(spot.leaves, tensors, axes, spot.grid, undone=spot.bucket.axes)
             return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
-
-        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            pairs = zip(spot.leaves, given, strict=True)
-            parts = (local_slice(leaf, whole, spot.grid.sizes, coords, axes) for leaf, whole in pairs)
-            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
-
-        return tuple(per_rank(spot.grid, cut, tensors))
+        parts = own_parts(spot.leaves, tensors, spot.grid, axes)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -260,13 +220,12 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     if names is None:
         return held
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    named = [x.names for x in held]
+    named = [name for layout in held for name in layout.names]
     for pattern in wanted:
-        if first_match([pattern], chain.from_iterable(named)) is None:
-            raise KeyError(
-                f"gather: {pattern!r} matches no parameter; there are {', '.join(x.name for x in held[:4])}, ..."
-            )
-    return [x for x, names in zip(held, named, strict=True) if first_match(wanted, names) is not None]
+        if first_match([pattern], named) is None:
+            some = ", ".join(layout.name for layout in held[:4])
+            raise KeyError(f"gather: {pattern!r} matches no parameter; there are {some}, ...")
+    return [layout for layout in held if first_match(wanted, layout.names) is not None]
 
 
 def _require_params(verb: str, tree: object) -> Params:
@@ -275,7 +234,12 @@ def _require_params(verb: str, tree: object) -> Params:
     return tree
 
 
-def _require_reduced(verb: str, name: str, leaf: Tensor) -> None:
+def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
+    """A leaf is no pending sum.
+
+    Raises:
+        ShardError: it is.
+    """
     if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
         raise ShardError(
             f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through "
@@ -318,12 +282,11 @@ def reduce_grads(
     if op not in ("mean", "sum"):
         raise ValueError(f"reduce_grads(op={op!r}): 'mean' or 'sum'")
     if like is None and not isinstance(grads, Params):
-        raise TypeError(
-            "reduce_grads: a plain mapping of local tensors needs like=params, the tree they are gradients of"
-        )
+        missing = "like=params, the tree they are gradients of"
+        raise TypeError(f"reduce_grads: a plain mapping of local tensors needs {missing}")
     owner = like if like is not None else _require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
-    pending, done = _sort_grads(grads, owner, places)
+    pending, done = _sorted(grads, owner, places)
     if pending:
         instead = "Have gradients reduced as they are made, which has one: sf.grad(loss_fn), without reduce=None"
         _refuse_differentiated("reduce_grads", grads.values(), instead)
@@ -333,16 +296,14 @@ def reduce_grads(
         if grad.dtype == torch.bool:
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, which cannot be added")
     for bucket in plan_.buckets_in({name: grad.dtype for name, grad in pending.items()}):
-        names, spot = bucket.leaves, BucketOnGrid(plan_, places, bucket, new_buffers(places))
+        names, spot = bucket.leaves, BucketOnGrid(plan_, places, bucket, FreshBuffers(places.device))
         reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
         done |= {n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
     leaves = {name: done[name] for name in plan_.leaves if name in done}
     return Params(leaves, plan_.with_reduction("mean"), owner.mesh, owner.buffers)
 
 
-def _sort_grads(
-    grads: Mapping[str, Tensor], owner: Params, places: Grid
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _sorted(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
     plan_ = owner.plan
     was_pending = isinstance(grads, Params) and grads.plan.reduction is None
@@ -350,10 +311,8 @@ def _sort_grads(
     done: dict[str, Tensor] = {}
     for name, grad in grads.items():
         if not isinstance(grad, Tensor):
-            raise TypeError(
-                f"reduce_grads: '{name}' holds {type(grad).__name__}, not a tensor; leave parameters without a "
-                "gradient out"
-            )
+            why = f"'{name}' holds {type(grad).__name__}, not a tensor"
+            raise TypeError(f"reduce_grads: {why}; leave parameters without a gradient out")
         if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
             raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
@@ -362,15 +321,13 @@ def _sort_grads(
             continue
         layout = plan_.layout_of(name)
         if layout.leaves[0].name in pending:
-            raise ShardError(
-                f"reduce_grads: '{name}' and another name of the same parameter are both given; add them under one"
-            )
+            why = f"'{name}' and another name of the same parameter are both given"
+            raise ShardError(f"reduce_grads: {why}; add them under one")
         wanted = compute_view_shape(layout, plan_.gathered_axes(layout), places.sizes)
         if grad.shape != wanted:
-            raise ShardError(
-                f"reduce_grads: '{layout.name}' has a gradient of shape {tuple(grad.shape)}; a pending gradient is "
-                f"whole over the data axes and split over the compute axes by '{layout.rule}': {wanted}"
-            )
+            have = f"'{layout.name}' has a gradient of shape {tuple(grad.shape)}"
+            need = f"whole over the data axes and split over the compute axes by '{layout.rule}': {wanted}"
+            raise ShardError(f"reduce_grads: {have}; a pending gradient is {need}")
         parts = from_compute_view(layout, grad, plan_.gathered_axes(layout), places.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
@@ -384,11 +341,11 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
     """
     reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
     split = any(places.sizes[axis] > 1 for axis in owner.plan.roles.data)
-    for spec, answer in ((reduced, False), (pending, True)):
-        if grad.placements == spec.placements and grad.shape == spec.shape:
-            if not answer and split and was_pending and owner.plan.leaves[name][0].trainable:
-                break
-            return answer
+    is_reduced, is_pending = (grad.placements == x.placements and grad.shape == x.shape for x in (reduced, pending))
+    if is_reduced and not (split and was_pending and owner.plan.leaves[name][0].trainable):
+        return False
+    if is_pending and not is_reduced:
+        return True
     if was_pending:
         raise ShardError(
             f"reduce_grads: '{name}' is no pending sum any more, its placements are {grad.placements}: torch reduces "
@@ -434,64 +391,47 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     backward so are their gradients.
     """
     if isinstance(to, str):
-        return relayout(x, to, mesh)
+        return _relayout(x, to, mesh)
     tree = _require_params("reshard", x)
     if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
         raise _reshards_in_transform()
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
-    target_mesh = mesh if mesh is not None else tree.mesh
-    made = _target_plan(tree, to, target_mesh)
-    if target_mesh is not tree.mesh:
-        _require_same_ranks(tree.mesh, target_mesh)
+    mesh = mesh if mesh is not None else tree.mesh
+    made = _target_plan(tree, to, mesh)
+    if mesh is not tree.mesh:
+        a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
+        if a != b:
+            raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
     for name, leaf in tree.items():
-        _require_reduced("reshard", name, leaf)
+        require_reduced("reshard", name, leaf)
     asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
-    return (_resharded if asks else _moved)(tree, made, target_mesh)
-
-
-def _require_same_ranks(mesh: DeviceMesh, target: DeviceMesh) -> None:
-    old, new = (sorted(each.mesh.flatten().tolist()) for each in (mesh, target))
-    if old != new:
-        raise ShardError(f"reshard: the meshes have other ranks: {old} and {new}; save and load a checkpoint instead")
+    return (_resharded if asks else _moved)(tree, made, mesh)
 
 
 def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
     """`_moved`, differentiable."""
     made = made.with_reduction(tree.plan.reduction or "mean")
     floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
-    moves = _Move(tuple(floating), tree.plan, tree.mesh, made, mesh)
-    found = dict(zip(moves.after, _Resharded.apply(moves, *floating.values()), strict=True))
+    held = (made.layouts[layout.name] for layout in _selected(tree, None) if layout.leaves[0].name in floating)
+    before = _Stored(tuple(floating), tree.plan, tree.mesh)
+    after = _Stored(tuple(leaf.name for layout in held for leaf in layout.leaves), made, mesh)
+    found = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
     found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
     return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
 
 
 def _reshards_in_transform() -> ShardError:
-    return ShardError(
-        "reshard: a transform goes on, in which a tree cannot change its layout; reshard it before, and pass the "
-        "result to the transform"
-    )
+    instead = "reshard it before, and pass the result to the transform"
+    return ShardError(f"reshard: a transform goes on, in which a tree cannot change its layout; {instead}")
 
 
-class _Move(NamedTuple):
-    """Leaves of a tree on their way from one plan and mesh to another."""
+class _Stored(NamedTuple):
+    """The names of leaves, in order, as a plan stores them on a mesh."""
 
     names: tuple[str, ...]
-    old: Plan
-    old_mesh: DeviceMesh
-    new: Plan
-    new_mesh: DeviceMesh
-
-    @property
-    def after(self) -> tuple[str, ...]:
-        """The leaves in which the new plan stores them."""
-        held = (layout for layout in self.old.layouts.values() if layout.leaves[0].name in self.names)
-        stored = {leaf.name for layout in held for leaf in self.new.layouts[layout.name].leaves}
-        return tuple(name for name in self.new.leaves if name in stored)
-
-    @property
-    def back(self) -> "_Move":
-        return _Move(self.after, self.new, self.new_mesh, self.old, self.old_mesh)
+    plan: Plan
+    mesh: DeviceMesh
 
 
 class _Resharded(torch.autograd.Function):
@@ -501,28 +441,28 @@ class _Resharded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(moves: _Move, *leaves: Tensor) -> tuple[Tensor, ...]:
-        tree = Params(zip(moves.names, leaves, strict=True), moves.old, moves.old_mesh)
-        return tuple(_moved(tree, moves.new, moves.new_mesh).values())
+    def forward(before: _Stored, after: _Stored, *leaves: Tensor) -> tuple[Tensor, ...]:
+        tree = Params(zip(before.names, leaves, strict=True), before.plan, before.mesh)
+        moved = _moved(tree, after.plan, after.mesh)
+        return tuple(moved[name] for name in after.names)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.moves = inputs[0]
+        ctx.before, ctx.after, *_ = inputs
         ctx.dtypes = [x.dtype for x in output]
         ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        moves = ctx.moves
-        places = grid(moves.new_mesh, moves.new.roles.storage)
-        unused = {name: dtype for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True) if grad is None}
-        zeros = empty_shards(moves.new, places, unused)
+        names, plan_, mesh = ctx.after
+        places = grid(mesh, plan_.roles.storage)
+        unused = {name: dtype for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True) if grad is None}
+        zeros = empty_shards(plan_, places, unused)
         given: list[Tensor] = []
-        for name, dtype, grad in zip(moves.after, ctx.dtypes, grads, strict=True):
-            spec = leaf_spec(moves.new, places, name, dtype)
+        for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True):
+            spec = leaf_spec(plan_, places, name, dtype)
             given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
-        back = dict(zip(moves.back.after, _Resharded.apply(moves.back, *given), strict=True))
-        return (None, *(back[name] for name in moves.names))
+        return None, None, *_Resharded.apply(ctx.after, ctx.before, *given)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -531,22 +471,20 @@ class _Resharded(torch.autograd.Function):
 
 def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
     """The same values as the plan `made` stores them on a mesh, in new memory."""
-    places, from_places = grid(mesh, made.roles.storage), grid(tree.mesh, tree.plan.roles.storage)
-    stays = from_places.storage == places.storage
-    held = _selected(tree, None)
-    dtypes = {
-        leaf.name: tree[layout.leaves[0].name].dtype for layout in held for leaf in made.layouts[layout.name].leaves
-    }
+    places = grid(mesh, made.roles.storage)
+    stays = grid(tree.mesh, tree.plan.roles.storage).storage == places.storage
+    pairs = [(layout, made.layouts[layout.name]) for layout in _selected(tree, None)]
+    dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
     moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
     changed: list[Layout] = []
-    for layout in held:
-        if stays and layout.stored_as(made.layouts[layout.name]):
-            for leaf in layout.leaves:
+    for old, new in pairs:
+        if stays and old.stored_as(new):
+            for leaf in old.leaves:
                 moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
         else:
-            changed.append(layout)
-    for layout, wholes in _gathered(tree, changed, from_places):
-        moved.cut(made.layouts[layout.name], from_leaves(layout, wholes))
+            changed.append(old)
+    for layout, wholes in _gathered(tree, changed, _MAX_BUCKET_BYTES):
+        moved.cut(made.layouts[layout.name], compute_view(layout, wholes))
     return moved.wrapped()
 
 
@@ -565,7 +503,81 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
     if (count := tree.plan.members) is None:
         return made
     if not tree.plan.has_members:
-        raise ShardError(
-            f"reshard: the leaves have a first dim of {count} that is split over ranks; sf.gather(tree) makes it whole"
-        )
+        why = f"the leaves have a first dim of {count} that is split over ranks"
+        raise ShardError(f"reshard: {why}; sf.gather(tree) makes it whole")
     return made.stacked(count, ())
+
+
+# -- one tensor: the collectives that two rules imply ------------------------------------------------------------------
+#
+# "b s@tp c -> b s c@tp"    all-to-all          "b s c +tp -> b s c"     psum
+# "b s@tp c -> b s c"       all-gather          "b s c +tp -> b s@tp c"  psum_scatter
+# "b s c -> b s@tp c"       slice
+
+
+def _relayout(x: object, rule: str, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of `x` after the change that `"left -> right"` names."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        raise TypeError(f"reshard: with a string, x is one plain local tensor, not {type(x).__name__}")
+    if mesh is None:
+        raise TypeError("reshard: with a string, pass the mesh too: reshard(x, 'b s@tp -> b s', mesh)")
+    left, right = _sides(rule, mesh, x.dim())
+    out = x
+    for collective, axis, *dims in steps(left, right):
+        out: Tensor = collective(out, mesh, axis, *dims)
+    return out
+
+
+def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
+    if rule.count("->") != 1:
+        raise ShardError(f"reshard: {rule!r} needs one '->' between the two layouts")
+    cut = rule.index("->")
+    left, right = (parse(rule, span).expand(ndim) for span in ((0, cut), (cut + 2, len(rule))))
+    names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in (left, right)]
+    if names[0] != names[1]:
+        raise ShardError(f"reshard: {rule!r} changes names; both sides name the same dims in the same order")
+    axes = axes_of(mesh)
+    for side in (left, right):
+        numbered = ((dim, i, factor) for dim in side.dims for i, factor in enumerate(dim.factors))
+        for factor in (factor for dim, i, factor in numbered if factor.axes and (i or len(dim.blocks) > 1)):
+            why = "only the outermost factor of a dim can be split here"
+            raise ShardError(f"reshard: {why}\n{side.caret(factor.span)}")
+        if unknown := unknown_axes(side, axes):
+            raise ShardError(f"reshard: {unknown[0]}")
+    return left, right
+
+
+def steps(left: Spec, right: Spec) -> list[Step]:
+    """The collectives from one layout to another: sums first, then moves, gathers (innermost first) and slices."""
+    have, want = ([[axis for factor in dim.factors for axis in factor.axes] for dim in x.dims] for x in (left, right))
+    new_sums = [axis for axis in right.partial if axis not in left.partial]
+    if new_sums:
+        why = f"a value cannot become a pending sum (+{new_sums[0]})"
+        raise ShardError(f"reshard: {why}\n{right.caret(right.partial_span)}")
+    out: list[Step] = []
+    for axis in (axis for axis in left.partial if axis not in right.partial):
+        dim = next((d for d, axes in enumerate(want) if axis in axes), None)
+        if dim is not None and want[dim] == [*have[dim], axis]:
+            out.append((psum_scatter, axis, dim))
+            have[dim].append(axis)
+        else:
+            out.append((psum, axis))
+    out += _exchanges(have, want)
+    for dim, axes in enumerate(have):
+        while axes != want[dim][: len(axes)]:
+            axis = axes.pop()
+            # Ranks of a data axis go on with losses of their own, so cotangents are summed.
+            out.append((all_gather if is_batch_axis(axis) else all_gather_invariant, axis, dim))
+    return [*out, *((shard_slice, axis, dim) for dim, axes in enumerate(have) for axis in want[dim][len(axes) :])]
+
+
+def _exchanges(have: list[list[str]], want: list[list[str]]) -> list[Step]:
+    """All-to-alls for axes that leave the end of one dim for the end of another; `have` follows."""
+    out = []
+    for i, axes in enumerate(have):
+        for j, target in enumerate(want):
+            if i != j and axes and target == [*have[j], axes[-1]]:
+                axis = axes.pop()
+                have[j].append(axis)
+                out.append((all_to_all, axis, j, i))
+    return out

@@ -16,34 +16,47 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, values_of, wrap_local
 from shardfn.core.agreement import VALUES, agree, digest
-from shardfn.core.buckets import empty_shards, leaf_spec
+from shardfn.core.buckets import empty_shards, leaf_spec, whole
 from shardfn.core.errors import ShardError
-from shardfn.core.layout import Layout, local_slice, to_leaves
-from shardfn.core.mesh import Grid, grid, per_rank
-from shardfn.core.model import shallow_copy
-from shardfn.core.plan import Plan, plan
+from shardfn.core.layout import Layout, own_parts, to_leaves
+from shardfn.core.mesh import Grid, grid
+from shardfn.core.model import by_all_names, named_buffers, named_parameters, shallow_copy
+from shardfn.core.plan import Plan
+from shardfn.core.planning import plan
 from shardfn.core.policy import Policy
 from shardfn.core.tree import Params
-from shardfn.core.whole import whole
 
 Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
 
 
-def shard_own(
-    model: nn.Module | Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    policy: Policy | Plan,
-    *,
-    init: Init | None = None,
-    src: int | None = None,
-    alike: bool = False,
-    later: bool = False,
-) -> Params:
+class Origin(NamedTuple):
+    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`.
+
+    `later`: some of them come some other way, or some other time.
+    """
+
+    model: nn.Module | Mapping[str, Tensor]
+    init: Init | None = None
+    src: int | None = None
+    later: bool = False
+
+    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
+        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
+        buffers = named_buffers(self.model)
+        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
+        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
+        if alike and self.src is None:
+            for name, x in (named_parameters(self.model) | buffers).items():
+                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
+                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
+        return lines
+
+
+def shard_own(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, alike: bool = False) -> Params:
     """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
 
-    With `later`, what is on the meta device stays there, as shards that are filled some other time.
+    Of an origin with `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
-    origin = Origin(model, init, src, later)
     made, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
     tree = NewTree(made, mesh, places, empty_shards(made, places), {})
     tree.fill(origin, seed)
@@ -60,39 +73,33 @@ class NewTree:
     shards: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
-    def fill(self, origin: "Origin", seed: int, held: Container[str] = ()) -> None:
+    def fill(self, origin: Origin, seed: int, held: Container[str] = ()) -> None:
         """Fill the parameters and buffers that are not `held`, by first names; one parameter at a time is whole."""
         (model, init, src, _), places, layouts = origin, self.places, self.plan.layouts
-        named, buffers = origin.tensors, origin.buffers
+        named, buffers = named_parameters(model), named_buffers(model)
         done: set[str] = set()
         if init is not None and isinstance(model, nn.Module) and src is None:
             for name, full in _initialized(model, init, seed, places.device, buffers, held):
-                if name not in held:
-                    done.add(name)
-                    self.cut(layouts[name], full)
+                done.add(name)
+                self.cut(layouts[name], full)
                 del full  # the next tensor is not made before this one is gone
         for layout in layouts.values():
             if layout.name not in done and layout.name not in held:
                 value = named[layout.name]
-                if isinstance(value, DTensor) and not value.is_meta:
-                    value = whole(value)
-                self.cut(layout, _from_src(value, src, places))
+                value = whole(value) if isinstance(value, DTensor) and not value.is_meta else value
+                self.cut(layout, from_src(value, src, places))
                 del value
         for name, buffer in buffers.items():
-            own = _from_src(buffer, src, places)
+            own = from_src(buffer, src, places)
             self.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
 
     def cut(self, layout: Layout, full: Tensor) -> None:
         """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
-
-        def cut(coords: Mapping[str, int], given: list[Tensor]) -> list[Tensor]:
-            pairs = zip(layout.leaves, to_leaves(layout, given[0]), strict=True)
-            return [local_slice(leaf, whole, self.places.sizes, coords).detach() for leaf, whole in pairs]
-
         if full.is_meta:
             self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
             return
-        for leaf, part in zip(layout.leaves, per_rank(self.places, cut, [full.detach()]), strict=True):
+        parts = own_parts(layout.leaves, to_leaves(layout, full.detach()), self.places, None)
+        for leaf, part in zip(layout.leaves, parts, strict=True):
             self.shards[leaf.name].copy_(part)
 
     def wrapped(self) -> Params:
@@ -102,48 +109,13 @@ class NewTree:
         return Params(leaves, self.plan, self.mesh, self.buffers)
 
 
-class Origin(NamedTuple):
-    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`.
-
-    `later`: some of them come some other way, or some other time.
-    """
-
-    model: nn.Module | Mapping[str, Tensor]
-    init: Init | None
-    src: int | None
-    later: bool
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        if isinstance(self.model, nn.Module):
-            return dict(self.model.named_parameters(remove_duplicate=False))
-        return dict(self.model)
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """By every name of each."""
-        return dict(self.model.named_buffers(remove_duplicate=False)) if isinstance(self.model, nn.Module) else {}
-
-    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
-        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
-        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in self.buffers.items()]
-        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
-        if alike and self.src is None:
-            for name, x in {**self.tensors, **self.buffers}.items():
-                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
-                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
-        return lines
-
-
 def agreed_plan(
     origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, facts: Callable[[Plan], list[str]], verb: str = "shard"
 ) -> tuple[Plan, Grid, int]:
     """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
-    made: Plan | Exception
     lines: list[str] = []
     try:
-        made = _checked_plan(origin, mesh, policy)
+        made: Plan | Exception = _checked_plan(origin, mesh, policy)
         lines = facts(made)
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
@@ -161,10 +133,8 @@ def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Pl
             raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
         made = policy
     if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
-        raise ShardError(
-            f"shard: Policy(offload='cpu') is for CUDA devices, and means nothing on CPUs; this mesh is of "
-            f"{mesh.device_type}"
-        )
+        use = "is for CUDA devices, and means nothing on CPUs"
+        raise ShardError(f"shard: Policy(offload='cpu') {use}; this mesh is of {mesh.device_type}")
     ranks = mesh.mesh.flatten().tolist()
     if origin.src is not None and origin.src not in ranks:
         raise ShardError(f"shard: src={origin.src} is not a rank of the mesh, which has {ranks}")
@@ -174,25 +144,23 @@ def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Pl
 
 
 def _require_values(origin: Origin, made: Plan) -> None:
-    tensors, src = origin.tensors, origin.src
-    named = {**{name: tensors[name] for name in made.layouts}, **origin.buffers}
+    tensors, src = named_parameters(origin.model), origin.src
+    named = {name: tensors[name] for name in made.layouts} | named_buffers(origin.model)
     meta = [name for name, x in named.items() if x.is_meta]
     if not meta or (src is not None and dist.get_rank() != src):
         return
     if src is not None:
-        raise ShardError(
-            f"shard: src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, "
-            "or drop src"
+        why = f"src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, or drop src"
+    elif origin.init is None:
+        why = (
+            f"{len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
+            "Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
         )
-    if origin.init is None:
-        raise ShardError(
-            f"shard: {len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init "
-            "to fill them. Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
-        )
-    if not isinstance(origin.model, nn.Module):
-        raise ShardError(
-            f"shard: {meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
-        )
+    elif not isinstance(origin.model, nn.Module):
+        why = f"{meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
+    else:
+        return
+    raise ShardError(f"shard: {why}")
 
 
 def _sampled(tensor: Tensor) -> str:
@@ -207,8 +175,11 @@ def _sampled(tensor: Tensor) -> str:
     return found[0]
 
 
-def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
-    """The tensor itself, or what rank `src` has: broadcast along one axis after another."""
+def from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
+    """The tensor itself, or what rank `src` has: broadcast along one axis after another.
+
+    Elsewhere only its shape and dtype count.
+    """
     if src is None or not places.exchanges:
         return part_of_rank(tensor.detach(), src or 0)
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
@@ -226,7 +197,7 @@ def _from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
 def _initialized(
     model: nn.Module, init: Init, seed: int, device: torch.device, buffers: dict[str, Tensor], held: Container[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(first name, full tensor) of every meta parameter; replaces meta tensors in `buffers`.
+    """(first name, full tensor) of every meta parameter that is not `held`; replaces meta tensors in `buffers`.
 
     Values of the tensors in `held`, by first names, come from elsewhere: modules without others are left out.
 
@@ -236,9 +207,8 @@ def _initialized(
     Raises:
         ShardError: `init` left a tensor unfilled.
     """
-    first_names: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers.items()):
-        first_names.setdefault(id(tensor), name)
+    named = (*named_parameters(model).items(), *buffers.items())
+    first_names = {id(tensor): names[0] for tensor, names in by_all_names(named)}
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
@@ -246,9 +216,9 @@ def _initialized(
             for name, buffer in tuple(buffers.items()):
                 buffers[name] = filled.get(id(buffer), buffer)  # under all of its names
             for tensor in module.parameters(recurse=False):
-                prefix, _, attribute = first_names[id(tensor)].rpartition(".")
-                if prefix == path and id(tensor) in filled:
-                    yield f"{path}.{attribute}" if path else attribute, filled.pop(id(tensor))
+                name = first_names[id(tensor)]
+                if name.rpartition(".")[0] == path and id(tensor) in filled and name not in held:
+                    yield name, filled.pop(id(tensor))
             filled = {}  # or this module would still be whole while the next one is filled
 
 
@@ -258,7 +228,14 @@ def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.d
     # What a module leaves out (a bias that is None) stays out.
     blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in own)
     copy = shallow_copy(module, *blanks)
-    _run(init, copy, path, seed, device)
+    devices = [device.index or 0] if device.type != "cpu" else []
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        try:
+            init(copy)
+        except Exception as error:
+            error.add_note(f"in init of {path or '(the model)'!r}, a {type(copy).__name__}")
+            raise
     filled: dict[int, Tensor] = {}
     for attribute, meta in (item for tensors in own for item in tensors.items()):
         if meta is not None and meta.is_meta and id(meta) not in filled:
@@ -269,26 +246,12 @@ def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.d
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
-    if isinstance(tensor, DTensor):
-        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).fill_(float("nan"))
-    elif not tensor.is_meta:
-        blank = tensor.detach().to(device, copy=True)
-    elif tensor.is_floating_point():
-        blank = torch.full_like(tensor, float("nan"), device=device)
+    if tensor.is_meta or isinstance(tensor, DTensor):
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
+        blank = torch.full_like(like, float("nan") if like.is_floating_point() else 0, device=device)
     else:
-        blank = torch.zeros_like(tensor, device=device)
+        blank = tensor.detach().to(device, copy=True)
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-
-
-def _run(init: Init, module: nn.Module, path: str, seed: int, device: torch.device) -> None:
-    devices = [device.index or 0] if device.type != "cpu" else []
-    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        try:
-            init(module)
-        except Exception as error:
-            error.add_note(f"in init of {path or '(the model)'!r}, a {type(module).__name__}")
-            raise
 
 
 def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:

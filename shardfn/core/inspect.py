@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, islice, pairwise, product
 from math import ceil, prod
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.layout import Leaf
+from shardfn.core.layout import Leaf, runs
 from shardfn.core.mesh import nested_chunk, nested_index
-from shardfn.core.ownership import runs
 from shardfn.core.plan import Plan
 from shardfn.core.spec import Factor, Spec
 from shardfn.core.tree import Params
@@ -131,20 +130,6 @@ class View:
     ranks: tuple[int, ...]
     pending: tuple[str, ...]
 
-    @classmethod
-    def of(
-        cls,
-        dtype: torch.dtype,
-        rule: str,
-        sides: Sequence[tuple[SideBlock, ...]],
-        axes: Mapping[str, int],
-        ranks: Sequence[int],
-        pending: Sequence[str],
-    ) -> "View":
-        """The view of a tensor that is laid out by a rule."""
-        rule = f"{rule} +{','.join(pending)}".lstrip() if pending else rule
-        return cls(f"{dtype_text(dtype)}[{rule}]", tuple(sides), tuple(axes.items()), tuple(ranks), tuple(pending))
-
     @property
     def shape(self) -> tuple[int, ...]:
         """True sizes, as in the model."""
@@ -181,12 +166,9 @@ class View:
     @cached_property
     def idle(self) -> list[int]:
         """Ranks that hold nothing, because a dim has fewer indices than parts."""
-        left = dict.fromkeys(self.ranks, 0)
-        for side in self.segments:
-            if len(side) < _MAX_SEGMENTS:
-                held = {rank for at in {segment.at for segment in side} for rank in self.owners(at)}
-                left |= {rank: 1 for rank in self.ranks if rank not in held}
-        return [rank for rank, nothing in left.items() if nothing]
+        known = [{segment.at for segment in side} for side in self.segments if len(side) < _MAX_SEGMENTS]
+        held = [{rank for at in places for rank in self.owners(at)} for places in known]
+        return [rank for rank in self.ranks if not all(rank in ranks for ranks in held)]
 
     @property
     def notes(self) -> list[str]:
@@ -194,7 +176,9 @@ class View:
         notes = []
         for dim, side in enumerate(self.sides):
             if _is_split(side) and dim not in self.drawn:
-                notes.append(f"dim {dim} ({_label(side)}) is split too: the ranks of a cell hold its slices, in order")
+                label = " + ".join(part.label for part in side)
+                label = f"({label})" if len(side) > 1 else label
+                notes.append(f"dim {dim} ({label}) is split too: the ranks of a cell hold its slices, in order")
         if self.pending:
             notes.append(f"+{','.join(self.pending)}: the ranks of a cell hold terms of a pending sum")
         if self.idle and self.numel:
@@ -211,11 +195,6 @@ def _is_split(side: tuple[SideBlock, ...]) -> bool:
     return any(axes for part in side for axes in part.splits)
 
 
-def _label(side: tuple[SideBlock, ...]) -> str:
-    text = " + ".join(part.label for part in side)
-    return f"({text})" if len(side) > 1 else text
-
-
 def dtype_text(dtype: torch.dtype) -> str:
     """The short name of a dtype.
 
@@ -227,6 +206,11 @@ def dtype_text(dtype: torch.dtype) -> str:
     short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
     name = str(dtype).removeprefix("torch.")
     return re.sub(r"^(bfloat|float|uint|int|complex)(\d+)_?", lambda m: short[m[1]] + m[2], name)
+
+
+def _type_text(dtype: torch.dtype, rule: str, pending: Sequence[str]) -> str:
+    rule = f"{rule} +{','.join(pending)}".lstrip() if pending else rule
+    return f"{dtype_text(dtype)}[{rule}]"
 
 
 def views_of(verb: str, x: Any, name: str | None) -> dict[str, View]:
@@ -257,49 +241,38 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
     layout = plan.layouts[plan.canonical[name]] if name in plan.canonical else plan.leaves[name][0]
     leaves = layout.leaves if name in plan.canonical else (plan.leaves[name][1],)
     rule = layout.rule if name in plan.canonical else leaves[0].rule
-    kept, pending, dtype, ranks = tuple(plan.axes), (), layout.dtype, range(prod(plan.axes.values()))
+    left, pending, dtype, ranks = leaves, (), layout.dtype, range(prod(plan.axes.values()))
     if isinstance(x, Params):
         tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
-        states = [_state(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=False)]
-        agreed = _agreed(leaves, [state for state in states if state is not None])
-        if len(tensors) < len(leaves) or None in states or agreed is None:
+        agreed = _as_planned(leaves, tensors) if len(tensors) == len(leaves) else None
+        if agreed is None:
             if len(leaves) > 1:
                 stored = ", ".join(leaf.name for leaf in leaves if leaf.name in x)
                 raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
             return _tensor_view(tensors[0])
-        (kept, pending), dtype, ranks = agreed, tensors[0].dtype, x.mesh.mesh.flatten().tolist()
+        (left, pending), dtype, ranks = agreed, tensors[0].dtype, x.mesh.mesh.flatten().tolist()
+    kept = {axis for leaf in left for axis in leaf.axes}
     rule = rule.without([axis for factor in rule.factors for axis in factor.axes if axis not in kept])
-    left = [leaf.without([axis for axis in leaf.axes if axis not in kept]) for leaf in leaves]
     sides = _sides(rule, left, layout.block_dim)
-    return View.of(dtype, str(rule), sides, plan.axes, ranks, [axis for axis in plan.axes if axis in pending])
+    waiting = tuple(axis for axis in plan.axes if axis in pending)
+    return View(_type_text(dtype, str(rule), waiting), sides, tuple(plan.axes.items()), tuple(ranks), waiting)
 
 
-def _state(leaf: Leaf, x: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The axes that still split a leaf and those that are pending on it; None when it is laid out some other way."""
-    names = x.device_mesh.mesh_dim_names if isinstance(x, DTensor) else None
-    if not isinstance(x, DTensor) or names is None or tuple(x.shape) != leaf.shape:
+def _as_planned(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[list[Leaf], tuple[str, ...]] | None:
+    """The leaves of a parameter with the axes that still split them, and the axes that are pending on all of them.
+
+    None when a leaf is laid out in some other way, or the leaves differ from their rule in different ways.
+    """
+    if not all(isinstance(x, DTensor) and x.device_mesh.mesh_dim_names for x in tensors):
         return None
-    kept, pending = [], []
-    for axis, placement in zip(names, x.placements, strict=True):
-        if placement.is_partial():
-            if not placement.is_partial("sum"):
-                return None
-            pending.append(axis)
-        elif not placement.is_replicate():
-            if not placement.is_shard(leaf.split_dim(axis)) or leaf.split_dim(axis) is None:
-                return None
-            kept.append(axis)
-    return tuple(kept), tuple(pending)
-
-
-def _agreed(
-    leaves: Sequence[Leaf], states: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """What the states of the parts of a parameter come to; None where they differ from their rule in different ways."""
-    kept = {axis for own, _ in states for axis in own}
-    planned = [{axis for split in leaf.splits for axis in split} for leaf in leaves]
-    alike = all(set(own) == axes & kept for axes, (own, _) in zip(planned, states, strict=False))
-    return (tuple(kept), states[0][1]) if alike and len({pending for _, pending in states}) == 1 else None
+    placed = [_placed(x) for x in tensors]
+    kept = {axis for _, splits, _ in placed for split in splits for axis in split}
+    pending = {tuple(partial) for _, _, partial in placed}
+    sums = all(placement.is_partial("sum") for _, _, partial in placed for placement in partial.values())
+    left = [leaf.without([axis for axis in leaf.axes if axis not in kept]) for leaf in leaves]
+    rows = zip(left, tensors, placed, strict=True)
+    as_planned = all(x.shape == leaf.shape and tuple(splits) == leaf.splits for leaf, x, (_, splits, _) in rows)
+    return (left, pending.pop()) if sums and as_planned and len(pending) == 1 else None
 
 
 def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[SideBlock, ...], ...]:
@@ -316,20 +289,24 @@ def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[Si
 
 
 def _tensor_view(x: Tensor) -> View:
-    """The view of a tensor outside a tree: sizes for names, axes as numbers when the mesh has no names for them."""
-    splits, axes, ranks, partial = [()] * x.dim(), dict[str, int](), list[int](), dict[str, Any]()
-    if isinstance(x, DTensor):
-        mesh = x.device_mesh
-        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-        axes = {name: mesh.size(i) for i, name in enumerate(names)}
-        splits, ranks = _splits(x, axes), mesh.mesh.flatten().tolist()
-        partial = {name: p for name, p in zip(names, x.placements, strict=True) if p.is_partial()}
+    """The view of a tensor outside a tree: sizes for names."""
+    axes, splits, partial = _placed(x)
     labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
     rows = zip(labels, x.shape, splits, strict=True)
-    sides = [(SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows]
-    view = View.of(x.dtype, " ".join(labels), sides, axes, ranks, [*partial])
+    sides = tuple((SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows)
     kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
-    return replace(view, type="".join([view.type, *(f" ({kind})" for kind in kinds)]))
+    text = "".join([_type_text(x.dtype, " ".join(labels), [*partial]), *(f" ({kind})" for kind in kinds)])
+    ranks = x.device_mesh.mesh.flatten().tolist() if isinstance(x, DTensor) else ()
+    return View(text, sides, tuple(axes.items()), tuple(ranks), tuple(partial))
+
+
+def _placed(x: Tensor) -> tuple[dict[str, int], list[tuple[str, ...]], dict[str, Any]]:
+    """A tensor's axes (numbers when its mesh has no names for them), which split each dim, and what is pending."""
+    if not isinstance(x, DTensor):
+        return {}, [()] * x.dim(), {}
+    mesh = x.device_mesh
+    axes = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim)))}
+    return axes, _splits(x, axes), {name: p for name, p in zip(axes, x.placements, strict=True) if p.is_partial()}
 
 
 def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -338,17 +315,14 @@ def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
     A strided shard of factor f cuts each of f equal parts, so it nests inside the axes that make those parts.
     """
     found: list[list[str]] = [[] for _ in x.shape]
-    placed = list(zip(axes, x.placements, strict=True))
-    for axis, placement in reversed(placed):
-        dim = getattr(placement, "dim", None)
+    for axis, placement in reversed(list(zip(axes, x.placements, strict=True))):
+        dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
         if placement.is_replicate() or placement.is_partial() or dim is None:
             continue
-        outer, factor = 0, getattr(placement, "split_factor", 1)
-        while outer < len(found[dim]) and prod(axes[a] for a in found[dim][:outer]) < factor:
-            outer += 1
-        if prod(axes[a] for a in found[dim][:outer]) != factor:
+        parts = list(accumulate((axes[inner] for inner in found[dim]), mul, initial=1))  # made by the first 0, 1, ...
+        if factor not in parts:
             raise ShardError(f"{placement} on axis '{axis}' cuts dim {dim} into parts that no other axis makes")
-        found[dim].insert(outer, axis)
+        found[dim].insert(parts.index(factor), axis)
     return [tuple(split) for split in found]
 
 
@@ -445,16 +419,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _cell_text(view: View, row: At | None, column: At | None) -> str:
-    if row is None or column is None:
-        return "…"
-    return ranks_text(view.owners((*row, *column)))
+    return "…" if row is None or column is None else ranks_text(view.owners((*row, *column)))
 
 
-def _strips(view: View, most: int) -> tuple[_Strip, _Strip]:
-    """Rows and columns, each of at most `most` segments; one without a name for what the tensor does not have."""
+def _strips(view: View) -> tuple[_Strip, ...]:
+    """Rows and columns; one without a name for what the tensor does not have."""
     whole = _Strip((0, 1), ((),), ())
-    strips = [_strip(view, dim).short(most) for dim in view.drawn]
-    return strips[0] if len(strips) == 2 else whole, strips[-1] if strips else whole
+    return (whole, whole, *(_strip(view, dim) for dim in view.drawn))[-2:]
 
 
 def _cells(rows: _Strip, columns: _Strip, ys: Sequence[Any], xs: Sequence[Any]) -> Iterator[Any]:
@@ -484,7 +455,8 @@ def _draw(view: View) -> list[str]:
     """The picture of a view: rows down, columns across, the cuts as ticks, ranks in the cells."""
     if not view.numel:
         return ["(empty: there is nothing to hold)"]
-    rows, columns = _strips(view, _MAX_ROWS)[0], _strips(view, _WIDTH // 4)[1]
+    rows, columns = _strips(view)
+    rows, columns = rows.short(_MAX_ROWS), columns.short(_WIDTH // 4)
     texts = [[_cell_text(view, row, column) for column in columns.held] for row in rows.held]
     cell = max(max(len(text) for line in texts for text in line) + 2, len(str(columns.cuts[-1])) + 1)
     ticks = max(len(str(cut)) for cut in rows.cuts) + 1
@@ -563,15 +535,6 @@ def _heading(view: View) -> str:
     return f"{view.type}  {' x '.join(map(str, view.shape)) or 'scalar'}"
 
 
-def _text(views: Mapping[str, View]) -> str:
-    blocks = []
-    for view, names in _groups(views):
-        heading = "  ".join([_heading(view), *([f"on {view.mesh}"] if view.axes else [])])
-        lines = [*names_text([name for name in names if name]), heading, *_draw(view), *view.notes]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) or "(an empty tree)"
-
-
 def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str:
     """A picture of which ranks hold which part of a tensor, or of every parameter of a tree.
 
@@ -614,7 +577,12 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
     views = views_of("visualize", x, name)
     if file is not None:
         _figure(views).savefig(file)
-    return _text(views)
+    blocks = []
+    for view, names in _groups(views):
+        heading = f"{_heading(view)}  on {view.mesh}" if view.axes else _heading(view)
+        lines = [*names_text([name for name in names if name]), heading, *_draw(view), *view.notes]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "(an empty tree)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -659,7 +627,7 @@ def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
     """The cells of one view, in the colours of their ranks, with ticks at the cuts."""
     from matplotlib.patches import Rectangle
 
-    rows, columns = _strips(view, 10)
+    rows, columns = (strip.short(10) for strip in _strips(view))
     xs, ys = _laid_out(columns, inches[0]), _laid_out(rows, inches[1])
     tile.set(xlim=(0, inches[0]), ylim=(inches[1], 0))
     for (row, (top, bottom)), (column, (left, right)) in _cells(rows, columns, ys, xs) if view.numel else ():
@@ -667,9 +635,7 @@ def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
         colours = [_colour(rank, max(view.ranks)) for rank in ranks[:: ceil(len(ranks) / 16)]] if ranks else [_EMPTY]
         step = (right - left) / len(colours)
         for i, colour in enumerate(colours):
-            tile.add_patch(
-                Rectangle((left + i * step, top), step, bottom - top, facecolor=colour, edgecolor=colour, linewidth=0.2)
-            )
+            tile.add_patch(Rectangle((left + i * step, top), step, bottom - top, color=colour, linewidth=0.2))
         tile.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=1.5))
         text = _cell_text(view, row, column)
         _write(tile, text, ((left + right) / 2, (top + bottom) / 2), (right - left, bottom - top))

@@ -19,24 +19,14 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import (
-    DTensorSpec,
-    asks_for_values,
-    backend_for_graphs,
-    in_transform,
-    pytree,
-    record,
-    simulated,
-    spec_of,
-    unwrap_local,
-    wrap_local,
-)
-from shardfn.core.context import Number, recorded
+from shardfn import _torch
 from shardfn.core.dropout import stream
 from shardfn.core.errors import ShardError
+from shardfn.core.foreign import LIBRARIES
 from shardfn.core.loss import SplitLogits
 from shardfn.core.plan import Plan
 from shardfn.core.tree import Params, is_tree
+from shardfn.core.underway import RECORDING, Recording, holding
 
 
 def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
@@ -80,9 +70,9 @@ def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "induct
 
     @wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if simulated():
+        if _torch.simulated():
             raise ShardError("jit: a simulation has no memory that a graph could use; call the step itself")
-        if in_transform():
+        if _torch.in_transform():
             raise ShardError("jit: a compiled step inside a transform; transform inside of the step instead")
         given = _flatten((args, kwargs))
         graph = next((known for known in graphs if known.fits(given)), None)
@@ -98,13 +88,13 @@ def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "induct
 class _Leaf:
     """A tensor: a DTensor when there is a spec, split logits when there is an `origin`, too."""
 
-    spec: DTensorSpec | None
+    spec: _torch.DTensorSpec | None
     origin: Callable[[], str] | None = field(default=None, compare=False)
 
     def around(self, local: Tensor) -> Tensor:
         """What `local` is a part of."""
         if self.spec is None or self.origin is None:
-            return local if self.spec is None else wrap_local(local, self.spec)
+            return local if self.spec is None else _torch.wrap_local(local, self.spec)
         (placement,) = self.spec.placements
         assert isinstance(placement, Shard)
         return SplitLogits.of(local, self.spec.mesh, placement.dim, self.origin)
@@ -114,8 +104,7 @@ class _Leaf:
 class _Constant:
     """What is no tensor; 1, 1.0 and True are three of them."""
 
-    key: Any
-    kind: type
+    key: tuple[type, Any]
     value: Any = field(compare=False)
 
 
@@ -126,23 +115,25 @@ class _Flat:
     tensors: list[Tensor]
     places: list[int]
     parts: list[_Leaf | _Constant]
-    structure: pytree.TreeSpec  # of trees of shards and what is beside them
-    inner: pytree.TreeSpec  # of these, a tree of shards as its leaves and its buffers
+    structure: _torch.pytree.TreeSpec  # of trees of shards and what is beside them
+    inner: _torch.pytree.TreeSpec  # of these, a tree of shards as its leaves and its buffers
     layouts: list[tuple[Plan, DeviceMesh] | None]  # of each, if it is a tree
     trees: list[Params]
 
     def kind(self) -> tuple[Any, ...]:
-        """What a graph depends on."""
-        about = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
-        return self.structure, self.inner, self.places, about, _overlaps(self.tensors), self.parts, self.layouts
+        """What a graph depends on, the state around it included."""
+        about = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors], _overlaps(self.tensors)
+        casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        around = torch.is_grad_enabled(), stream() is None, casts
+        return self.structure, self.inner, self.places, about, self.parts, self.layouts, around
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Params]]:
         """The pytree with other tensors; the trees in it."""
         values = iter([tensors[i] for i in self.places])
         leaves = [x.value if isinstance(x, _Constant) else x.around(next(values)) for x in self.parts]
-        pairs = zip(pytree.tree_unflatten(leaves, self.inner), self.layouts, strict=True)
+        pairs = zip(_torch.pytree.tree_unflatten(leaves, self.inner), self.layouts, strict=True)
         nodes = [x if layout is None else Params(x[0], *layout, x[1]) for x, layout in pairs]
-        return pytree.tree_unflatten(nodes, self.structure), [x for x in nodes if isinstance(x, Params)]
+        return _torch.pytree.tree_unflatten(nodes, self.structure), [x for x in nodes if isinstance(x, Params)]
 
 
 def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -180,12 +171,12 @@ def _constant(value: Any) -> _Constant:
             f"jit: an argument or a result of type {type(value).__name__} may change, and a graph would not know; pass "
             f"tensors, numbers or frozen dataclasses of them"
         ) from None
-    return _Constant(value.hex() if isinstance(value, float) else value, type(value), value)  # -0.0 is not 0.0
+    return _Constant((type(value), value.hex() if isinstance(value, float) else value), value)  # -0.0 is not 0.0
 
 
 def _flatten(tree: Any) -> _Flat:
-    nodes, structure = pytree.tree_flatten(tree, is_leaf=is_tree)
-    leaves, inner = pytree.tree_flatten([(dict(x), x.buffers) if isinstance(x, Params) else x for x in nodes])
+    nodes, structure = _torch.pytree.tree_flatten(tree, is_leaf=is_tree)
+    leaves, inner = _torch.pytree.tree_flatten([(dict(x), x.buffers) if isinstance(x, Params) else x for x in nodes])
     layouts = [(x.plan, x.mesh) if isinstance(x, Params) else None for x in nodes]
     flat = _Flat([], [], [], structure, inner, layouts, [x for x in nodes if isinstance(x, Params)])
     index: dict[int, int] = {}
@@ -193,13 +184,13 @@ def _flatten(tree: Any) -> _Flat:
         if not isinstance(x, Tensor):
             flat.parts.append(_constant(x))
             continue
-        local = unwrap_local(x)
-        if id(local) not in index:
-            index[id(local)] = len(flat.tensors)
+        local = _torch.unwrap_local(x)
+        place = index.setdefault(id(local), len(index))
+        if place == len(flat.tensors):
             flat.tensors.append(local)
-        flat.places.append(index[id(local)])
+        flat.places.append(place)
         origin = x.origin if isinstance(x, SplitLogits) else None
-        flat.parts.append(_Leaf(spec_of(x) if isinstance(x, DTensor) else None, origin))
+        flat.parts.append(_Leaf(_torch.spec_of(x) if isinstance(x, DTensor) else None, origin))
     return flat
 
 
@@ -209,38 +200,30 @@ class _Graph:
 
     kind: tuple[Any, ...]
     modes: list[tuple[nn.Module, bool]]  # of every module that it ran, whether it trains
-    states: tuple[Any, ...]
     compiled: Callable[..., Any]
     constants: list[Tensor]  # tensors from elsewhere
-    numbers: list[Number]  # some of them
+    numbers: list[tuple[Callable[[Tensor], Any], int, Tensor]]  # some of them, see `Recording`
     result: _Flat
-    sources: list[tuple[str, int]]  # where each tensor of the result is: ("input", i) or ("output", i)
-    buffers: list[tuple[int, str, tuple[str, int] | None]] = field(default_factory=list)  # (tree, name, where it is)
+    sources: list[int]  # where each tensor of the result is among inputs and outputs, one after the other
+    buffers: list[tuple[int, str, int | None]]  # of trees that are given, changed: (tree, name, where it is, or gone)
 
     def fits(self, given: _Flat) -> bool:
         """Whether it is the graph of these inputs."""
-        same = given.kind() == self.kind and _states() == self.states
-        return same and all(module.training == mode for module, mode in self.modes)
+        return given.kind() == self.kind and all(module.training == mode for module, mode in self.modes)
 
     def run(self, given: _Flat) -> Any:
         """The step."""
-        for number in self.numbers:
-            number.renew(given.tensors)
+        for fn, of, value in self.numbers:
+            value.fill_(fn(given.tensors[of]))
         with torch.no_grad():
             outputs = self.compiled(*given.tensors, *self.constants)
-        found = {"input": given.tensors, "output": outputs}
+        found = [*given.tensors, *outputs]
         for tree, name, source in self.buffers:
             if source is None:
                 given.trees[tree].buffers.pop(name, None)
             else:
-                given.trees[tree].buffers[name] = found[source[0]][source[1]]
-        return self.result.rebuilt([found[kind][i] for kind, i in self.sources])[0]
-
-
-def _states() -> tuple[Any, ...]:
-    """What of the state around a graph depends on."""
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), stream() is None, *casts
+                given.trees[tree].buffers[name] = found[source]
+        return self.result.rebuilt([found[source] for source in self.sources])[0]
 
 
 def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callable[..., Any]) -> _Graph:
@@ -249,18 +232,19 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
     def run(*tensors: Tensor) -> list[Tensor]:
         (args, kwargs), trees = given.rebuilt(tensors)
         before = [dict(tree.buffers) for tree in trees]
-        with recorded(tensors) as found:
+        found = Recording({id(x): i for i, x in enumerate(tensors)})
+        with holding(RECORDING, found):
             result = _flatten(step(*args, **kwargs))
         if any(x.requires_grad for x in result.tensors):
             raise ShardError(
                 "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
             )
-        index = {id(x): ("input", i) for i, x in enumerate(tensors)}
+        index = dict(found.inputs)
         outputs: list[Tensor] = []
 
-        def source(x: Tensor) -> tuple[str, int]:
+        def source(x: Tensor) -> int:
             if id(x) not in index:
-                index[id(x)] = ("output", len(outputs))
+                index[id(x)] = len(tensors) + len(outputs)
                 outputs.append(x)
             return index[id(x)]
 
@@ -275,20 +259,20 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
         return outputs
 
     try:
-        graph, real = record(run, [x.detach() for x in given.tensors])
+        graph, real = _torch.record(run, [x.detach() for x in given.tensors])
     except Exception as error:
-        if asks_for_values(error):
+        if _torch.asks_for_values(error):
             raise ShardError(_needs_values(error)) from error
         raise
     found, result, sources, buffers = traced
     constants = _lift_constants(graph, real)
     inputs = [*given.tensors, *constants]
-    compiler = backend_for_graphs(backend) if isinstance(backend, str) else backend
+    compiler = _torch.backend_for_graphs(backend) if isinstance(backend, str) else backend
     with torch.no_grad():
         compiled = compiler(graph, inputs)
     modes = [(module, module.training) for model in found.models for module in model.modules()]
     result = replace(result, tensors=[], trees=[])
-    return _Graph(given.kind(), modes, _states(), compiled, constants, found.numbers, result, sources, buffers)
+    return _Graph(given.kind(), modes, compiled, constants, found.numbers, result, sources, buffers)
 
 
 def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
@@ -313,13 +297,10 @@ def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[T
     return list(values.values())
 
 
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-
-
 def _needs_values(error: BaseException) -> str:
     """Which line asked for the value of a tensor."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     where = own[-1] if own else frames[-1]
     experts = any(frame.filename == str(Path(__file__).with_name("experts.py")) for frame in frames)
     return (

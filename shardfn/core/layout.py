@@ -8,21 +8,32 @@ axes, still split over the compute axes.
     leaf       [3, heads, d, c]      split: dim 1 over tp, dim 3 over fsdp
     gathered   [3*heads/tp*d, c]
 
-Functions on tensors here only reshape, narrow and pad; none communicates.
+Which part of a parameter a rank has is said in three ways. A layout is what there is; functions here make one of the
+others of it:
+
+    stored     `Layout`, `Leaf`    the axes that split the factors of its dims, as the rule says         here
+    integers   `Box`               (start, length) of each dim of the model's tensor, for one rank       here
+    abstract   `Part`              blocks along one dim, of which each rank of an axis has a part        parts.py
+
+What a `Part` becomes in a view, a slice or a product stands in parts.py, and where boxes lie in tensors of files that
+are joined and cut in stored_names.py. Functions on tensors here only reshape, narrow and pad; none communicates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
-from shardfn.core.mesh import nested_chunk
+from shardfn.core.mesh import Grid, nested_chunk, per_rank
 from shardfn.core.model import ParamInfo
+from shardfn.core.parts import Part
 from shardfn.core.spec import Spec
 
 Axes = Mapping[str, int]
+Box = tuple[tuple[int, int], ...]  # (start, length) of each dim
 
 
 @dataclass(frozen=True)
@@ -150,9 +161,8 @@ class Layout(ParamInfo):
 
     def member(self) -> "Layout":
         """Without the first dim."""
-        leaves = tuple(leaf.member() for leaf in self.leaves)
-        rule, block_dim = self.rule.member(), self.block_dim - 1
-        return replace(self, shape=self.shape[1:], leaves=leaves, rule=rule, block_dim=block_dim)
+        leaves, rule = tuple(map(Leaf.member, self.leaves)), self.rule.member()
+        return replace(self, shape=self.shape[1:], leaves=leaves, rule=rule, block_dim=self.block_dim - 1)
 
     def without(self, axes: Sequence[str]) -> "Layout":
         """Whole over `axes`."""
@@ -170,19 +180,19 @@ def to_leaves(layout: Layout, full: Tensor) -> list[Tensor]:
     return [_pad(layout.part(leaf, full).reshape(leaf.extent), leaf.shape) for leaf in layout.leaves]
 
 
-def from_leaves(layout: Layout, leaves: Sequence[Tensor]) -> Tensor:
-    """The tensor of model shape from its whole leaves; the inverse of `to_leaves`."""
-    return _merge(layout, [_trim(tensor, leaf.extent) for leaf, tensor in zip(layout.leaves, leaves, strict=True)])
-
-
 def compute_view(layout: Layout, gathered: Sequence[Tensor]) -> Tensor:
     """What a module computes with, from leaves that are whole over the data axes.
 
-    Padding stays on dims that compute axes split, so that every rank has the same shape; elsewhere it is trimmed.
+    Padding stays on dims that compute axes split, so that every rank has the same shape; elsewhere it is trimmed. Of
+    leaves that are whole over all axes, the tensor of model shape: the inverse of `to_leaves`.
     """
-    return _merge(
-        layout, [_trim(x, compute_shape(leaf, x.shape)) for leaf, x in zip(layout.leaves, gathered, strict=True)]
-    )
+    merged = []
+    for leaf, x in zip(layout.leaves, gathered, strict=True):
+        inside = compute_shape(leaf, x.shape)
+        x = x if x.shape == inside else x[tuple(map(slice, inside))]
+        # [3, heads, d, c] -> [3*heads*d, c]
+        merged.append(x if all(merge == 1 for merge in leaf.merges) else x.reshape(leaf.merged(x.shape)))
+    return merged[0] if len(merged) == 1 else torch.cat(merged, dim=layout.block_dim)
 
 
 def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes: Axes) -> list[Tensor]:
@@ -199,17 +209,14 @@ def from_compute_view(layout: Layout, value: Tensor, data: Sequence[str], sizes:
 def compute_view_shape(layout: Layout, data: Sequence[str], sizes: Axes) -> tuple[int, ...]:
     """The shape of what a module computes with."""
     shapes = [leaf.merged(compute_shape(leaf, leaf.gathered_shape(data, sizes))) for leaf in layout.leaves]
-    whole = list(shapes[0])
-    for shape in shapes[1:]:
-        whole[layout.block_dim] += shape[layout.block_dim]
-    return tuple(whole)
+    dims = enumerate(zip(*shapes, strict=True))
+    return tuple(sum(sizes) if dim == layout.block_dim else sizes[0] for dim, sizes in dims)
 
 
 def compute_shape(leaf: Leaf, gathered: Sequence[int]) -> tuple[int, ...]:
     """The gathered shape of a leaf without the padding of dims that are whole."""
-    return tuple(
-        extent if size == whole else size for size, whole, extent in zip(gathered, leaf.shape, leaf.extent, strict=True)
-    )
+    dims = zip(gathered, leaf.shape, leaf.extent, strict=True)
+    return tuple(extent if size == whole else size for size, whole, extent in dims)
 
 
 def clear_padding_(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> None:
@@ -224,34 +231,113 @@ def clear_padding_(leaf: Leaf, local: Tensor, sizes: Axes, coords: Axes, keep: S
 
 def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequence[str] | None = None) -> Tensor:
     """The part of a whole leaf that the rank at `coords` holds (a view)."""
-    for dim, (start, length) in enumerate(leaf.local_range(sizes, coords, keep)):
-        if length != whole.shape[dim]:
-            whole = whole.narrow(dim, start, length)
-    return whole
+    return narrowed(whole, leaf.local_range(sizes, coords, keep))
 
 
-def _merge(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
-    merged = [_merge_dims(leaf, part) for leaf, part in zip(layout.leaves, parts, strict=True)]
-    return merged[0] if len(merged) == 1 else torch.cat(merged, dim=layout.block_dim)
+def own_parts(leaves: Sequence[Leaf], full: Sequence[Tensor], places: Grid, keep: Sequence[str] | None) -> list[Tensor]:
+    """The parts of whole leaves that this rank holds, or in a simulation each."""
 
+    def parts(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
+        return [local_slice(leaf, whole, places.sizes, coords, keep) for leaf, whole in zip(leaves, given, strict=True)]
 
-def _merge_dims(leaf: Leaf, x: Tensor) -> Tensor:
-    """[3, heads, d, c] -> [3*heads*d, c]."""
-    if all(merge == 1 for merge in leaf.merges):
-        return x
-    return x.reshape(leaf.merged(x.shape))
-
-
-def _trim(x: Tensor, shape: Sequence[int]) -> Tensor:
-    for dim, size in enumerate(shape):
-        if x.shape[dim] != size:
-            x = x.narrow(dim, 0, size)
-    return x
+    return per_rank(places, parts, full)
 
 
 def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
-    if tuple(x.shape) == tuple(shape):
-        return x
-    missing = [want - have for have, want in zip(x.shape, shape, strict=True)]
-    widths = [width for after in reversed(missing) for width in (0, after)]
-    return torch.nn.functional.pad(x, widths)
+    sizes = zip(reversed(x.shape), reversed(shape), strict=True)
+    widths = [width for have, want in sizes for width in (0, want - have)]
+    return torch.nn.functional.pad(x, widths) if any(widths) else x
+
+
+# -- which part a rank has, in integers and as a `Part` ----------------------------------------------------------------
+
+
+def runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """What a rank has of a dim that is made of factors, as runs of neighbouring elements, in order.
+
+        >>> from shardfn.core.layout import runs
+        >>> list(runs((2, 4), [(0, 2), (2, 2)]))  # the second half of four, twice
+        [(2, 2, 0), (6, 2, 2)]
+
+    Args:
+        extent: the true sizes of the factors, outermost first.
+        ranges: (start, length) of each factor on the rank; what lies beyond its true size is in no run.
+
+    Returns:
+        (start in the dim, length, start in the rank's part of it).
+    """
+    if not extent:
+        yield (0, 1, 0)
+        return
+    (start, length), inner = ranges[0], list(runs(extent[1:], ranges[1:]))
+    inside = max(0, min(length, extent[0] - start))
+    size, local = prod(extent[1:]), prod(n for _, n in ranges[1:])
+    if inner != [(0, size, 0)] or local != size:
+        yield from (((start + i) * size + a, n, i * local + b) for i in range(inside) for a, n, b in inner)
+    elif inside * size:
+        yield (start * size, inside * size, 0)
+
+
+def local_boxes(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Iterator[tuple[Box, Box]]:
+    """(box in the model's tensor, the same in this rank's part of a leaf once its factors are merged) for all of it.
+
+    What lies beyond the true extent of a padded leaf is in no box.
+    """
+    ranges = leaf.local_range(sizes, coords)
+    along = []
+    for dim in range(len(leaf.merges)):
+        own = leaf.factors(dim)
+        before = layout.block(leaf)[0] if dim == layout.block_dim else 0
+        along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[own], ranges[own])])
+    for chosen in product(*along):
+        yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
+
+
+def blocks(size: Sequence[int], limit: int, whole: Sequence[int] | None = None) -> Iterator[Box]:
+    """Boxes that fill a tensor, in order, each at most `limit` elements from its first to its last.
+
+    With `whole`, the tensor is a part of one of that shape, in whose memory the elements are counted.
+
+        >>> from shardfn.core.layout import blocks
+        >>> list(blocks((3, 4), 8))
+        [((0, 2), (0, 4)), ((2, 1), (0, 4))]
+    """
+    shape = tuple(size if whole is None else whole)
+    if 0 in size:
+        return
+    dim = next((d for d, n in enumerate(size) if n > 1), None)
+    if dim is None or prod(size[: dim + 1]) * prod(shape[dim + 1 :]) <= limit:
+        yield tuple((0, n) for n in size)
+        return
+    step = max(1, limit // prod(shape[dim + 1 :]))
+    for start in range(0, size[dim], step):
+        part = (*size[:dim], min(step, size[dim] - start), *size[dim + 1 :])
+        inner = blocks(part, limit, shape) if step == 1 else iter([tuple((0, n) for n in part)])
+        yield from ((*box[:dim], (start, box[dim][1]), *box[dim + 1 :]) for box in inner)
+
+
+def narrowed(x: Tensor, box: Box) -> Tensor:
+    """The view of a tensor that a box is."""
+    return x[tuple(slice(start, start + length) for start, length in box)]
+
+
+def parts_of(layout: Layout, axes: Sequence[str], sizes: Mapping[str, int], computed: Sequence[str]) -> dict[str, Part]:
+    """By each of `axes`, which part of a parameter a module computes with: whole over all axes but `computed`."""
+    return {axis: part for axis in axes if (part := _part_of(layout, axis, sizes, computed)) is not None}
+
+
+def _part_of(layout: Layout, axis: str, sizes: Mapping[str, int], computed: Sequence[str]) -> Part | None:
+    zero, found = dict.fromkeys(sizes, 0), None
+    for dim in range(len(layout.shape)):
+        leaves = layout.leaves if dim == layout.block_dim else layout.leaves[:1]
+        split: list[tuple[int, int]] = []
+        for leaf in leaves:
+            own = leaf.factors(dim)
+            local = leaf.local_shape(sizes, zero, computed)[own]
+            at = next((i for i, axes in enumerate(leaf.splits[own]) if axis in axes), None)
+            split += [] if at is None else [(prod(local[:at]), prod(local[at:]))]
+        if len(split) == len(leaves):
+            found = Part("split", dim, tuple(split))
+        elif split:
+            found = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules")
+    return found

@@ -23,6 +23,7 @@ a `ShardError`                   the rest, which would mix a part with whole ten
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardfn._torch import dtensor_spec, has_no_memory, in_transform, wrap_local
 from shardfn.core import collectives
@@ -87,7 +87,11 @@ def cross_entropy(
         raise ValueError(f"cross_entropy(reduction={reduction!r}): 'mean', 'sum' or 'none'")
     targets, size = targets.long(), logits.shape[-1]
     require_ids("cross_entropy", targets, size, ignore_index)
-    own, ranks, rank = _part(logits)  # [.., vocab/axis]
+    own, ranks, rank = logits, 1, 0
+    if isinstance(logits, DTensor):
+        here = None if isinstance(logits, SplitLogits) else [Shard(logits.dim() - 1)]
+        own, ranks = logits.to_local(grad_placements=here), logits.device_mesh.size()  # [.., vocab/axis]
+        rank = collectives.axis_index(logits.device_mesh, axis_of(logits))
     part = own.shape[-1]
     stats = _stats(own, (targets - rank * part).clamp(0, part - 1), label_smoothing != 0).unsqueeze(0)
     if isinstance(logits, DTensor):
@@ -119,15 +123,6 @@ def _require_fitting(logits: Tensor, targets: Tensor) -> None:
         placements = logits.placements
         if len(placements) != 1 or not placements[0].is_shard(logits.dim() - 1):
             raise ShardError(f"cross_entropy: logits must be split over their last dim by one axis, not {placements}")
-
-
-def _part(logits: Tensor) -> tuple[Tensor, int, Any]:
-    """What this rank has of the logits, how many ranks have such parts, and which one it is."""
-    if not isinstance(logits, DTensor):
-        return logits, 1, 0
-    mesh = logits.device_mesh
-    here = None if isinstance(logits, SplitLogits) else [Shard(logits.dim() - 1)]
-    return logits.to_local(grad_placements=here), mesh.size(), collectives.axis_index(mesh, axis_of(logits))
 
 
 def _combined(stats: Tensor, owner: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -208,24 +203,17 @@ def _gradient(x: Tensor, own: Tensor, stats: Tensor, cotangent: Tensor) -> Tenso
 
 
 def _pieces(shape: Sequence[int], width: int) -> Iterator[tuple[slice | int, ...]]:
-    """Indices that cut targets of a shape, of `width` logits each, into pieces."""
-    return _cut(shape, max(1, max(prod(shape) * width // _PIECES, _LEAST) // width))
-
-
-def _cut(shape: Sequence[int], most: int) -> Iterator[tuple[slice | int, ...]]:
-    """Indices of views, of at most `most` elements each, that make up a tensor of any strides."""
+    """Indices of views that cut targets of a shape and any strides, of `width` logits each, into pieces."""
     if not shape:
         yield ()
         return
-    inner = prod(shape[1:])
-    if inner > most:
-        for i in range(shape[0]):
-            for rest in _cut(shape[1:], most):
-                yield (i, *rest)
-        return
-    rows = most // max(inner, 1)
-    for start in range(0, shape[0], rows):
-        yield (slice(start, start + rows),)
+    most = max(1, max(prod(shape) * width // _PIECES, _LEAST) // width)
+    inner = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = next(dim for dim, size in enumerate(inner) if size <= most)  # the others are taken one by one
+    rows = most // max(inner[cut], 1)
+    for before in product(*map(range, shape[:cut])):
+        for start in range(0, shape[cut], rows):
+            yield (*before, slice(start, start + rows))
 
 
 # -- split logits ------------------------------------------------------------------------------------------------------
@@ -245,11 +233,12 @@ _POINTWISE = frozenset(
 class SplitLogits(DTensor):
     """A `DTensor` split over one axis, of which operations see the part that this rank has, or nothing.
 
-    `own` is that part, with its history in autograd and in transforms; the `DTensor` around has none. `origin`
-    names the module and the rule that left it split.
+    `own` is that part, a part of `split_dim`, with its history in autograd and in transforms; the `DTensor` around has
+    none. `origin` names the module and the rule that left it split.
     """
 
     own: Tensor
+    split_dim: int
     origin: Callable[[], str]
 
     @classmethod
@@ -258,15 +247,8 @@ class SplitLogits(DTensor):
         shape = (*own.shape[:dim], own.shape[dim] * mesh.size(), *own.shape[dim + 1 :])
         made = wrap_local(own.detach(), dtensor_spec(mesh, [Shard(dim)], shape, own.dtype), kind=cls)
         assert isinstance(made, cls)
-        made.own, made.origin = own, origin
+        made.own, made.split_dim, made.origin = own, dim, origin
         return made
-
-    @property
-    def split_dim(self) -> int:
-        """The dim of which each rank has a part."""
-        (placement,) = self.placements
-        assert isinstance(placement, Shard)
-        return placement.dim
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's part."""
@@ -283,10 +265,9 @@ class SplitLogits(DTensor):
         return self._plain().redistribute(device_mesh, placements, **options)
 
     def _plain(self) -> DTensor:
-        placed: list[Placement] = list(self.placements)
-        shape, stride = self.shape, self.stride()
+        where = self.device_mesh, self.placements
         return DTensor.from_local(
-            self.own.contiguous(), self.device_mesh, placed, run_check=False, shape=shape, stride=stride
+            self.own.contiguous(), *where, run_check=False, shape=self.shape, stride=self.stride()
         )
 
     def __tensor_flatten__(self) -> Any:
@@ -358,17 +339,16 @@ def _refusal(x: SplitLogits, name: str) -> ShardError:
 def _adapted(x: SplitLogits, name: str, args: Any, kwargs: Any) -> "tuple[Any, ...] | None":
     """The arguments for the part of this rank; None when the operation on parts is not that on the whole."""
     if name.strip("_") in _POINTWISE:
-        plain = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and not _alike(arg, x)]
-        return None if plain else tuple(arg.own if isinstance(arg, SplitLogits) else arg for arg in args)
+        for other in (*args, *kwargs.values()):
+            alike = isinstance(other, SplitLogits) and (other.shape, other.device_mesh) == (x.shape, x.device_mesh)
+            if isinstance(other, Tensor) and not alike:
+                return None
+        return tuple(arg.own if isinstance(arg, SplitLogits) else arg for arg in args)
     change = _CHANGES.get(name)
     if change is None or args[0] is not x or x.split_dim != x.dim() - 1:
         return None
     changed = change(x, args[1:], kwargs)
     return None if changed is None else (x.own, *changed)
-
-
-def _alike(other: Tensor, x: SplitLogits) -> bool:
-    return isinstance(other, SplitLogits) and other.shape == x.shape and other.device_mesh == x.device_mesh
 
 
 def _index(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None":

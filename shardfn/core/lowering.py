@@ -15,7 +15,7 @@ from shardfn.core.buckets import in_layout, leaf_spec
 from shardfn.core.errors import ShardError
 from shardfn.core.mesh import grid
 from shardfn.core.plan import Plan
-from shardfn.core.tree import Params, is_tree
+from shardfn.core.tree import Params, data_axes_of, is_tree
 
 
 def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
@@ -25,17 +25,16 @@ def over_params(fn: Callable[[Params], Any], tree: Any) -> Any:
 
 def lower(params: Params, vmaps: int) -> Params:
     """The same tree with plain leaves, differentiable; its plan says that it is inside `vmaps` mapped dims."""
-    if params.plan.vmaps is not None:
-        return Params(params, params.plan.in_vmaps(vmaps), params.mesh, params.buffers)
-    specs = specs_of_leaves(params.plan, params)
-    parts = Lower.apply(specs, *params.values())
+    parts = [*params.values()]
+    if params.plan.vmaps is None:
+        parts = Across.apply(False, specs_of_leaves(params.plan, params), *parts)
     return Params(zip(params, parts, strict=True), params.plan.in_vmaps(vmaps), params.mesh, params.buffers)
 
 
 def lift(params: Params) -> Params:
     """The same tree with DTensors as leaves, differentiable."""
     plan = params.plan.in_vmaps(None)
-    lifted = Lift.apply(specs_of_leaves(plan, params), *params.values())
+    lifted = Across.apply(True, specs_of_leaves(plan, params), *params.values())
     return Params(zip(params, lifted, strict=True), plan, params.mesh, params.buffers)
 
 
@@ -48,8 +47,7 @@ def entered(verb: str, tree: Any) -> Any:
 
     def enter(params: Params) -> Params:
         depth = vmap_depth()
-        several = any(params.plan.axes[axis] > 1 for axis in params.plan.roles.data)
-        if depth != (params.plan.vmaps or 0) and several:
+        if depth != (params.plan.vmaps or 0) and data_axes_of(params):
             raise ShardError(
                 f"{verb}: a vmap goes on around it, and the tree comes from outside: gradients of one sample would be "
                 f"added to those of other samples on other ranks. Pass the tree to sf.vmap too, with None in in_dims."
@@ -67,64 +65,36 @@ def left(tree: Any) -> Any:
 def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
     """The DTensor metadata of every leaf, also of one that is stacked, of which the plan knows nothing."""
     places = grid(params.mesh, plan.roles.storage)
-
-    def spec(name: str, x: Tensor) -> DTensorSpec:
-        stacked = max(x.dim() - len(plan.leaves[name][1].shape), 0)
-        return leaf_spec(plan, places, name, x.dtype, batch=tuple(x.shape[:stacked]))
-
-    return [spec(name, leaf) for name, leaf in params.items()]
+    more = {name: max(x.dim() - len(plan.leaves[name][1].shape), 0) for name, x in params.items()}
+    return [leaf_spec(plan, places, name, x.dtype, batch=tuple(x.shape[: more[name]])) for name, x in params.items()]
 
 
-class _OfLeaves(torch.autograd.Function):
-    """A function of the metadata of leaves, which it keeps, and of the leaves."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.specs = inputs[0]
-        ctx.set_materialize_grads(False)
-
-
-class Lower(_OfLeaves):
+class Across(torch.autograd.Function):
     """
-    forward   leaf [shard], a DTensor -> the same, plain
+    forward   leaf [shard], a DTensor -> the same, plain; one that `lifts` has it the other way
     backward  the same the other way
     """
 
     @staticmethod
-    def forward(specs: Sequence[DTensorSpec], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(lifts: bool, specs: Sequence[DTensorSpec], *leaves: Tensor) -> tuple[Tensor, ...]:
+        if lifts:
+            return tuple(wrap_local(x.detach(), spec) for x, spec in zip(leaves, specs, strict=True))
         return tuple(unwrap_local(leaf).detach() for leaf in leaves)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.lifts, ctx.specs, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_each(Lift, ctx.specs, grads)
+        given = [(x, spec) for x, spec in zip(grads, ctx.specs, strict=True) if x is not None]
+        placed = (in_layout(x, spec) for x, spec in given)
+        made = iter(Across.apply(not ctx.lifts, [spec for _, spec in given], *placed) if given else ())
+        return None, None, *(None if x is None else next(made) for x in grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """Of a tree that a mapped function closes over; what is mapped was lowered before."""
-        assert not any(isinstance(dim, int) for dim in in_dims[1:])
-        return Lower.apply(*args), (None,) * (len(args) - 1)
-
-
-class Lift(_OfLeaves):
-    """
-    forward   leaf [shard], plain -> the same as a DTensor
-    backward  the same the other way
-    """
-
-    @staticmethod
-    def forward(specs: Sequence[DTensorSpec], *locals_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(wrap_local(x.detach(), spec) for x, spec in zip(locals_, specs, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        placed = [x if x is None else in_layout(x, spec) for x, spec in zip(grads, ctx.specs, strict=True)]
-        return None, *_each(Lower, ctx.specs, placed)
-
-
-def _each(
-    function: type[torch.autograd.Function], specs: Sequence[DTensorSpec], values: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """The function of those values that there are."""
-    given = [(value, spec) for value, spec in zip(values, specs, strict=True) if value is not None]
-    made = iter(function.apply([spec for _, spec in given], *(value for value, _ in given)) if given else ())
-    return [None if value is None else next(made) for value in values]
+        assert not any(isinstance(dim, int) for dim in in_dims[2:])
+        return Across.apply(*args), (None,) * (len(args) - 2)

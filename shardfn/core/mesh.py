@@ -70,30 +70,27 @@ class Roles:
     """
 
     compute: tuple[str, ...]
-    data: tuple[str, ...]
+    batch: tuple[str, ...]  # the data axes, and those that have no part in a function under `vmap`
     shardable: tuple[str, ...]  # the data axes over which weights may be sharded
-    absent: tuple[str, ...] = ()  # axes that had a part in the storage, and have none in a function under `vmap`
-    order: tuple[str, ...] | None = None  # of the storage mesh, when axes are absent
+    absent: tuple[str, ...] = ()  # which those are
 
-    @property
+    @cached_property
+    def data(self) -> tuple[str, ...]:
+        """The axes that split the batch."""
+        return tuple(axis for axis in self.batch if axis not in self.absent)
+
+    @cached_property
     def storage(self) -> tuple[str, ...]:
         """Axis names of the storage mesh."""
-        return self.compute + self.data if self.order is None else self.order
+        return self.compute + self.batch
 
     def without(self, axes: Sequence[str]) -> "Roles":
         """The same with data axes that have no part; the storage mesh stays."""
-        if not axes:
-            return self
-        data = tuple(axis for axis in self.data if axis not in axes)
-        return replace(self, data=data, absent=(*self.absent, *axes), order=self.storage)
+        return replace(self, absent=tuple(axis for axis in self.batch if axis in (*self.absent, *axes)))
 
     def keeping(self, axes: Sequence[str]) -> "Roles":
         """The roles for weights that computation keeps split over data axes."""
-        return replace(self, compute=(*self.compute, *axes), data=tuple(a for a in self.data if a not in axes))
-
-    def whole(self) -> "Roles":
-        """The same with every axis back in its part."""
-        return Roles(self.compute, self.storage[len(self.compute) :], self.shardable)
+        return replace(self, compute=(*self.compute, *axes), batch=tuple(a for a in self.batch if a not in axes))
 
 
 def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
@@ -133,8 +130,11 @@ def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
     shape = _inferred(sizes, world)
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if not dist.is_initialized():
-        _start(device_type)
+    if not dist.is_initialized():  # with torchrun's environment, or as a world of one
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # asynchronous checkpoints use the host
+        launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
+        alone: dict[str, Any] = {} if launched else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -154,13 +154,11 @@ def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
     if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ShardError(f"{call}: sizes are at least 1, and at most one may be -1")
     fixed = prod(size for size in sizes.values() if size != -1)
-    if unknown and world % fixed == 0:
+    if fixed == world or (unknown and world % fixed == 0):
         return {name: world // fixed if size == -1 else size for name, size in sizes.items()}
-    if unknown or fixed != world:
-        why = f"{world} % {fixed} = {world % fixed}" if unknown else f"{' x '.join(map(str, sizes.values()))} = {fixed}"
-        fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
-        raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
-    return sizes
+    why = f"{world} % {fixed} = {world % fixed}" if unknown else f"{' x '.join(map(str, sizes.values()))} = {fixed}"
+    fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
+    raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
 
 
 def default_device_type() -> str:
@@ -169,13 +167,9 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _start(device_type: str) -> None:
-    """Start the process group of torchrun's environment, or a world of one."""
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # asynchronous checkpoints travel by the host
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+def device_of(kind: str) -> torch.device:
+    """Where this rank computes on devices of a kind."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
@@ -191,10 +185,8 @@ def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
         raise TypeError(f"expected a DeviceMesh or a MeshSpec, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError(
-            "the DeviceMesh has no axis names; make it with mesh_dim_names, for example "
-            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'tp'))"
-        )
+        example = "init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'tp'))"
+        raise ValueError(f"the DeviceMesh has no axis names; make it with mesh_dim_names, for example {example}")
     return {name: mesh.size(i) for i, name in enumerate(names)}
 
 
@@ -217,8 +209,7 @@ class Grid:
     @cached_property
     def device(self) -> torch.device:
         """Where shards and gathered tensors live on this rank."""
-        kind = self.mesh.device_type
-        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+        return device_of(self.mesh.device_type)
 
     def ranks(self) -> list[int]:
         """Global ranks of the mesh, in the user's order."""
@@ -239,9 +230,7 @@ class Grid:
         return self._places[rank]
 
 
-def per_rank(
-    places: Grid, fn: Callable[[Mapping[str, int], list[Any]], Sequence[Tensor]], values: Sequence[Any]
-) -> list[Tensor]:
+def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
     """`fn(coordinates, values)` on this rank, or in a simulation on each; outside autograd there.
 
     For whatever depends on the place of a rank in a way that the shapes of tensors do too.

@@ -1,16 +1,14 @@
-"""What a plan needs to know about a model, as plain data; its modules and their copies; declared forwards. Layer 1.
+"""What a plan needs to know about a model, as plain data; its modules; declared forwards. Layer 1.
 
 A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it: names, shapes,
 dtypes, ties and module kinds do.
 
-`apply` and `init` run a model with other tensors than it holds. They do so on shallow copies of its modules, of the
-same class and attributes, with tensors and children of their own: so the caller's model is never changed, two calls
-never meet, and an exception leaves nothing bound.
+`init` fills shallow copies of modules, of the same class and attributes, with tensors and children of their own: so
+the caller's model is never changed, and an exception leaves nothing bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +71,6 @@ class ModelInfo:
 
     params: tuple[ParamInfo, ...]
     modules: tuple[ModuleInfo, ...]
-    buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     ignored: tuple[str, ...] = ()  # parameters that are left out, by all of their names
 
     def module(self, path: str) -> ModuleInfo | None:
@@ -93,15 +90,31 @@ def describe(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelInfo:
         TypeError: it is neither, or the mapping holds something else than tensors.
     """
     if isinstance(model, nn.Module):
-        params = _tied(model.named_parameters(remove_duplicate=False), dict(_noted(model)))
-        buffers = ((name, tuple(b.shape), b.dtype) for name, b in model.named_buffers(remove_duplicate=False))
-        return ModelInfo(params, tuple(_modules(model)), tuple(buffers))
+        return ModelInfo(_tied(named_parameters(model).items(), dict(_noted(model))), tuple(_modules(model)))
     if not isinstance(model, Mapping):
         raise TypeError(f"expected an nn.Module or a mapping of names to tensors, got {type(model).__name__}")
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise TypeError(f"a mapping must hold tensors under names; {name!r} holds {type(value).__name__}")
-    return ModelInfo(_tied(model.items()), (), ())
+    return ModelInfo(_tied(model.items(), {}), ())
+
+
+def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a model, or a mapping's tensors, by every name of each."""
+    return dict(model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model)
+
+
+def named_buffers(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers of a model by every name of each; a mapping has none."""
+    return dict(model.named_buffers(remove_duplicate=False) if isinstance(model, nn.Module) else {})
+
+
+def by_all_names(items: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Each tensor object once, with every name that it has, in order."""
+    found: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    for name, tensor in items:
+        found[id(tensor)] = tensor, (*found.get(id(tensor), (tensor, ()))[1], name)
+    return list(found.values())
 
 
 def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
@@ -123,15 +136,10 @@ def note_shard(module: nn.Module, attribute: str, placed: Placed | None) -> None
     unwrapped(module).__dict__.setdefault(PLACED, {})[attribute] = placed
 
 
-def _tied(
-    items: Iterable[tuple[str, torch.Tensor]], noted: Mapping[str, Placed | None] = MappingProxyType({})
-) -> tuple[ParamInfo, ...]:
-    """One entry a tensor object; its later names are aliases."""
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in items:
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+def _tied(items: Iterable[tuple[str, Tensor]], noted: Mapping[str, Placed | None]) -> tuple[ParamInfo, ...]:
+    """One entry a tensor object; its later names are aliases. Of shards is `noted` how they lay before."""
     infos = []
-    for tensor, (name, *aliases) in found.values():
+    for tensor, (name, *aliases) in by_all_names(items):
         placed = noted[name] if name in noted else _placed(name, tensor)
         # A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be.
         trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else may_be_differentiated(tensor)
@@ -149,27 +157,20 @@ def _placed(name: str, tensor: torch.Tensor) -> Placed | None:
         return None
     axes, placements = tensor.device_mesh.mesh_dim_names, tensor.placements
     if axes is None or any(type(p) is not Shard and not p.is_replicate() for p in placements):
-        raise ShardError(
-            f"'{name}' is a DTensor with {list(placements)} on {tensor.device_mesh}: one that is sharded further must "
-            "have Shard and Replicate only, on a mesh with axis names"
-        )
+        have = f"a DTensor with {list(placements)} on {tensor.device_mesh}"
+        wanted = "Shard and Replicate only, on a mesh with axis names"
+        raise ShardError(f"'{name}' is {have}: one that is sharded further must have {wanted}")
     return tuple((axis, p.dim if isinstance(p, Shard) else None) for axis, p in zip(axes, placements, strict=True))
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
-    canonical: dict[int, str] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        canonical.setdefault(id(tensor), name)
+    # By identity: wrappers for activation checkpointing leave their own name out of those of parameters.
+    canonical = {id(tensor): names[0] for tensor, names in by_all_names(model.named_parameters(remove_duplicate=False))}
     for name, module in model.named_modules():
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        yield ModuleInfo(
-            name,
-            tuple(class_name(cls) for cls in class_of(module).__mro__),
-            tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own),
-            kind_of(module),
-            _list_of(module),
-            _forward_owner(module),
-        )
+        params = tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own)
+        classes = tuple(map(class_name, class_of(module).__mro__))
+        yield ModuleInfo(name, classes, params, kind_of(module), _list_of(module), _forward_owner(module))
 
 
 def _forward_owner(module: nn.Module) -> str:
@@ -185,7 +186,8 @@ def kind_of(module: nn.Module) -> str:
     made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
     cls = class_of(module)
-    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in parameters_of(unwrapped(module))
+    own = {attribute.partition("[")[0] for attribute in dict.keys(parameters_of(unwrapped(module)))}  # also of shards
+    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in own
     if not reads_weight or patched_forward(module) is not None:
         return "other"
     if _forward_owner(module) in _TRANSPOSED:
@@ -216,12 +218,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _list_of(module: nn.Module) -> str | None:
     """The one class of a list's members when they own parameters."""
-    if not isinstance(module, LIKE_LISTS):
-        return None
-    classes = {class_of(member) for member in module}
-    if len(classes) != 1 or not any(True for member in module for _ in member.parameters()):
-        return None
-    return class_name(classes.pop())
+    members = list(module) if isinstance(module, LIKE_LISTS) else []
+    classes = {class_of(member) for member in members}
+    owns = any(True for member in members for _ in member.parameters())
+    return class_name(classes.pop()) if owns and len(classes) == 1 else None
 
 
 # -- the modules themselves --------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class whose forward a module computes, and which its copies are of.
+    """The class whose forward a module computes.
 
     The compatible classes stand before a module, or replace its class by one derived from it.
     """

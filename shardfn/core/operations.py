@@ -7,14 +7,17 @@ rule loses the part.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core.parts import SAME, SUM, Lost, Part, even, in_two_dims, reshaped, sliced
+from shardfn.core.parts import SAME, SUM, Lost, Part, Tag, even, in_two_dims, reshaped, sliced
+from shardfn.core.underway import has_derivatives
 
 Parts = list["Part | None"]
+Shapes = tuple[tuple[int, ...], ...]
 
 # What moves elements, and does not change them.
 MOVES = set(
@@ -28,34 +31,31 @@ MOVES = set(
 class Operation:
     """One call of an operation on one rank, seen from an axis of `size` ranks.
 
-    `whole` has the shapes of its results in the run with whole values, when the same call was found there. `zero` says
-    whether a tensor is known to hold nothing but zeros. `padded` has sizes of factors there, and as they are stored;
-    `weight` says whether a tensor is a weight, moved at most, which is zero in padding.
+    `tags` has what is known of its inputs, `zeros` those that hold nothing but zeros, both by their identity. `whole`
+    has the shapes of its results in the run with whole values, when the same call was found there. `padded` has sizes
+    of factors there, and as they are stored.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Tensor, ...]
-    part: Callable[[Tensor], Part | None]
+    results: Sequence[Tensor]
+    inputs: Sequence[Tensor]  # the tensors among the arguments, also those in lists
+    tags: Mapping[int, Tag]
+    zeros: Collection[int]
+    pointwise: bool
+    whole: Shapes | None
+    padded: Collection[tuple[int, int]]
+    axis: str
     size: int
-    pointwise: bool = False
-    whole: tuple[tuple[int, ...], ...] | None = None
-    zero: Callable[[Tensor], bool] = lambda x: False
-    padded: Collection[tuple[int, int]] = ()
-    weight: Callable[[Tensor], bool] = lambda x: False
 
     def given(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its place or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors among the arguments, also those in lists."""
-        found: list[Tensor] = []
-        for value in (*self.args, *self.kwargs.values()):
-            found += [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
-        return found
+    def part(self, x: Tensor) -> Part | None:
+        """What a tensor is over the axis."""
+        return self.tags[id(x)].parts.get(self.axis)
 
     def split(self, x: Tensor) -> Part | None:
         """The part of a tensor of which each rank has a piece; None of any other."""
@@ -64,12 +64,15 @@ class Operation:
 
     def sums_up(self, value: Any) -> bool:
         """Whether a value is a pending sum, or nothing but zeros, which are one of zeros."""
-        return (self.part(value) == SUM or self.zero(value)) if isinstance(value, Tensor) else value == 0
+        return (self.part(value) == SUM or id(value) in self.zeros) if isinstance(value, Tensor) else value == 0
 
     def adds_padding(self, x: Tensor, dim: int, part: Part) -> bool:
-        """Whether a dim that ranks split may be padded, with anything there by now: a sum over it would count that."""
+        """Whether a dim that ranks split may be padded, with anything there by now: a sum over it would count that.
+
+        A weight, moved at most, is zero in padding.
+        """
         size = x.shape[dim] * self.size // part.share
-        return not self.weight(x) and any(
+        return not self.tags[id(x)].weight and any(
             size and (size % stored == 0 or (stored % size == 0 and true % (stored // size) == 0))
             for true, stored in self.padded
         )
@@ -90,6 +93,16 @@ Rule = Callable[[Operation], "Part | Parts | None"]
 _RULES: dict[str, Rule] = {}
 
 
+def _lose_if(wrong: object, why: str) -> None:
+    """End a rule: what ranks do is not the operation on the whole values.
+
+    Raises:
+        Lost: something is wrong.
+    """
+    if wrong:
+        raise Lost(why)
+
+
 def parts_after(op: Operation) -> Parts:
     """The parts of the results of an operation."""
     known = [op.part(x) for x in op.inputs]
@@ -97,15 +110,15 @@ def parts_after(op: Operation) -> Parts:
     if gone is not None:
         return [gone] * len(op.results)
     try:
-        rule = _RULES.get(op.name.rstrip("_") if op.name not in _RULES else op.name)
         if _takes_back_a_sum(op):
             return [SUM] * len(op.results)
-        if rule is None and op.pointwise:
-            rule = _pointwise
+        rule = _RULES.get(op.name) or _RULES.get(op.name.rstrip("_")) or (_pointwise if op.pointwise else None)
         if rule is None:
             raise Lost(f"nothing is known of {op.name} on split values")
-        if rule not in _FOR_TWO_DIMS and any(part is not None and part.second is not None for part in known):
-            raise Lost(f"nothing is known of {op.name} on values of which two dims are split")
+        in_two = any(part is not None and part.second is not None for part in known)
+        _lose_if(
+            in_two and rule not in _FOR_TWO_DIMS, f"nothing is known of {op.name} on values of which two dims are split"
+        )
         found = rule(op)
     except Lost as lost:
         if all(part in (None, SAME) for part in known):
@@ -115,8 +128,10 @@ def parts_after(op: Operation) -> Parts:
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
+    """Of operations of these names, each of which may be several."""
+
     def keep(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(names, rule))
+        _RULES.update(dict.fromkeys(" ".join(names).split(), rule))
         return rule
 
     return keep
@@ -124,18 +139,14 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 # -- what is made of nothing, or of values that all ranks share -------------------------------------------------------
 
-_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
-_FILLS = {"zeros", "ones", "full", "empty", "empty_strided", "expand", "repeat", *_NEW}
+_NEW = "new_zeros new_ones new_full new_empty"
+_FILLS = set(f"zeros ones full empty empty_strided expand repeat {_NEW}".split())
 
 
 def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
     """Shared values make shared ones, unless sizes of this rank are in it; by the axis that sizes fit."""
-    for axis, op in operations.items():
-        assert op.whole is not None
-        fits = [_filled_part(op, tuple(x.shape), whole) for x, whole in zip(op.results, op.whole, strict=True)]
-        if any(fits):
-            return {axis: fits}
-    return {}
+    found = {axis: [_filled_part(op, at) for at in range(len(op.results))] for axis, op in operations.items()}
+    return next(({axis: fits} for axis, fits in found.items() if any(fits)), {})
 
 
 def _copies_one(op: Operation, dim: int) -> bool:
@@ -144,10 +155,11 @@ def _copies_one(op: Operation, dim: int) -> bool:
     return before < 0 or op.args[0].shape[before] == 1
 
 
-def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) -> Part | None:
+def _filled_part(op: Operation, at: int = 0) -> Part | None:
     """A part of a value that is alike everywhere along the dim that differs."""
-    if len(shape) != len(whole) or op.name not in _FILLS:
+    if op.whole is None or op.name not in _FILLS or len(op.whole[at]) != op.results[at].dim():
         return None
+    shape, whole = op.results[at].shape, op.whole[at]
     other = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
     if len(other) != 1 or not shape[other[0]] or (op.name == "repeat" and not _copies_one(op, other[0])):
         return None
@@ -157,6 +169,9 @@ def _filled_part(op: Operation, shape: tuple[int, ...], whole: tuple[int, ...]) 
         if stored % size == 0 and share and not rest:
             return replace(even(other[0], size), share=share)
     return None
+
+
+_rule(_NEW)(_filled_part)
 
 
 # -- element by element -----------------------------------------------------------------------------------------------
@@ -172,8 +187,7 @@ def _pointwise(op: Operation) -> Part | None:
     splits = _one_copy({part.shifted(ndim - x.dim()) for x, part in varied if part.split})
     if not splits:
         return SAME
-    if len(splits) > 1:
-        raise Lost(f"{op.name} joins values that are split over different dims, or in different pieces")
+    _lose_if(len(splits) > 1, f"{op.name} joins values that are split over different dims, or in different pieces")
     (found,) = splits
     for x in op.inputs:
         for dim in (found.dim, found.second):
@@ -217,47 +231,34 @@ def _takes_back_a_sum(op: Operation) -> bool:
 
 
 _rule(  # written in place they do not have torch's tag
-    *(
-        "_prelu_kernel masked_fill where add sub mul div addcmul addcdiv hardswish log_sigmoid_forward "
-        "log_sigmoid_backward floor_divide lerp pow clamp"
-    ).split()
+    "_prelu_kernel masked_fill where add sub mul div addcmul addcdiv hardswish log_sigmoid_forward "
+    "log_sigmoid_backward floor_divide lerp pow clamp"
 )(_pointwise)
 
 
-@_rule("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj")
+@_rule("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj", "_to_copy", "bernoulli", "native_dropout")
 def _identity(op: Operation) -> Part | None:
-    return op.part(op.args[0])
-
-
-@_rule("_to_copy", "bernoulli", "native_dropout")
-def _but_for_sums(op: Operation) -> Part | None:
-    part, made = op.part(op.args[0]), op.results[0].dtype
-    linear = op.name == "_to_copy" and (made.is_floating_point or made.is_complex)
-    if part == SUM and not linear:
-        raise Lost(f"{op.name} of a sum that is still pending")
+    part, name = op.part(op.args[0]), op.name.rstrip("_")
+    rounds = name == "_to_copy" and not has_derivatives(op.results[0].dtype)
+    nonlinear = rounds or name in ("bernoulli", "native_dropout")
+    _lose_if(part == SUM and nonlinear, f"{op.name} of a sum that is still pending")
     return part
 
 
 @_rule("fill", "zero", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
 def _filled(op: Operation) -> Part | None:
-    if any(op.part(x) is not None for x in op.inputs[1:]):
-        raise Lost("a tensor is filled with a value that differs between ranks")
+    varies = any(op.part(x) is not None for x in op.inputs[1:])
+    _lose_if(varies, "a tensor is filled with a value that differs between ranks")
     return op.split(op.args[0])
-
-
-@_rule(*_NEW)
-def _new(op: Operation) -> Part | None:
-    return _filled_part(op, tuple(op.results[0].shape), op.whole[0]) if op.whole is not None else None
 
 
 @_rule("copy_")
 def _copied(op: Operation) -> Part | None:
     source = op.part(op.args[1])
-    if source == SUM and not (op.results[0].is_floating_point() or op.results[0].is_complex()):
-        raise Lost("whole numbers are made of a sum that is still pending")
+    rounds = source == SUM and not has_derivatives(op.results[0].dtype)
+    _lose_if(rounds, "whole numbers are made of a sum that is still pending")
     if source is None:
-        if op.split(op.args[0]) is not None and op.args[1].dim():
-            raise Lost("a shared value is written into a split one")
+        _lose_if(op.split(op.args[0]) is not None and op.args[1].dim(), "a shared value is written into a split one")
         return op.part(op.args[0])
     if not source.split:
         return source
@@ -268,27 +269,29 @@ def _copied(op: Operation) -> Part | None:
 
 
 def _one(op: Operation) -> Part:
-    """The part of the first argument, when that alone varies and is split; others pass through linear operations."""
+    """The part of the first argument, when it varies, and all have the same others."""
     part = op.part(op.args[0])
-    if part is None or any(op.part(x) is not None for x in op.inputs if x is not op.args[0]):
+    if part is None or any(op.part(x) not in (None, SAME) for x in op.inputs if x is not op.args[0]):
         raise Lost(f"{op.name} by values that differ between ranks")
     return part
 
 
 def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> Rule:
-    """A rule for operations that are linear and move elements of their first argument."""
+    """A rule for operations that are linear and move elements of their first argument.
+
+    Of a shared value there may be as many copies as a rank has of what they are for.
+    """
 
     def rule(op: Operation) -> "Part | Parts | None":
         part = _one(op)
-        return move(op, part) if part.split else part
+        return move(op, part) if part.split else (_filled_part(op) if part == SAME else None) or part
 
     return rule
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 def _view(op: Operation) -> "Part | Parts | None":
-    if op.results[0].dtype != op.args[0].dtype:
-        raise Lost("the bits of values are taken for another dtype")
+    _lose_if(op.results[0].dtype != op.args[0].dtype, "the bits of values are taken for another dtype")
     return _viewed(op)
 
 
@@ -320,38 +323,21 @@ def _viewed(op: Operation, part: Part) -> Part:
 @_rule("t", "transpose", "permute", "numpy_T")
 @_moving
 def _permuted(op: Operation, part: Part) -> Part:
-    ndim = op.args[0].dim()
-    order = list(range(ndim))
-    if op.name == "permute":
-        order = [dim % ndim for dim in op.args[1]]
-    elif op.name == "transpose":
-        a, b = op.args[1] % ndim, op.args[2] % ndim
-        order[a], order[b] = b, a
-    else:
-        order.reverse()
+    numbered = torch.empty([*range(op.args[0].dim())], device="meta")  # each dim is as long as its number
+    order = list(getattr(torch.ops.aten, op.name)(numbered, *op.args[1:]).shape)
     second = None if part.second is None else order.index(part.second)
-    if second is not None and second < order.index(part.dim):
-        raise Lost(f"{op.name} of two dims that are split")
+    _lose_if(second is not None and second < order.index(part.dim), f"{op.name} of two dims that are split")
     return replace(part, dim=order.index(part.dim), second=second)
 
 
-def _copies(op: Operation) -> Part | None:
-    """The part of copies of a shared value: as many as this rank has of what they are for."""
-    if op.whole is None or _one(op) != SAME:
-        return None
-    return _filled_part(op, tuple(op.results[0].shape), op.whole[0])
-
-
 @_rule("expand", "broadcast_to")
-def _expanded(op: Operation) -> Part:
-    part = _one(op)
-    if not part.split:
-        return _copies(op) or part
+@_moving
+def _expanded(op: Operation, part: Part) -> Part:
     found = part.shifted(op.results[0].dim() - op.args[0].dim())
     dim = found.dim
     for before, after in ((part.dim, dim), (part.second, found.second)):
-        if before is not None and after is not None and op.results[0].shape[after] != op.args[0].shape[before]:
-            raise Lost("expand of a dim that is split")
+        if before is not None and after is not None:
+            _lose_if(op.results[0].shape[after] != op.args[0].shape[before], "expand of a dim that is split")
     if part.share > 1 and part.second is None and op.whole is not None:
         # Keys of grouped queries, once for each query of this rank.
         shape, whole = op.results[0].shape, op.whole[0]
@@ -363,17 +349,11 @@ def _expanded(op: Operation) -> Part:
 
 
 @_rule("repeat", "tile")
-def _repeated(op: Operation) -> "Part | Parts | None":
-    copies = _copies(op) if op.name == "repeat" else None
-    return copies if copies is not None else _tiled(op)
-
-
 @_moving
-def _tiled(op: Operation, part: Part) -> Part:
+def _repeated(op: Operation, part: Part) -> Part:
     dim = part.dim + op.results[0].dim() - op.args[0].dim()
     times = op.args[1][dim]
-    if times != 1 and len(part.runs) > 1:
-        raise Lost("repeat of a fused dim")
+    _lose_if(times != 1 and len(part.runs) > 1, "repeat of a fused dim")
     return replace(part, dim=dim, runs=tuple((outer * times, inner) for outer, inner in part.runs))
 
 
@@ -384,8 +364,7 @@ def _slice(op: Operation, part: Part) -> Part:
     dim = op.given(1, "dim", 0) % x.dim()
     if dim != part.dim or op.results[0].shape == x.shape:
         return part
-    if op.given(4, "step", 1) != 1:
-        raise Lost("a slice with steps of a dim that is split")
+    _lose_if(op.given(4, "step", 1) != 1, "a slice with steps of a dim that is split")
     start = op.given(2, "start") or 0
     start = start + x.shape[dim] if start < 0 else start
     return sliced(part, start, op.results[0].shape[dim])
@@ -398,12 +377,8 @@ def _pieces(op: Operation, part: Part) -> Parts:
     dim = op.given(2, "dim", 0) % x.dim()
     if dim != part.dim:
         return [part] * len(op.results)
-    out: Parts = []
-    start = 0
-    for piece in op.results:
-        out.append(sliced(part, start, piece.shape[dim]))
-        start += piece.shape[dim]
-    return out
+    lengths = [piece.shape[dim] for piece in op.results]
+    return [sliced(part, start, length) for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
 
 
 @_rule("cat", "stack")
@@ -413,25 +388,17 @@ def _joined(op: Operation) -> Part | None:
     dim = op.given(1, "dim", 0) % op.results[0].dim()
     kinds = {part.kind for part in known}
     if len(known) < len(tensors):
-        if kinds <= {"same"}:
-            return SAME
-        raise Lost(f"{op.name} of split values and values that all ranks share")
+        _lose_if(not kinds <= {"same"}, f"{op.name} of split values and values that all ranks share")
+        return SAME
     if kinds != {"split"}:
-        if len(kinds) == 1:
-            return known[0]
-        raise Lost(f"{op.name} of values that are split and values that are not")
-    if len({part.dim for part in known}) > 1:
-        raise Lost(f"{op.name} of values that are split over different dims")
-    at = known[0].dim
-    if op.name == "stack":
-        if len({part.pieces for part in known}) > 1:
-            raise Lost("stack of values that are split in different pieces")
-        return known[0].at(at + (dim <= at))
-    if at == dim and len({part.share for part in known}) == 1:
+        _lose_if(len(kinds) != 1, f"{op.name} of values that are split and values that are not")
+        return known[0]
+    _lose_if(len({part.dim for part in known}) > 1, f"{op.name} of values that are split over different dims")
+    at, stacks = known[0].dim, op.name == "stack"
+    if at == dim and not stacks and len({part.share for part in known}) == 1:
         return replace(known[0], runs=tuple(run for part in known for run in part.runs))
-    if len({part.pieces for part in known}) > 1:
-        raise Lost("cat of values that are split in different pieces")
-    return known[0]
+    _lose_if(len({part.pieces for part in known}) > 1, f"{op.name} of values that are split in different pieces")
+    return known[0].at(at + 1 if stacks and dim <= at else at)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -449,21 +416,19 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
     if not kinds:
         return None
     if "sum" in kinds:
-        if kinds in (["sum"], ["sum", "same"], ["same", "sum"]):
-            return SUM
-        raise Lost(f"{op.name} of a sum that is still pending and of another value that differs between ranks")
+        others = kinds not in (["sum"], ["sum", "same"], ["same", "sum"])
+        _lose_if(others, f"{op.name} of a sum that is still pending and of another value that differs between ranks")
+        return SUM
     splits = [(term, x, part) for term, x in factors if (part := op.split(x)) is not None]
     found = {(term[part.dim], replace(part, dim=0, second=None)) for term, _, part in splits}
     found = {(label, part.pieces) for label in dict(found) for part in _one_copy({p for o, p in found if o == label})}
     if not found:
         return SAME
-    if len(found) > 1:
-        raise Lost(f"{op.name} of values that are split over different dims, or in different pieces")
+    _lose_if(len(found) > 1, f"{op.name} of values that are split over different dims, or in different pieces")
     ((label, (runs, share)),) = found
     if any(label in term and op.split(x) is None for term, x in factors):
         raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
-    if label not in out and share > 1:
-        raise Lost(f"{op.name} adds up a dim of which several ranks have the same part")
+    _lose_if(label not in out and share > 1, f"{op.name} adds up a dim of which several ranks have the same part")
     if label not in out and all(op.adds_padding(x, term.index(label), part) for term, x, part in splits):
         raise Lost(f"{op.name} adds up a dim that may be padded, as Policy.pad says")
     second = _second(op, factors, label, out)
@@ -493,75 +458,58 @@ def _product(op: Operation) -> Part | None:
     return _contracted(op, PRODUCTS[op.name], *op.args[:2])
 
 
-def _added(op: Operation, bias: Tensor, product: Part | None) -> Part | None:
+def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
+    """Whether x, broadcast to `ndim` dims, is split as a part is, or is whole with one element at the dim of that."""
+    at, own = part.dim - (ndim - x.dim()), op.split(x)
+    return own == part.at(at) if own is not None else at < 0 or x.shape[at] == 1
+
+
+@_rule(*_ADDED_TO)
+def _added_product(op: Operation) -> Part | None:
     """A product and what is added to it, which is broadcast to its shape."""
-    part, ndim = op.part(bias), op.results[0].dim()
+    bias, product = op.args[0], _contracted(op, PRODUCTS[_ADDED_TO[op.name.rstrip("_")]], *op.args[1:3])
+    part = op.part(bias)
     if part is None and product is None:
         return None
     if op.kwargs.get("beta") == 0:
         return product
     if SUM in (part, product):
-        if product == part:
-            return SUM
-        raise Lost(f"{op.name} adds to a sum that is still pending: that would count once a rank")
+        _lose_if(product != part, f"{op.name} adds to a sum that is still pending: that would count once a rank")
+        return SUM
     if product is None or not product.split:
-        if op.split(bias) is not None:
-            raise Lost(f"{op.name} adds a split value to one that is not")
+        _lose_if(op.split(bias) is not None, f"{op.name} adds a split value to one that is not")
         return product or part
-    at = product.dim - (ndim - bias.dim())
-    matches = part == product.at(at)
-    if at >= 0 and bias.shape[at] != 1 and not matches:
-        raise Lost(f"{op.name} adds a value of shape {tuple(bias.shape)} to one that is split otherwise")
-    if op.split(bias) is not None and not matches:
-        raise Lost(f"{op.name} adds a value that is split otherwise")
+    fits = _runs_along(op, bias, product, op.results[0].dim())
+    _lose_if(not fits, f"{op.name} adds a value of shape {tuple(bias.shape)} to one that is split otherwise")
     return product
-
-
-@_rule(*_ADDED_TO)
-def _added_product(op: Operation) -> Part | None:
-    labels = PRODUCTS[_ADDED_TO[op.name.rstrip("_")]]
-    return _added(op, op.args[0], _contracted(op, labels, *op.args[1:3]))
 
 
 @_rule("convolution", "_convolution")
 def _convolution(op: Operation) -> Part | None:
     """x [b, c, ...], w [out, c/groups, ...], or [c, out/groups, ...] of a transposed one."""
     x, weight, bias = op.args[:3]
-    groups = op.given(8, "groups", 1)
-    out, into = (1, 0) if op.given(6, "transposed", False) else (0, 1)
-    differing = [part for part in (op.part(x), op.part(weight)) if part is not None]
-    if out and groups > 1 and differing:
-        raise Lost("a transposed convolution in groups of values that differ")
-    if SUM in differing:
-        raise Lost("a convolution of a sum that is still pending")
+    groups, transposed = op.given(8, "groups", 1), op.given(6, "transposed", False)
     of_x, of_w = op.split(x), op.split(weight)
-    if of_x is None and of_w is None:
-        product = SAME
-    elif of_x is not None and of_x.dim == 0:
-        product = of_x
-        if of_w is not None:
-            raise Lost("a convolution of values that are split over different dims")
-    elif of_x is not None and of_x.dim == 1 and of_w is not None:
-        if of_w.dim == 0 and weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces:
-            product = of_x  # channel by channel
-        elif not out and of_w.dim == 0 and of_w.is_even and of_x.is_even:
-            product = of_w.at(1)  # group by group: the channels of the groups here, or shapes would not fit
-        elif of_w.dim == into and groups == 1 and of_w.pieces == of_x.pieces:
-            product = SUM
-        else:
-            raise Lost("a convolution in groups of a part of the channels")
-    elif of_x is None and of_w is not None and of_w.dim == out and groups == 1:
+    dims = tuple(None if part is None else part.dim for part in (of_x, of_w))
+    if of_x and of_w and dims == (1, 0) and not transposed:
+        # Channel by channel, or group by group: the channels of the groups here, or shapes would not fit.
+        alone = weight.shape[1] == 1 and groups == x.shape[1] and of_w.pieces == of_x.pieces
+        even_parts = of_w.is_even and of_x.is_even
+        _lose_if(not (alone or even_parts), "a convolution in groups of a part of the channels")
         product = of_w.at(1)
+    elif groups == 1 and {*dims} <= {None, 0, 1}:
+        product = _contracted(op, "bc,co->bo" if transposed else "bc,oc->bo", x, weight)
     else:
-        raise Lost("a convolution of values that are split otherwise than its channels")
+        known = SUM not in (op.part(x), op.part(weight)) and not transposed and dims in ((None, None), (0, None))
+        _lose_if(not known, "a convolution of values that are split otherwise than its channels")
+        product = of_x
     if bias is None:
-        return product
-    if product is SUM:
-        raise Lost("a convolution adds its bias to a sum that is still pending")
+        return product or SAME
+    _lose_if(SUM in (product, op.part(bias)), "a convolution adds its bias to a sum that is still pending")
+    wanted = product.pieces if product and product.split and product.dim == 1 else None
     own = op.split(bias)
-    if product.split and product.dim == 1 and (own is None or own.pieces != product.pieces):
-        raise Lost("a convolution adds a bias that is not split as its outputs are")
-    return product
+    _lose_if((own and own.pieces) != wanted, "a convolution adds a bias that is not split as its outputs are")
+    return product or SAME
 
 
 # -- along some dims, of which none may be split ----------------------------------------------------------------------
@@ -591,58 +539,51 @@ def _dims(at: int, name: str = "dim", default: int | None = None) -> Callable[[O
     return dims
 
 
-def _dim(at: int, default: int = -1) -> Callable[[Operation], Sequence[int]]:
-    return _dims(at, "dim", default)
-
-
 def _last(count: int) -> Callable[[Operation], Sequence[int]]:
     return lambda op: range(-count, 0)
 
 
-def _padded_dims(op: Operation) -> Sequence[int]:
-    return [-1 - at // 2 for at, width in enumerate(op.args[1]) if width]
-
-
+# For 1, 2 and 3 dims.
+_IN_PLACES = (
+    "avg_pool{0}d adaptive_avg_pool{0}d _adaptive_avg_pool{0}d reflection_pad{0}d replication_pad{0}d "
+    "upsample_nearest{0}d _upsample_nearest_exact{0}d"
+)
 _ALONG: dict[str, _Along] = {}
 for _names, _row in (
-    ("cumsum", _Along(_dim(1), linear=True)),
-    ("diff", _Along(_dim(2), linear=True)),
-    ("_softmax _log_softmax _safe_softmax softmax log_softmax logcumsumexp cumprod cummax cummin", _Along(_dim(1))),
-    ("sort argsort", _Along(_dim(1))),
-    ("topk kthvalue", _Along(_dim(2))),
+    ("cumsum unfold", _Along(_dims(1, default=-1), linear=True)),
+    ("diff", _Along(_dims(2, default=-1), linear=True)),
+    ("_softmax _log_softmax _safe_softmax softmax log_softmax", _Along(_dims(1, default=-1))),
+    ("logcumsumexp cumprod cummax cummin sort argsort", _Along(_dims(1, default=-1))),
+    ("topk kthvalue", _Along(_dims(2, default=-1))),
     ("sum mean", _Along(_dims(1), linear=True, means="over")),
     ("amax amin max min prod any all argmax argmin var std var_mean", _Along(_dims(1), means="over")),
     ("logsumexp count_nonzero nansum", _Along(_dims(1), means="over")),
     ("linalg_vector_norm norm", _Along(_dims(2), means="over")),
+    (
+        "native_layer_norm layer_norm _fused_rms_norm rms_norm",
+        _Along(lambda op: range(-len(op.args[1]), 0), means="over"),
+    ),
     ("flip", _Along(_dims(1, "dims"), linear=True)),
     ("roll", _Along(_dims(2, "dims"), linear=True)),
     ("tril triu", _Along(_last(2), linear=True)),
     ("view_as_complex", _Along(_last(1), linear=True)),
     ("view_as_real", _Along(_last(0), linear=True)),
-    ("constant_pad_nd", _Along(_padded_dims, linear=True)),
-    ("unfold", _Along(_dim(1), linear=True)),
-    ("select unbind", _Along(_dim(1, 0), linear=True, means="an element of")),
-    ("index_select", _Along(_dim(1), linear=True, means="elements of")),
-    ("max_pool1d adaptive_max_pool1d", _Along(_last(1))),
-    ("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _Along(_last(2))),
-    ("max_pool3d max_pool3d_with_indices adaptive_max_pool3d", _Along(_last(3))),
-    ("avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d", _Along(_last(1), linear=True)),
-    ("upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d", _Along(_last(1), linear=True)),
-    ("avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d", _Along(_last(2), linear=True)),
-    ("reflection_pad2d replication_pad2d", _Along(_last(2), linear=True)),
-    ("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d", _Along(_last(2), linear=True)),
-    ("_upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa", _Along(_last(2), linear=True)),
-    ("avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d", _Along(_last(3), linear=True)),
-    ("reflection_pad3d replication_pad3d", _Along(_last(3), linear=True)),
-    ("upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d", _Along(_last(3), linear=True)),
+    ("constant_pad_nd", _Along(lambda op: [-1 - n // 2 for n, width in enumerate(op.args[1]) if width], linear=True)),
+    ("select unbind", _Along(_dims(1, default=0), linear=True, means="an element of")),
+    ("index_select", _Along(_dims(1, default=-1), linear=True, means="elements of")),
+    *((f"max_pool{n}d max_pool{n}d_with_indices adaptive_max_pool{n}d", _Along(_last(n))) for n in (1, 2, 3)),
+    *((_IN_PLACES.format(n), _Along(_last(n), linear=True)) for n in (1, 2, 3)),
+    ("upsample_linear1d", _Along(_last(1), linear=True)),
+    ("upsample_bilinear2d _upsample_bilinear2d_aa", _Along(_last(2), linear=True)),
+    ("upsample_bicubic2d _upsample_bicubic2d_aa", _Along(_last(2), linear=True)),
+    ("upsample_trilinear3d", _Along(_last(3), linear=True)),
 ):
     _ALONG.update(dict.fromkeys(_names.split(), _row))
 
 
 def _along(op: Operation) -> Part | None:
     part, row, x = _one(op), _ALONG[op.name.rstrip("_")], op.args[0]
-    if part.kind == "sum" and not row.linear:
-        raise Lost(f"{op.name} of a sum that is still pending")
+    _lose_if(part.kind == "sum" and not row.linear, f"{op.name} of a sum that is still pending")
     if not part.split:
         return part
     dims = {dim % x.dim() for dim in row.dims(op)}
@@ -654,8 +595,7 @@ def _along(op: Operation) -> Part | None:
     return replace(part, dim=at, second=second)
 
 
-for _name in _ALONG:
-    _RULES[_name] = _along
+_rule(*_ALONG)(_along)
 
 
 @_rule("sum")
@@ -664,15 +604,15 @@ def _summed(op: Operation) -> Part | None:
     dims = {dim % max(x.dim(), 1) for dim in _ALONG["sum"].dims(op)}
     if part is None or not part.split or part.dim not in dims or part.share > 1 or part.second is not None:
         return _along(op)
-    if op.adds_padding(x, part.dim, part):
-        raise Lost(f"sum over dim {part.dim}, of which each rank has a part, and that may be padded (Policy.pad)")
+    why = f"sum over dim {part.dim}, of which each rank has a part, and that may be padded (Policy.pad)"
+    _lose_if(op.adds_padding(x, part.dim, part), why)
     return SUM
 
 
 @_rule("constant_pad_nd")
 def _padded(op: Operation) -> Part | None:
-    if op.part(op.args[0]) == SUM and op.given(2, "value", 0):
-        raise Lost("a number is written around a sum that is still pending: it would count once a rank")
+    counts = op.part(op.args[0]) == SUM and op.given(2, "value", 0)
+    _lose_if(counts, "a number is written around a sum that is still pending: it would count once a rank")
     return _along(op)
 
 
@@ -680,10 +620,8 @@ def _padded(op: Operation) -> Part | None:
 
 
 @_rule(
-    *(
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-    ).split()
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
 )
 def _attention(op: Operation) -> Parts:
     """q, k, v [b, heads, s, d]: each sample and head by itself."""
@@ -691,29 +629,8 @@ def _attention(op: Operation) -> Parts:
     if any(part != q for part in others) or q is None or not q.split or q.dim > 1:
         raise Lost(f"{op.name} of values that are not split by samples or heads alike")
     for x in op.inputs[3:]:
-        part, at = op.part(x), q.dim - (4 - x.dim())
-        if at >= 0 and x.shape[at] != 1 and (part is None or part != q.at(at)):
-            raise Lost(f"{op.name} with a mask that is not split as its queries are")
+        _lose_if(not _runs_along(op, x, q, 4), f"{op.name} with a mask that is not split as its queries are")
     return [q if x.dim() > q.dim else None for x in op.results]
-
-
-@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
-def _layer_norm(op: Operation) -> Part | None:
-    part = op.split(op.args[0])
-    if part is not None and part.dim >= op.args[0].dim() - len(op.args[1]):
-        raise Lost(f"{op.name} over dim {part.dim}, of which each rank has a part")
-    _by_whole_values(op)
-    return part or SAME
-
-
-def _by_whole_values(op: Operation) -> None:
-    """A norm whose scale and shift are not split.
-
-    Raises:
-        Lost: one is, or what is normed is a pending sum.
-    """
-    if op.part(op.args[0]) == SUM or any(op.split(x) is not None for x in op.inputs[1:]):
-        raise Lost(f"{op.name} by values that are split otherwise")
 
 
 @_rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_native_batch_norm_legit_no_training")
@@ -722,16 +639,17 @@ def _batch_norm(op: Operation) -> Parts:
     part = op.split(op.args[0])
     if part is None or part.dim != 1:
         raise Lost("batch_norm of values that are not split by channels")
-    if not _are_split_alike(op.inputs[1:], part, op):
-        raise Lost(
-            "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too"
-        )
+    _require_alike(
+        op,
+        part,
+        "batch_norm of split channels with statistics or weights that are not: split its weight by a rule, too",
+    )
     return [part, *[part.at(0)] * (len(op.results) - 1)]
 
 
-def _are_split_alike(values: Sequence[Tensor], part: Part, op: Operation) -> bool:
-    """Whether values of one dim are split as a part is."""
-    return all((own := op.split(x)) is not None and own.pieces == part.pieces for x in values)
+def _require_alike(op: Operation, part: Part, why: str) -> None:
+    """Lose what an operation makes, unless its other inputs, of one dim, are split as a part of the first one is."""
+    _lose_if(any((own := op.split(x)) is None or own.pieces != part.pieces for x in op.inputs[1:]), why)
 
 
 @_rule("native_group_norm")
@@ -739,14 +657,11 @@ def _group_norm(op: Operation) -> Parts:
     """x [b, c, ...], weight and bias [c]; mean and deviation [b, groups] besides."""
     part = op.split(op.args[0])
     if part is None or part.dim == 0:
-        _by_whole_values(op)
-        return [part or SAME] * len(op.results)
-    if part.dim > 1:
-        raise Lost(f"group_norm over dim {part.dim}, of which each rank has a part")
-    if not part.is_even:
-        raise Lost("group_norm of channels of which a rank has several pieces")
-    if not _are_split_alike(op.inputs[1:], part, op):
-        raise Lost("group_norm of split channels by a weight or bias that is not: split them by a rule, too")
+        _lose_if(op.part(op.args[0]) == SUM, "group_norm of a sum that is still pending")
+        return [_one(op)] * len(op.results)
+    _lose_if(part.dim > 1, f"group_norm over dim {part.dim}, of which each rank has a part")
+    _lose_if(not part.is_even, "group_norm of channels of which a rank has several pieces")
+    _require_alike(op, part, "group_norm of split channels by a weight or bias that is not: split them by a rule, too")
     groups = op.results[1].shape[1]
     if op.whole is None or op.whole[1][1] != groups * op.size:
         raise Lost(f"group_norm of {groups} groups in the channels of one rank, which are not whole groups")
@@ -758,12 +673,10 @@ def _group_norm(op: Operation) -> Parts:
 def _shuffled(op: Operation, part: Part) -> Part:
     """[.., ch * r * r, h, w] -> [.., ch, h * r, w * r]"""
     channels, times = op.args[0].dim() - 3, op.args[1] ** 2
-    if part.dim > channels:
-        raise Lost("pixel_shuffle along a dim that is split")
+    _lose_if(part.dim > channels, "pixel_shuffle along a dim that is split")
     if part.dim < channels:
         return part
-    if any(inner % times for _, inner in part.runs):
-        raise Lost("pixel_shuffle of parts of channels")
+    _lose_if(any(inner % times for _, inner in part.runs), "pixel_shuffle of parts of channels")
     return replace(part, runs=tuple((outer, inner // times) for outer, inner in part.runs))
 
 
@@ -771,15 +684,13 @@ def _shuffled(op: Operation, part: Part) -> Part:
 def _glu(op: Operation) -> Part | None:
     """Each element of the first half with one of the second."""
     x, part = op.args[0], _one(op)
-    if part == SUM:
-        raise Lost("glu of a sum that is still pending")
+    _lose_if(part == SUM, "glu of a sum that is still pending")
     dim = op.given(1, "dim", -1) % x.dim()
     if not part.split or part.dim != dim:
         return part
     half = x.shape[dim] // 2
     first, second = sliced(part, 0, half), sliced(part, half, half)
-    if first != second:
-        raise Lost("glu of halves that are not split alike")
+    _lose_if(first != second, "glu of halves that are not split alike")
     return first
 
 
@@ -791,10 +702,8 @@ def _embedding(op: Operation) -> Part | None:
     table, ids = op.split(op.args[0]), op.split(op.args[1])
     if table is None:
         return ids or op.part(op.args[0]) or op.part(op.args[1])
-    if table.dim == 0:
-        raise Lost("a lookup in a table of which each rank has some rows")
-    if ids is not None:
-        raise Lost("a lookup of split ids in a split table")
+    _lose_if(table.dim == 0, "a lookup in a table of which each rank has some rows")
+    _lose_if(ids is not None, "a lookup of split ids in a split table")
     return table.at(op.results[0].dim() - 1)
 
 
@@ -819,8 +728,7 @@ def _beside_indices(dim: int, indices: Sequence[Any]) -> int:
 def _index(op: Operation, part: Part) -> Part:
     indices = op.args[1]
     masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    if part.dim in _indexed_dims(indices) or masks:
-        raise Lost("elements are picked of a dim that is split, or by a mask")
+    _lose_if(part.dim in _indexed_dims(indices) or masks, "elements are picked of a dim that is split, or by a mask")
     return part.at(_beside_indices(part.dim, indices))
 
 
@@ -842,13 +750,12 @@ def _written(op: Operation) -> Part | None:
     source = op.given(3, "src" if "scatter" in op.name else "source")
     of_source = op.part(source) if isinstance(source, Tensor) else None
     inside = index.dim() == x.dim()  # one index for each element
-    if op.name.rstrip("_") in ("index_add", "scatter_add") and of_source == SUM and by in (None, SAME):
-        if part == SUM or (part is None and op.zero(x)):
-            return SUM
-    if part is not None and part.split and part.dim != dim % x.dim():
-        if of_source == part or not isinstance(source, Tensor):
-            if by == part or not inside:
-                return part
+    adds = op.name.rstrip("_") in ("index_add", "scatter_add") and of_source == SUM and by in (None, SAME)
+    if adds and (part == SUM or (part is None and id(x) in op.zeros)):
+        return SUM
+    alike = (of_source == part or not isinstance(source, Tensor)) and (by == part or not inside)
+    if alike and part is not None and part.split and part.dim != dim % x.dim():
+        return part
     raise Lost(f"{op.name} of values that are split otherwise")
 
 
@@ -871,4 +778,4 @@ def _nll(op: Operation) -> Part | None:
 
 
 # The rules that follow `Part.second`.
-_FOR_TWO_DIMS = {_pointwise, _identity, _but_for_sums, _view, _permuted, _expanded, _product, _along, _summed}
+_FOR_TWO_DIMS = {_pointwise, _identity, _view, _permuted, _expanded, _product, _along, _summed}

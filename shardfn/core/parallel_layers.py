@@ -9,7 +9,7 @@ Those of linears and tables are in `tensor_parallel.py`. Channels are dim 1 of a
     attention              x [b, s, c]       -> pvary -> heads here -> psum   -> [b, s, c]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn._torch import padding_widths
-from shardfn.core.compute_axes import Adjustments, ComputeAxes
-from shardfn.core.engine.binding import Forward
+from shardfn.core.compute_axes import ComputeAxes
+from shardfn.core.engine.in_place import Forward
 from shardfn.core.errors import ShardError
-from shardfn.core.model import BIAS_DIM, ModuleInfo, class_of
+from shardfn.core.model import BIAS_DIM, class_of
 from shardfn.core.parts import Part, even
-from shardfn.core.pattern import is_in
 from shardfn.core.plan import Plan
+from shardfn.core.policy import is_in
 from shardfn.core.tensor_parallel import FORWARDS, Layer, custom_forward, splits
 
 _FUSED = {  # a forward that hands its children's weights to one fused operation when nothing needs a gradient
@@ -32,34 +32,25 @@ _FUSED = {  # a forward that hands its children's weights to one fused operation
 }
 
 
-def parallel_forwards(
-    plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor], adjust: Adjustments
-) -> dict[str, Forward]:
+def parallel_forwards(plan: Plan, axes: ComputeAxes, weight: Callable[[str], Tensor]) -> dict[str, Forward]:
     """Module path -> forward, for every module that owns a parameter split over a compute axis of several ranks."""
     forwards: dict[str, Forward] = {}
     split = {module.name for module in plan.info.modules if splits(plan, module)}
     for module in plan.info.modules:
-        layer = Layer(module, plan, axes, weight, adjust)
+        layer = Layer(module, plan, axes, weight)
         if module.name in plan.forwards:
             forwards[module.name] = custom_forward(layer, plan.forwards[module.name])
         elif module.kind in _FORWARDS and module.name in split:
             forwards[module.name] = _FORWARDS[module.kind](layer)
-        elif module.kind == "attention" and axes.drops is not None and not _ignored(plan, module):
-            forwards[module.name] = _seeded(_attention(layer))
+        elif module.kind == "attention" and axes.drops is not None:
+            if not any(is_in(name, module.name) for name in plan.info.ignored):
+                forwards[module.name] = _seeded(_attention(layer))
         elif module.forward in _FUSED and any(is_in(name, module.name) for name in split):
             forwards[module.name] = _unfused
     return forwards
 
 
-def _ignored(plan: Plan, module: ModuleInfo) -> bool:
-    """Whether the tree leaves out any parameter of a module."""
-    return any(is_in(name, module.name) for name in plan.info.ignored)
-
-
 # -- convolutions -----------------------------------------------------------------------------------------------------
-
-_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def _convolution(layer: Layer) -> Forward:
@@ -108,93 +99,80 @@ def _grouped(layer: Layer, own: Any, columns: Sequence[str], rows: Sequence[str]
 
 def _convolved(own: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int, space: int) -> Tensor:
     if isinstance(own, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-        return _TRANSPOSED[space](x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
+        transposed = getattr(F, f"conv_transpose{space}d")
+        return transposed(x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
     padding: Any = own.padding
     if own.padding_mode != "zeros":
         x, padding = F.pad(x, padding_widths(own), mode=own.padding_mode), 0
-    return _CONVOLVE[space](x, w, bias, own.stride, padding, own.dilation, groups)
+    return getattr(F, f"conv{space}d")(x, w, bias, own.stride, padding, own.dilation, groups)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _channels(layer: Layer, x: Tensor, parts: Mapping[str, Part]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """This rank's channels of the input of a norm, and the weight and bias for them."""
-    w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-    x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
-    layer.check_channels(x, 1, w.shape[0])
-    return x, w, bias
+Norm = Callable[[Layer, Any, dict[str, Part], Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _batch_norm(layer: Layer) -> Forward:
+def _norm(normed: Norm) -> Callable[[Layer], Forward]:
+    """A norm of this rank's channels, with the weight and bias for them."""
+
+    def made(layer: Layer) -> Forward:
+        parts = layer.parts("weight")
+
+        def forward(own: Any, x: Tensor) -> Tensor:
+            w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
+            x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+            layer.check_channels(x, 1, w.shape[0])
+            return layer.made(normed(layer, own, parts, x, w, bias), list(parts), 1, parts)
+
+        return forward
+
+    return made
+
+
+def _batch_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Statistics are of each channel alone; running ones, which every rank has whole, are gathered when they change."""
-    parts = layer.parts("weight")
-
-    def forward(own: Any, x: Tensor) -> Tensor:
-        x, w, bias = _channels(layer, x, parts)
-        mean, var = own.running_mean, own.running_var  # [ch], whole on every rank
-        writes = own.training and own.track_running_stats and mean is not None
-        known = [mean, var] if writes or not own.training else [None, None]
-        local = [None if s is None else layer.own(s.detach(), parts, " statistics").clone() for s in known]
-        momentum = _momentum(own) if writes else 0.0
-        y = F.batch_norm(x, local[0], local[1], w, bias, own.training or mean is None, momentum, own.eps)
-        if writes:
-            new = torch.stack([s for s in local if s is not None])  # [2, ch@tp]
-            for axis, part in reversed(parts.items()):
-                new = layer.axes.join(new, axis, 1, part.runs)
-            with torch.no_grad():
-                for buffer, value in zip(known, new, strict=True):
-                    if buffer is not None:
-                        buffer.copy_(value)
-        return layer.made(y, list(parts), 1, parts)
-
-    return forward
-
-
-def _momentum(own: Any) -> float:
-    """How much new statistics count; counts the batch."""
-    batches: Tensor | None = own.num_batches_tracked
-    if batches is not None:
+    mean, var = own.running_mean, own.running_var  # [ch], whole on every rank
+    writes = own.training and own.track_running_stats and mean is not None
+    known: list[Any] = [mean, var] if writes or not own.training else [None, None]
+    local: list[Any] = [None if s is None else layer.own(s.detach(), parts, " statistics").clone() for s in known]
+    momentum, batches = own.momentum, own.num_batches_tracked
+    if writes and batches is not None:
         batches.add_(1)
-    if own.momentum is not None:
-        return own.momentum
-    return 1.0 / float(batches) if batches is not None else 0.0
+        momentum = 1.0 / float(batches) if momentum is None else momentum
+    y = F.batch_norm(x, local[0], local[1], w, bias, own.training or mean is None, momentum or 0.0, own.eps)
+    if writes:
+        new = torch.stack(local)  # [2, ch@tp]
+        for axis, part in reversed(parts.items()):
+            new = layer.axes.join(new, axis, 1, part.runs)
+        with torch.no_grad():
+            for buffer, value in zip(known, new, strict=True):
+                buffer.copy_(value)
+    return y
 
 
-def _group_norm(layer: Layer) -> Forward:
+def _group_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Whole groups on each rank."""
-    parts = layer.parts("weight")
-
-    def forward(own: Any, x: Tensor) -> Tensor:
-        ways = layer.ways(list(parts))
-        pieces = [outer for part in parts.values() for outer, _ in part.runs]
-        if own.num_groups % ways or pieces != [1] * len(parts):
-            raise layer.refuse(
-                f"num_groups={own.num_groups} must be whole groups for each of {ways} ranks, "
-                f"{own.num_groups} % {ways} = {own.num_groups % ways}; choose another num_groups, or leave the norm "
-                "and the layers around it whole"
-            )
-        x, w, bias = _channels(layer, x, parts)
-        y = F.group_norm(x, own.num_groups // ways, w, bias, own.eps)
-        for axis, part in parts.items():
-            layer.axes.note_part(y, axis, part.at(1))
-        return layer.made(y, list(parts), 1, parts)
-
-    return forward
+    ways = layer.ways(list(parts))
+    pieces = [outer for part in parts.values() for outer, _ in part.runs]
+    if own.num_groups % ways or pieces != [1] * len(parts):
+        raise layer.refuse(
+            f"num_groups={own.num_groups} must be whole groups for each of {ways} ranks, "
+            f"{own.num_groups} % {ways} = {own.num_groups % ways}; choose another num_groups, or leave the norm "
+            "and the layers around it whole"
+        )
+    y = F.group_norm(x, own.num_groups // ways, w, bias, own.eps)
+    for axis, part in parts.items():
+        layer.axes.note_part(y, axis, part.at(1))
+    return y
 
 
-def _instance_norm(layer: Layer) -> Forward:
+def _instance_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Each sample and channel by itself."""
-    parts = layer.parts("weight")
-
-    def forward(own: Any, x: Tensor) -> Tensor:
-        space = next(n for n, cls in _INSTANCES.items() if isinstance(own, cls))
-        if own.track_running_stats or x.dim() != space + 2:
-            raise layer.refuse("track_running_stats=True and inputs without a batch dim are not served")
-        x, w, bias = _channels(layer, x, parts)
-        return layer.made(F.instance_norm(x, weight=w, bias=bias, eps=own.eps), list(parts), 1, parts)
-
-    return forward
+    space = next(n for n, cls in _INSTANCES.items() if isinstance(own, cls))
+    if own.track_running_stats or x.dim() != space + 2:
+        raise layer.refuse("track_running_stats=True and inputs without a batch dim are not served")
+    return F.instance_norm(x, weight=w, bias=bias, eps=own.eps)
 
 
 _INSTANCES = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -224,7 +202,9 @@ def _attention(layer: Layer) -> Forward:
         if is_causal and attn_mask is None:
             raise ShardError(f"apply: {layer.name!r} got is_causal=True, which says what attn_mask is, and none")
         alone = query.dim() == 2
-        q, k, v = _projected(layer, own, _entered(layer, axes_of_heads, query, key, value), alone)  # [b, h@tp, s, d]
+        given = [query, key, value]  # which may be one tensor
+        known = {id(x): layer.entered(x, axes_of_heads, f" input {at}") for at, x in reversed(list(enumerate(given)))}
+        q, k, v = _projected(layer, own, [known[id(x)] for x in given], alone)  # [b, h@tp, s, d]
         mask = _merged(layer, own, axes_of_heads, attn_mask, key_padding_mask, q)
         drops = own.dropout if own.training else 0.0
         seeded = layer.axes.drops if drops else None
@@ -284,19 +264,11 @@ def _check_heads(layer: Layer, own: Any, split: Sequence[str], inner: Sequence[s
         )
 
 
-def _entered(layer: Layer, split: Sequence[str], *inputs: Tensor) -> list[Tensor]:
-    """Queries, keys and values, which may be one tensor."""
-    known = {id(x): layer.entered(x, split, f" input {at}") for at, x in reversed(list(enumerate(inputs)))}
-    return [known[id(x)] for x in inputs]
-
-
 def _projected(layer: Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
     """Queries, keys and values by this rank's heads, [b, heads, s, d]."""
     fused, bias = layer.local("in_proj_weight"), layer.local("in_proj_bias")
-    if fused is None:
-        weights = [layer.weight(layer.layout(f"{x}_proj_weight").name) for x in "qkv"]
-    else:
-        weights = list(fused.chunk(3))
+    names = (f"{x}_proj_weight" for x in "qkv")
+    weights = [layer.weight(layer.layout(x).name) for x in names] if fused is None else fused.chunk(3)
     biases = bias.chunk(3) if bias is not None else (None, None, None)
     found = []
     for x, w, b in zip(inputs, weights, biases, strict=True):
@@ -338,11 +310,9 @@ def _weights(layer: Layer, own: Any, split: Sequence[str], weights: Tensor, aver
     """The attention weights that the module returns: of all heads."""
     if averaged:
         weights = weights.sum(1) / own.num_heads
+    of = f"{layer.name} weights"
     for axis in split:
-        if averaged:
-            weights = layer.axes.total(weights, axis, f"{layer.name} weights", None)
-        else:
-            weights = layer.axes.join(weights, axis, 1)
+        weights = layer.axes.total(weights, axis, of) if averaged else layer.axes.join(weights, axis, 1)
     return weights
 
 
@@ -363,8 +333,8 @@ _FORWARDS: dict[str, Callable[[Layer], Forward]] = {  # by the kind of a module
     **FORWARDS,
     "convolution": _convolution,
     "transposed convolution": _convolution,
-    "batch norm": _batch_norm,
-    "group norm": _group_norm,
-    "instance norm": _instance_norm,
+    "batch norm": _norm(_batch_norm),
+    "group norm": _norm(_group_norm),
+    "instance norm": _norm(_instance_norm),
     "attention": _attention,
 }

@@ -1,5 +1,7 @@
 """Which part of a tensor the ranks of one axis have, as plain data, and what views make of it. Layer 1.
 
+Besides, what a run without data knows of a tensor, and what it cannot go on with.
+
 A dim that W ranks split is a sequence of *runs*. A run (outer, inner) is `outer` blocks of `inner` elements here, and
 of `W * inner` elements in the whole tensor, of which each rank has one part in order:
 
@@ -8,9 +10,11 @@ of `W * inner` elements in the whole tensor, of which each rank has one part in 
     "(q: h@tp + k: g@tp)" two runs    ((1, h/W), (1, g/W)), one when h = g
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import Literal
 
 Runs = tuple[tuple[int, int], ...]
@@ -20,13 +24,7 @@ Cure = Literal["whole", "sizes", "pads", "rules", "sums"]
 
 def _joined(runs: Runs) -> Runs:
     """The same with neighbours of one inner size as one run."""
-    out: list[tuple[int, int]] = []
-    for outer, inner in runs:
-        if out and out[-1][1] == inner:
-            out[-1] = (out[-1][0] + outer, inner)
-        else:
-            out.append((outer, inner))
-    return tuple(out)
+    return tuple((sum(outer for outer, _ in alike), inner) for inner, alike in groupby(runs, itemgetter(1)))
 
 
 @dataclass(frozen=True)
@@ -184,8 +182,8 @@ def sliced(part: Part, start: int, length: int) -> Part:
     return replace(part, runs=tuple(runs))
 
 
-def after_collective(kind: str, part: Part | None, shape: Shape, dims: Sequence[int]) -> Part | None:
-    """What a collective over the axis makes of a part of a value; `shape` is that of its result."""
+def after_collective(kind: str, shape: Shape, dims: Sequence[int]) -> Part | None:
+    """What a collective over the axis makes; `shape` is that of its result."""
     if kind in ("psum", "pmean", "all_gather_invariant"):
         return None
     if kind in ("pvary", "into_losses", "all_gather"):
@@ -193,3 +191,67 @@ def after_collective(kind: str, part: Part | None, shape: Shape, dims: Sequence[
     if kind in ("psum_scatter", "shard_slice"):
         return even(dims[0], shape[dims[0]])
     return Part("lost", why=f"{kind} was done by hand", cure="rules")
+
+
+# -- in a run without data ---------------------------------------------------------------------------------------------
+
+BY_ACTS = "acts "  # begins what `Tag.split_by` has of an entry of `Policy.acts`
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What is known about one tensor.
+
+    `parts`: what it is over each axis it varies over. `wants`: whether it depends on what is differentiated, which its
+    `requires_grad` does not say inside an autograd.Function or a checkpoint that will recompute. `sources`: the
+    parameters, and inputs and outputs of modules, that its gradient goes to; none when they are not known. `split_by`:
+    the column-parallel modules whose split it carries, or the modules that `Policy.acts` splits. `weight`: whether it
+    is a weight, moved at most. `empty`: the axes that split it with padding in which there are only zeros.
+    """
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    wants: bool = False
+    sources: frozenset[str] = frozenset()
+    split_by: frozenset[str] = frozenset()
+    weight: bool = False
+    empty: frozenset[str] = frozenset()
+
+    @property
+    def source(self) -> str | None:
+        """The one parameter, or input or output of a module, that it is made of."""
+        return next(iter(self.sources)) if len(self.sources) == 1 else None
+
+    @property
+    def by_acts(self) -> set[str]:
+        """The modules at which `Policy.acts` splits it."""
+        return {source.removeprefix(BY_ACTS) for source in self.split_by if source.startswith(BY_ACTS)}
+
+    def whole_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the whole value, of which a rank has `shape`."""
+        for axis, part in self.parts.items():
+            shape = part.whole_shape(shape, sizes[axis])
+        return shape
+
+
+Kind = Literal["gradient", "whole", "sizes", "pads", "rules", "sums", "acts", "twice", "random", "backward", "zeros"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that no collective can mend: what it is, and by its kind what may be done about it.
+
+    `sources`: the modules whose split the value carries. `at`: the module in which it went wrong.
+    """
+
+    what: str
+    kind: Kind
+    sources: frozenset[str] = frozenset()
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """An operation that raised, and what was known of the tensors that it was given."""
+
+    name: str
+    inputs: tuple[tuple[tuple[int, ...], Tag], ...]

@@ -1,14 +1,19 @@
-"""`Policy`: everything a user decides about layout, units and precision, as frozen data. Layer 0."""
+"""`Policy`: everything a user decides about layout, units and precision, as frozen data; and its patterns. Layer 0.
+
+A pattern of names: `*` one segment, `**` any number, `{a,b}` alternatives, `re:...`; anchored at both ends.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from shardfn.core.errors import did_you_mean
+from shardfn.core.errors import ShardError, did_you_mean
 
 _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
     "param_dtype": "compute_dtype",
@@ -126,30 +131,33 @@ class Policy:
             if not isinstance(value, Mapping):
                 raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
             object.__setattr__(self, name, dict(value))
-        for name in ("rules", "acts"):
-            for pattern, rule in getattr(self, name).items():
-                if not isinstance(pattern, str) or not isinstance(rule, str):
-                    raise TypeError(
-                        f"Policy({name}={{{pattern!r}: {rule!r}}}): a pattern and a rule, both strings, are needed"
-                    )
+        for name, pattern, rule in ((n, *pair) for n in ("rules", "acts") for pair in getattr(self, n).items()):
+            if not isinstance(pattern, str) or not isinstance(rule, str):
+                call = f"Policy({name}={{{pattern!r}: {rule!r}}})"
+                raise TypeError(f"{call}: a pattern and a rule, both strings, are needed")
         for pattern, given in self.local_sizes.items():
             if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
-                raise TypeError(
-                    f"Policy(local_sizes={{{pattern!r}: {given!r}}}): attributes and factors are needed, as in "
-                    "local_sizes={'attn': {'heads': 'heads@tp'}}"
-                )
+                call = f"Policy(local_sizes={{{pattern!r}: {given!r}}})"
+                example = "local_sizes={'attn': {'heads': 'heads@tp'}}"
+                raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
         batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
         if isinstance(self.units, Mapping):
             object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
         _check_dtypes(vars(self))
-        self._check_values()
-        self._check_compile()
+        if self.default not in ("auto", "replicate", "error"):
+            raise ValueError(f"Policy(default={self.default!r}): one of 'auto', 'replicate', 'error'")
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
+        object.__setattr__(self, "regather", _checked_regather(self.regather))
+        for name, key, value in ((n, *pair) for n in ("sizes", "pad") for pair in getattr(self, n).items()):
+            if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
+                raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
+        if not isinstance(self.compile, bool):
+            self._check_compile()
 
     def _check_compile(self) -> None:
-        if isinstance(self.compile, bool):
-            return
         if not isinstance(self.compile, Mapping):
             raise TypeError(f"Policy(compile={self.compile!r}): True, False, or a mapping of options of torch.compile")
         known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
@@ -158,28 +166,16 @@ class Policy:
                 raise TypeError(f"Policy(compile={{{name!r}: ...}}): torch.compile has {', '.join(known)}")
         object.__setattr__(self, "compile", dict(self.compile))
 
-    def _check_values(self) -> None:
-        if self.default not in ("auto", "replicate", "error"):
-            raise ValueError(f"Policy(default={self.default!r}): one of 'auto', 'replicate', 'error'")
-        if self.offload not in (None, "cpu"):
-            raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
-        object.__setattr__(self, "regather", _checked_regather(self.regather))
-        for name in ("sizes", "pad"):
-            for key, value in getattr(self, name).items():
-                if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
-                    raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
-
     def __or__(self, other: "Policy") -> "Policy":
         """Both policies: `other`'s rules come first, and the fields `other` was given win."""
         if not isinstance(other, Policy):
             return NotImplemented
-        given = other.given
-        merged = {f.name: getattr(other if f.name in given else self, f.name) for f in fields(self)}
-        for name in MAPPINGS:
+        given = self.given | other.given
+        merged = {name: getattr(other if name in other.given else self, name) for name in given}
+        for name in given.intersection(MAPPINGS):
             first, second = getattr(other, name), getattr(self, name)
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
-        both = given | self.given
-        return Policy(**{name: value for name, value in merged.items() if name in both})
+        return Policy(**merged)
 
 
 def batch_with(axes: Sequence[str]) -> dict[str, Any]:
@@ -197,20 +193,14 @@ def unit_settings(given: object, unit: object) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"Policy(units={{{unit!r}: ...}}) takes a mapping of settings, not {type(given).__name__}")
     for name in given:
+        call = f"Policy(units={{{unit!r}: {{{name!r}: ...}}}})"
         if name not in UNIT_SETTINGS:
-            raise TypeError(
-                f"Policy(units={{{unit!r}: {{{name!r}: ...}}}}): a unit may have {', '.join(UNIT_SETTINGS)}"
-            )
+            raise TypeError(f"{call}: a unit may have {', '.join(UNIT_SETTINGS)}")
         if unit == "" and name != "regather":
-            raise TypeError(
-                f"Policy(units={{'': {{{name!r}: ...}}}}): what no other unit holds may have regather; {name} of it is "
-                f"Policy({name}=...)"
-            )
+            raise TypeError(f"{call}: what no other unit holds may have regather; {name} of it is Policy({name}=...)")
     _check_dtypes(given)
-    settings = dict(given)
-    if "regather" in settings:
-        settings["regather"] = _checked_regather(settings["regather"])
-    return settings
+    checked = {"regather": _checked_regather(given["regather"])} if "regather" in given else {}
+    return {**given, **checked}
 
 
 def _check_dtypes(given: Mapping[str, Any]) -> None:
@@ -225,3 +215,92 @@ def _checked_regather(regather: Any) -> bool | int:
     if not isinstance(regather, int) or regather < 0:
         raise ValueError(f"Policy(regather={regather!r}): True, False, or over how many ranks to keep a shard")
     return False if regather == 1 and not isinstance(regather, bool) else regather
+
+
+# -- patterns of names -------------------------------------------------------------------------------------------------
+
+# What a pattern is made of. A `**` that is a segment of its own stands for none too, with the dot next to it.
+_PIECE = re.compile(
+    r"(?P<front>(?<![^.])(?:\*\*\.)+)|(?P<back>(?:\.\*\*)+\Z)|(?P<any>\*\*)|(?P<one>\*)"
+    r"|\{(?P<choices>[^{}]+)\}|(?P<odd>[{}])|[^*{}.]+|\."
+)
+_MEANS = {"front": r"(?:.*\.)?", "back": r"(?:\..*)?", "any": ".*", "one": r"[^.]*"}
+
+
+def exactly(name: str) -> str:
+    """The pattern of one name.
+
+    >>> from shardfn.core.policy import exactly
+    >>> exactly("layers.0"), exactly("a*")
+    ('layers.0', 're:a\\\\*')
+    """
+    return name if re.fullmatch(r"[\w.]+", name) else "re:" + re.escape(name)
+
+
+def starred(name: str) -> str:
+    """A path with `*` for the numbers of layers.
+
+    >>> from shardfn.core.policy import starred
+    >>> starred("layers.10.mlp.0")
+    'layers.*.mlp.*'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+@lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern.
+
+        >>> from shardfn.core.policy import compile_pattern
+        >>> bool(compile_pattern("layers.*.{wq,wk}.weight").fullmatch("layers.11.wk.weight"))
+        True
+
+    Raises:
+        ShardError: the pattern cannot be read.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise ShardError(f"bad pattern {pattern!r}: {error}") from None
+
+    def translated(piece: re.Match[str]) -> str:
+        if piece["odd"]:
+            raise ShardError(f"bad pattern {pattern!r}: '{piece[0]}' without its pair")
+        if piece["choices"]:
+            return "(?:" + "|".join(re.escape(choice.strip()) for choice in piece["choices"].split(",")) + ")"
+        return _MEANS.get(piece.lastgroup or "") or re.escape(piece[0])
+
+    return re.compile(_PIECE.sub(translated, pattern))
+
+
+def is_in(name: str, module: str) -> bool:
+    """Whether a name is that of something in a module, at any depth.
+
+    >>> from shardfn.core.policy import is_in
+    >>> is_in("layers.0.mlp", "layers.0"), is_in("layers.0", "layers.0"), is_in("layers", "")
+    (True, False, True)
+    """
+    return name.startswith(f"{module}.") if module else name != ""
+
+
+def modules_above(names: Iterable[str]) -> set[str]:
+    """The modules that something of those names is in.
+
+    >>> from shardfn.core.policy import modules_above
+    >>> sorted(modules_above(["layers.0.mlp", "head"]))
+    ['', 'layers', 'layers.0']
+    """
+    words = [name.split(".") for name in names if name]
+    return {".".join(path[:depth]) for path in words for depth in range(len(path))}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches all of `name`."""
+    return compile_pattern(pattern).fullmatch(name) is not None
+
+
+def first_match(patterns: Mapping[str, object] | Iterable[str], names: Iterable[str]) -> str | None:
+    """The first pattern that matches one of `names`."""
+    names = tuple(names)
+    return next((pattern for pattern in patterns if any(matches(pattern, name) for name in names)), None)

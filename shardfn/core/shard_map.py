@@ -19,13 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import DTensorSpec, dtensor_spec, in_transform, kinds_of_transforms, pytree, spec_of
 from shardfn.core.collectives import Moved, RankIndex, of_rank, pvary, watched, watching
-from shardfn.core.context import mapped_axes
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
-from shardfn.core.lowering import Lift, Lower
+from shardfn.core.lowering import Across
 from shardfn.core.mesh import axes_of
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
-from shardfn.core.underway import axes_of_losses, may_be_differentiated, several_losses
+from shardfn.core.underway import axes_of_losses, mapped_axes, may_be_differentiated, several_losses
 
 
 def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -124,9 +123,12 @@ class _Region:
         given = [x for x in args if isinstance(x, DTensor)]
         if given and in_transform():
             raise ShardError("shard_map: a DTensor inside a transform; leaves of trees are this rank's parts there")
-        parts = iter(Lower.apply([*map(spec_of, given)], *given) if given else ())
+        parts = iter(Across.apply(False, [*map(spec_of, given)], *given) if given else ())
         several = {axis for axis, size in axes_of(self.mesh).items() if size > 1} - mapped_axes()
-        self._require_one_loss(several)
+        batch = sorted(several & _axes(*self.outs) & axes_of_losses())
+        if batch and "Grad" in kinds_of_transforms():
+            # Parts of outputs make a loss on each data rank there, and shared weights one.
+            raise several_losses("shard_map", batch[0], "the region adds up gradients of weights over all")
         pairs = zip(args, self.ins, strict=True)
         locals_ = [next(parts) if isinstance(x, DTensor) else of_rank(x, self._share(spec)) for x, spec in pairs]
         typed = _Typed(self.mesh, several)
@@ -139,18 +141,8 @@ class _Region:
         pairs = zip(found, self.outs, strict=True)
         found = [typed.varied(x, _axes(spec) & several) for x, spec in pairs]
         specs = self._out_specs(found, sizes)
-        lifted = found if in_transform() else Lift.apply(specs, *found)
+        lifted = found if in_transform() else Across.apply(True, specs, *found)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
-
-    def _require_one_loss(self, several: set[str]) -> None:
-        """Inside a gradient within a transform parts of outputs make a loss on each data rank, and shared weights one.
-
-        Raises:
-            ShardError: that is so.
-        """
-        batch = sorted(several & _axes(*self.outs) & axes_of_losses())
-        if batch and "Grad" in kinds_of_transforms():
-            raise several_losses("shard_map", batch[0], "the region adds up gradients of weights over all")
 
     def _share(self, spec: Spec) -> float:
         """How a loss of this rank counts by a plain input: the region computes for the batch of all data ranks."""

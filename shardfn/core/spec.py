@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from shardfn.core.errors import ShardError, caret, did_you_mean
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,]))")
+_TOKEN = re.compile(r"(?P<name>[^\W\d]\w*)|(?P<int>\d+)|(?P<dots>\.\.\.)|(?P<mark>[()@?+:,])|(?P<odd>\S)")
 
 Span = tuple[int, int]
 _Value = TypeVar("_Value")
@@ -106,12 +106,6 @@ class Spec:
         """The rule as written, with `^^^` under `span`."""
         return caret(self.source or str(self), span)
 
-    @property
-    def span(self) -> Span:
-        """Where the whole rule stands in its source."""
-        spans = [*(dim.span for dim in self.dims), *([self.partial_span] if self.partial else [])] or [(0, 1)]
-        return spans[0][0], spans[-1][1]
-
     def with_factors(self, fn: Callable[[Factor], Factor]) -> "Spec":
         """The same rule with what `fn` makes of each factor, left to right."""
 
@@ -150,15 +144,15 @@ class Spec:
             ShardError: the rule has another number of dims.
         """
         dots = [i for i, dim in enumerate(self.dims) if dim.ellipsis]
+        fixed = len(self.dims) - len(dots)
+        missing = ndim - fixed
+        if missing < 0 or (missing and not dots):
+            count = f"at least {fixed}" if dots else fixed
+            spans = [*(dim.span for dim in self.dims), *([self.partial_span] if self.partial else [])] or [(0, 1)]
+            marked = self.caret((spans[0][0], spans[-1][1]))
+            raise ShardError(f"the rule has {count} dims, the tensor has {ndim}\n{marked}")
         if not dots:
-            if len(self.dims) != ndim:
-                raise ShardError(f"the rule has {len(self.dims)} dims, the tensor has {ndim}\n{self.caret(self.span)}")
             return self
-        missing = ndim - (len(self.dims) - 1)
-        if missing < 0:
-            raise ShardError(
-                f"the rule has at least {len(self.dims) - 1} dims, the tensor has {ndim}\n{self.caret(self.span)}"
-            )
         at, span = dots[0], self.dims[dots[0]].span
         anonymous = Dim((Block((Factor("_", span=span),)),), span=span)
         return replace(self, dims=self.dims[:at] + (anonymous,) * missing + self.dims[at + 1 :])
@@ -173,15 +167,11 @@ class _Parser:
         self.at = 0
 
     def _tokens(self) -> Iterator[tuple[str, str, Span]]:
-        position, end = self.part[0], len(self.source[: self.part[1]].rstrip())
-        while position < end:
-            match = _TOKEN.match(self.source, position, end)
-            if match is None:
-                start = position + len(self.source[position:]) - len(self.source[position:].lstrip())
-                self.fail(f"unexpected character {self.source[start]!r}", (start, start + 1))
+        for match in _TOKEN.finditer(self.source, *self.part):
             kind = match.lastgroup or ""
-            yield (match[kind] if kind == "mark" else kind), match[kind], match.span(kind)
-            position = match.end()
+            if kind == "odd":
+                self.fail(f"unexpected character {match[0]!r}", match.span())
+            yield (match[0] if kind == "mark" else kind), match[0], match.span()
 
     def fail(self, why: str, span: Span | None = None) -> NoReturn:
         if span is None:
@@ -189,14 +179,18 @@ class _Parser:
             span = self.tokens[self.at][2] if self.at < len(self.tokens) else (end, end + 1)
         raise ShardError(f"bad rule: {why}\n{caret(self.source, span)}")
 
-    def peek(self, kind: str) -> bool:
-        return self.at < len(self.tokens) and self.tokens[self.at][0] == kind
+    def peek(self, *kinds: str) -> bool:
+        return self.at < len(self.tokens) and self.tokens[self.at][0] in kinds
 
-    def take(self, kind: str, what: str) -> tuple[str, Span]:
-        if not self.peek(kind):
+    def take(self, what: str, *kinds: str) -> str:
+        if not self.peek(*kinds):
             self.fail(f"expected {what}")
         self.at += 1
-        return self.tokens[self.at - 1][1:]
+        return self.tokens[self.at - 1][1]
+
+    def since(self, first: int) -> Span:
+        """Where the tokens from number `first` on stand that were taken."""
+        return self.tokens[first][2][0], self.tokens[self.at - 1][2][1]
 
     def skip(self, kind: str) -> bool:
         found = self.peek(kind)
@@ -208,8 +202,8 @@ class _Parser:
         while self.at < len(self.tokens) and not self.peek("+"):
             dims.append(self.dim())
         plus = self.at
-        partial = self.partial() if self.peek("+") else ()
-        sums = (self.tokens[plus][2][0], self.tokens[self.at - 1][2][1]) if partial else (0, 0)
+        partial = self.axes("+", ",")
+        sums = self.since(plus) if partial else (0, 0)
         if self.at < len(self.tokens):
             self.fail("nothing may follow the pending sum")
         if sum(dim.ellipsis for dim in dims) > 1:
@@ -219,56 +213,46 @@ class _Parser:
         return Spec(tuple(dims), partial, self.source, sums)
 
     def dim(self) -> Dim:
-        start = self.tokens[self.at][2][0]
+        first = self.at
         if self.skip("dots"):
-            return Dim((), (start, start + 3))
+            return Dim((), self.since(first))
         if not self.skip("("):
             factor = self.factor()
             return Dim((Block((factor,)),), factor.span)
         blocks = [self.block()]
         while self.skip("+"):
             blocks.append(self.block())
-        end = self.take(")", "')'")[1][1]
+        self.take("')'", ")")
         labels = [block.label for block in blocks if block.label]
         if len(labels) != len(set(labels)):
-            self.fail("two blocks have the same label", (start, end))
-        return Dim(tuple(blocks), (start, end))
+            self.fail("two blocks have the same label", self.since(first))
+        return Dim(tuple(blocks), self.since(first))
 
     def block(self) -> Block:
         label = None
         if self.peek("name") and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][0] == ":":
-            label = self.take("name", "a label")[0]
+            label = self.take("a label", "name")
             self.at += 1
         factors = []
-        while self.peek("name") or self.peek("int"):
+        while self.peek("name", "int"):
             factors.append(self.factor())
         if not factors:
             self.fail("expected a name, a number or '_'")
         return Block(tuple(factors), label)
 
     def factor(self) -> Factor:
-        if not (self.peek("name") or self.peek("int")):
-            self.fail("expected a name, a number, '_', '(' or '...'")
-        _, name, (start, end) = self.tokens[self.at]
-        self.at += 1
-        axes = []
-        while self.skip("@"):
-            axis, (_, end) = self.axis("@")
-            axes.append(axis)
-        if self.peek("?"):
-            end = self.take("?", "'?'")[1][1]
-            return Factor(name, tuple(axes), True, (start, end))
-        return Factor(name, tuple(axes), False, (start, end))
+        first = self.at
+        name = self.take("a name, a number, '_', '(' or '...'", "name", "int")
+        axes, optional = self.axes("@", "@"), self.skip("?")
+        return Factor(name, axes, optional, self.since(first))
 
-    def partial(self) -> tuple[str, ...]:
-        self.take("+", "'+'")
-        axes = [self.axis("+")[0]]
-        while self.skip(","):
-            axes.append(self.axis(",")[0])
+    def axes(self, mark: str, more: str) -> tuple[str, ...]:
+        """The axes behind a mark, and those behind further ones."""
+        axes: list[str] = []
+        while self.skip(mark):
+            axes.append(self.take(f"a mesh axis after '{mark}'", "name", "int"))
+            mark = more
         return tuple(axes)
-
-    def axis(self, mark: str) -> tuple[str, Span]:
-        return self.take("int" if self.peek("int") else "name", f"a mesh axis after '{mark}'")
 
 
 @lru_cache(maxsize=4096)
@@ -308,15 +292,14 @@ def repeated_axes(spec: Spec) -> list[str]:
     times: Counter[str] = Counter()
     second: dict[str, Span] = {}
     for dim in spec.dims:
-        most: Counter[str] = Counter()
+        before = times.copy()
         for block in dim.blocks:
-            inside: Counter[str] = Counter()
+            inside = before.copy()
             for axis, span in ((axis, factor.span) for factor in block.factors for axis in factor.axes):
                 inside[axis] += 1
-                if times[axis] + inside[axis] > 1:
+                if inside[axis] > 1:
                     second.setdefault(axis, span)
-            most |= inside
-        times += most
+            times |= inside
     times += Counter(spec.partial)
     second = {axis: spec.partial_span for axis in spec.partial if times[axis] > 1} | second
     return [
@@ -382,13 +365,17 @@ class Sizes:
 
     def _settle(self, equation: _Equation, problems: list[tuple[str, str]]) -> bool:
         """Check an equation without unknowns, or solve one with a single unknown. False: too early."""
-        size, (constant, coefficient, unknowns) = equation.size, self._linear(equation)
+        size, unknowns = equation.size, self._unknowns(equation)
+        if len(unknowns) > 1:
+            return False
+        constant, with_one, with_two = (self._total(equation, value) for value in range(3))
         if not unknowns:
             if constant != size:
                 why = f"dim {equation.at} of size {size} does not match {constant}"
                 problems.append(equation.problem(f"{why}{self._origins(equation.dim)}"))
             return True
-        if len(unknowns) > 1 or coefficient == 0:
+        coefficient = with_one - constant
+        if coefficient == 0 or with_two - with_one != coefficient:  # it is not linear
             return False
         value, rest = divmod(size - constant, coefficient)
         if rest or value < 0:
@@ -402,22 +389,13 @@ class Sizes:
         self._origin[unknowns[0]] = equation.tensor
         return True
 
-    def _linear(self, equation: _Equation) -> tuple[int, int, list[str]]:
-        """`constant + coefficient * unknown` of a dim; the coefficient is 0 when it is not linear."""
-        constant, coefficient, linear = 0, 0, True
-        unknowns: list[str] = []
-        for keys in equation.keys:
-            sizes = [self.get(key) for key in keys]
-            missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
-            product = prod(size for size in sizes if size is not None)
-            unknowns += missing
-            if not missing:
-                constant += product
-            elif len(missing) == 1:
-                coefficient += product
-            else:
-                linear = False
-        return constant, coefficient if linear else 0, list(dict.fromkeys(unknowns))
+    def _unknowns(self, equation: _Equation) -> list[str]:
+        return list(dict.fromkeys(key for keys in equation.keys for key in keys if self.get(key) is None))
+
+    def _total(self, equation: _Equation, value: int) -> int:
+        """The size of a dim if `value` is that of what is unknown."""
+        known = ([self.get(key) for key in keys] for keys in equation.keys)
+        return sum(prod(value if size is None else size for size in sizes) for sizes in known)
 
     def _origins(self, dim: Dim) -> str:
         """Where the sizes known in a dim come from: `": c=8 (from 'up.weight')"`."""
@@ -426,7 +404,7 @@ class Sizes:
         return f": {known}" if known else ""
 
     def _cannot_infer(self, equation: _Equation) -> str:
-        names = list(dict.fromkeys(key.split(" ")[0] for key in self._linear(equation)[2]))
+        names = list(dict.fromkeys(key.split(" ")[0] for key in self._unknowns(equation)))
         ask = ", ".join(f"'{name}': ..." for name in [name for name in names if name != "_"][: len(names) - 1 or 1])
         remedy = f"pass sizes={{{ask}}}" if ask else "write a number or a name for it"
         return f"cannot infer {', '.join(names)} from a dim of size {equation.size}; {remedy}"

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, count, pairwise, repeat
 from math import prod
 from operator import add, attrgetter, is_not, lt, mul, ne, not_
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardfn._torch import address_of, storage_uses, tensor_over
+from shardfn._torch import address_of, set_storage, storage_uses, tensor_over
 
 Item = TypeVar("Item")
 
@@ -56,18 +56,17 @@ def apart(numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = F
         storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
     else:
         storage = torch.UntypedStorage(nbytes, device=device)
-    blank: Any = torch.empty(0, dtype=dtype, device=device)
-    return blank.set_(storage, 0, (numel,))
+    return set_storage(torch.empty(0, dtype=dtype, device=device), storage, 0, (numel,))
 
 
 def split_flat(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Contiguous tensors over consecutive parts of a contiguous tensor's memory; see [Note: parts of one memory]."""
     storage, item, start = flat.untyped_storage(), flat.element_size(), int(flat.storage_offset())
-    new: Any = flat.data.new_empty
+    blank = flat.data.new_empty
     parts = []
     for shape in shapes:
         end = start + prod(shape)
-        parts.append(new(0).set_(storage[start * item : end * item], 0, torch.Size(shape)))
+        parts.append(set_storage(blank(0), storage[start * item : end * item], 0, torch.Size(shape)))
         start = end
     return parts
 
@@ -88,17 +87,8 @@ def merged(columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         >>> [tuple(x.shape) for x in merged([weights])[0]], [tuple(x.shape) for x in merged([weights, grads])[0]]
         ([(10,)], [(2, 3), (4,)])
     """
-    numels = list(map(Tensor.numel, columns[0]))
-    kept = [list(column if all(numels) else compress(column, numels)) for column in columns]
-    numels = list(filter(None, numels))
-    order = _order_in_memory(kept[0])
-    if order is not None:
-        kept = [[column[i] for i in order] for column in kept]
-        numels = [numels[i] for i in order]
-    runs = _find_runs(kept, numels)
-    if order is not None:
-        runs.sort(key=lambda run: min(order[run[0] : run[1]]))
-    return [_flats(column, numels, runs) for column in kept]
+    runs = _runs_in(columns)
+    return [_flats(column, runs) for column in columns]
 
 
 def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -113,20 +103,13 @@ def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[T
         >>> a.shape, b.data_ptr() - a.data_ptr()
         (torch.Size([2, 3]), 24)
     """
-    numels = list(map(Tensor.numel, tensors))
-    full, empty = list(compress(tensors, numels)), list(compress(tensors, map(not_, numels)))
-    order = _order_in_memory(full) or list(range(len(full)))
-    full = [full[i] for i in order]
-    sizes = list(map(Tensor.numel, full))
-    runs = sorted(_find_runs([full], sizes), key=lambda run: min(order[run[0] : run[1]]))
-    order = [i for start, stop in runs for i in order[start:stop]]
-    results = fn([*_flats(full, sizes, runs), *empty]) if tensors else []
-    parts: list[Tensor] = []
-    for (start, stop), result in zip(runs, results, strict=False):
-        parts += [result] if stop - start == 1 else split_flat(result, [x.shape for x in full[start:stop]])
-    placed = dict(zip(order, parts, strict=True))
-    filled, hollow = iter(placed[i] for i in range(len(full))), iter(results[len(runs) :])
-    return [next(filled if numel else hollow) for numel in numels]
+    runs = _runs_in([tensors]) + [([i], 0) for i, tensor in enumerate(tensors) if not tensor.numel()]
+    results = fn(_flats(tensors, runs)) if runs else []
+    placed: dict[int, Tensor] = {}
+    for (rows, _), result in zip(runs, results, strict=True):
+        shapes = [tensors[i].shape for i in rows]
+        placed |= zip(rows, split_flat(result, shapes) if len(rows) > 1 else [result], strict=True)
+    return [placed[i] for i in range(len(tensors))]
 
 
 def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
@@ -148,20 +131,37 @@ def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
         yield found
 
 
-def _find_runs(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> list[tuple[int, int]]:
-    """Where runs of rows start and stop; rows that belong to none are alone. `numels` are those of the first column.
+_Run = tuple[list[int], int]  # rows as they lie in memory, and how many elements they have
 
-    This is most of what an optimizer step costs over its arithmetic: every pass over the rows is a `map` in C.
+
+def _runs_in(columns: Sequence[Sequence[Tensor]]) -> list[_Run]:
+    """All rows that have elements; a run stands where the first of its rows stood."""
+    numels = list(map(Tensor.numel, columns[0]))
+    order = rows = list(compress(count(), numels))
+    begins = _addresses([*map(columns[0].__getitem__, rows)])
+    if begins is not None and not all(map(lt, begins, begins[1:])):
+        order = [row for _, row in sorted(zip(begins, rows, strict=True))]
+    if order is not rows or len(rows) < len(numels):
+        columns, numels = [[*map(x.__getitem__, order)] for x in columns], [*map(numels.__getitem__, order)]
+    runs = [(order[start:stop], sum(numels[start:stop])) for start, stop in pairwise(_starts(columns, numels))]
+    return runs if order is rows else sorted(runs, key=lambda run: min(run[0]))
+
+
+def _starts(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> Sequence[int]:
+    """Where runs of rows start, and the last one stops; rows that belong to none are alone.
+
+    `numels` are those of the first column. This is most of what an optimizer step costs over its arithmetic: every pass
+    over the rows is a `map` in C.
     """
     rows = len(numels)
     if rows < 2:
-        return _alone(rows)
-    starts = {0, rows}
+        return range(rows + 1)
+    starts, loose = {0, rows}, set[int]()  # those that belong to no run, wherever they lie
     for column in columns:
         begins, dtypes = _addresses(column), list(map(_dtype_of, column))
         kinds = set(dtypes)
         if begins is None or any(dtype.is_complex for dtype in kinds):  # conjugates: memory does not show them
-            return _alone(rows)
+            return range(rows + 1)
         if len(kinds) > 1:
             starts.update(compress(count(1), map(is_not, dtypes[1:], dtypes)))
             sizes = map(mul, numels, [dtype.itemsize for dtype in dtypes])
@@ -171,22 +171,13 @@ def _find_runs(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> list[t
         if begins[1:] != ends[:-1]:
             starts.update(compress(count(1), map(ne, begins[1:], ends)))
         if len(starts) > rows:
-            return _alone(rows)
-    for i in _find_loose(columns, numels):
-        starts |= {i, i + 1}
-    return list(pairwise(sorted(starts)))
-
-
-def _order_in_memory(column: Sequence[Tensor]) -> list[int] | None:
-    """The rows by address; None when they are in that order, or have no address."""
-    begins = _addresses(column)
-    if begins is None or all(map(lt, begins, begins[1:])):
-        return None
-    return sorted(range(len(begins)), key=begins.__getitem__)
-
-
-def _alone(rows: int) -> list[tuple[int, int]]:
-    return [(i, i + 1) for i in range(rows)]
+            return range(rows + 1)
+        own = numels if column is columns[0] else list(map(Tensor.numel, column))
+        if own != numels:
+            loose.update(compress(count(), map(ne, own, numels)))
+        if not all(map(Tensor.is_contiguous, column)):
+            loose.update(compress(count(), map(not_, map(Tensor.is_contiguous, column))))
+    return sorted(starts.union(loose, (i + 1 for i in loose)))
 
 
 def _addresses(column: Sequence[Tensor]) -> list[int] | None:
@@ -198,27 +189,10 @@ def _addresses(column: Sequence[Tensor]) -> list[int] | None:
         return None
 
 
-def _find_loose(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> set[int]:
-    """Rows that belong to no run, wherever they lie."""
-    loose: set[int] = set()
-    for column in columns:
-        own = numels if column is columns[0] else list(map(Tensor.numel, column))
-        if own != numels:
-            loose.update(compress(count(), map(ne, own, numels)))
-        if not all(map(Tensor.is_contiguous, column)):
-            loose.update(compress(count(), map(not_, map(Tensor.is_contiguous, column))))
-    return loose
-
-
-def _flats(tensors: Sequence[Tensor], numels: Sequence[int], runs: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _flats(column: Sequence[Tensor], runs: Sequence[_Run]) -> list[Tensor]:
     """One tensor a run: its flat tensor, or the only member."""
-    flats = []
-    for start, stop in runs:
-        first = tensors[start]
-        if stop - start > 1:
-            first = tensor_over(first.data_ptr(), sum(numels[start:stop]), first.data)
-        flats.append(first)
-    return flats
+    firsts = [(column[rows[0]], len(rows) == 1, numel) for rows, numel in runs]
+    return [first if alone else tensor_over(first.data_ptr(), numel, first.data) for first, alone, numel in firsts]
 
 
 class View(NamedTuple):
@@ -261,8 +235,8 @@ class Buffer:
 
     def tensor(self) -> Tensor:
         """All of it as a new tensor, which keeps the buffer from being used again."""
-        blank: Any = self.flat.new_empty(0)  # no view, so that it has a version of its own
-        return blank.set_(self.storage, 0, self.flat.shape)
+        # No view, so that it has a version of its own.
+        return set_storage(self.flat.new_empty(0), self.storage, 0, self.flat.shape)
 
     @property
     def free(self) -> bool:
@@ -341,14 +315,6 @@ class FreshBuffers:
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel]."""
         return apart(numel, dtype, self.device, self.pinned)
-
-
-class NoBuffers(BufferPool):
-    """A pool where tensors have no memory of their own, see `Grid.pure`: an ordinary new tensor each time."""
-
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor [numel]."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
 
 
 Buffers = BufferPool | FreshBuffers

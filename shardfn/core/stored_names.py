@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from shardfn._torch import init_of, names_left_out
 from shardfn.core.errors import ShardError
-from shardfn.core.ownership import Box
+from shardfn.core.layout import Box
+from shardfn.core.model import named_buffers, named_parameters
 
 Model = nn.Module | Mapping[str, Tensor]
 Names = Callable[[str], str] | Mapping[str, str]
@@ -64,15 +65,10 @@ class Piece:
 
     def as_in_source(self, part: Tensor) -> Tensor:
         """A view of this part, with the dims of the source."""
-        for dim in reversed(range(len(self.dims))):
-            if self.dims[dim] is None:
-                part = part.squeeze(dim)
         there = [dim for dim in self.dims if dim is not None]
+        part = part.squeeze([d for d, dim in enumerate(self.dims) if dim is None])
         part = part.permute([there.index(dim) for dim in sorted(there)])
-        for dim in range(len(self.there)):
-            if dim not in there:
-                part = part.unsqueeze(dim)
-        return part
+        return part[tuple(slice(None) if dim in there else None for dim in range(len(self.there)))]
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,16 @@ class Patchwork:
     def squeeze(self, dim: int) -> "Patchwork":
         """Without a dim of one element."""
         dim %= len(self.shape)
-        if self.shape[dim] != 1:
-            return self
-        pieces = (replace(p, here=_out(p.here, dim), dims=_out(p.dims, dim)) for p in self.pieces)
-        return Patchwork(_out(self.shape, dim), tuple(pieces))
+        return self if self.shape[dim] != 1 else self.rearranged([d for d in range(len(self.shape)) if d != dim])
+
+    def rearranged(self, order: Sequence[int | None]) -> "Patchwork":
+        """With dim `order[d]` of this one as dim d, or, for None, a new one of one element."""
+
+        def taken(values: Sequence[Any], new: Any) -> tuple[Any, ...]:
+            return tuple(new if dim is None else values[dim] for dim in order)
+
+        pieces = (replace(p, here=taken(p.here, (0, 1)), dims=taken(p.dims, None)) for p in self.pieces)
+        return Patchwork(taken(self.shape, 1), tuple(pieces))
 
     @classmethod
     def __torch_function__(
@@ -113,26 +115,14 @@ class Patchwork:
         return _FUNCTIONS[func](*args, **(kwargs or {}))
 
 
-def _out(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
-    return (*values[:dim], *values[dim + 1 :])
-
-
-def _in(values: tuple[Any, ...], dim: int, new: Any) -> tuple[Any, ...]:
-    return (*values[:dim], new, *values[dim:])
-
-
 def _with(values: tuple[Any, ...], dim: int, new: Any) -> tuple[Any, ...]:
     return (*values[:dim], new, *values[dim + 1 :])
 
 
 def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
-    dim %= len(tensors[0].shape) + 1
-    return _cat([_unsqueezed(tensor, dim) for tensor in tensors], dim)
-
-
-def _unsqueezed(tensor: Patchwork, dim: int) -> Patchwork:
-    pieces = (replace(p, here=_in(p.here, dim, (0, 1)), dims=_in(p.dims, dim, None)) for p in tensor.pieces)
-    return Patchwork(_in(tensor.shape, dim, 1), tuple(pieces))
+    order: list[int | None] = [*range(len(tensors[0].shape))]
+    order.insert(dim % (len(order) + 1), None)
+    return _cat([tensor.rearranged(order) for tensor in tensors], dim)
 
 
 def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
@@ -140,7 +130,7 @@ def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
     pieces: list[Piece] = []
     end = 0
     for tensor in tensors:
-        if _out(tensor.shape, dim) != _out(tensors[0].shape, dim):
+        if _with(tensor.shape, dim, 0) != _with(tensors[0].shape, dim, 0):
             raise ValueError(f"tensors of shapes {tensors[0].shape} and {tensor.shape} do not join on dim {dim}")
         pieces += (piece.moved(dim, end) for piece in tensor.pieces)
         end += tensor.shape[dim]
@@ -169,13 +159,9 @@ def _chunk(tensor: Patchwork, chunks: int, dim: int = 0) -> tuple[Patchwork, ...
 
 
 def _transpose(tensor: Patchwork, dim0: int, dim1: int) -> Patchwork:
-    def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        out = list(values)
-        out[dim0], out[dim1] = out[dim1], out[dim0]
-        return tuple(out)
-
-    pieces = (replace(p, here=swapped(p.here), dims=swapped(p.dims)) for p in tensor.pieces)
-    return Patchwork(swapped(tensor.shape), tuple(pieces))
+    order = [*range(len(tensor.shape))]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return tensor.rearranged(order)
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -191,8 +177,7 @@ def persistent_names(model: Model) -> list[str]:
     """The names of parameters and of buffers that a state dict has, tied ones under each name."""
     if not isinstance(model, nn.Module):
         return list(model)
-    own = dict.fromkeys(name for name, _ in model.named_parameters(remove_duplicate=False))
-    own |= dict.fromkeys(name for name, _ in model.named_buffers(remove_duplicate=False))
+    own = named_parameters(model) | named_buffers(model)
     return [name for name in model.state_dict() if name in own]
 
 
@@ -261,16 +246,13 @@ def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, 
                 groups[target] = deepcopy(by_pattern[pattern])
             groups[target].add_tensor(target, name, pattern, Patchwork.of(name, stored[name]))
     for target, converter in groups.items():
-        made |= _run(converter, target, model)
+        try:
+            found = converter.convert(target, model=model, config=model.config)
+        except Exception as error:
+            what = f"'{target}' from {converter.source_patterns} by {converter.operations}"
+            raise _not_followed(what, error) from error
+        made |= {name: x[0] if isinstance(x, list) else x for name, x in found.items()}
     return made, left
-
-
-def _run(converter: Any, target: str, model: Any) -> dict[str, Patchwork]:
-    try:
-        found = converter.convert(target, model=model, config=model.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in found.items()}
-    except Exception as error:
-        raise _not_followed(f"'{target}' from {converter.source_patterns} by {converter.operations}", error) from error
 
 
 def _not_followed(what: str, error: Exception) -> ShardError:

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -23,31 +22,18 @@ import torch
 from torch import Tensor
 
 from shardfn.core.errors import ShardError
-from shardfn.core.ownership import Box, blocks, narrowed
+from shardfn.core.layout import Box, blocks, narrowed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_BYTES = 4 * 2**20
 _PAGE = 4096
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# The order in which a file has tensors: last dtype first, then by name.
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "C64": torch.complex64,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-}
+_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # one of a directory
+# Names of dtypes in files, and in torch. The order in which a file has tensors: last dtype first, then by name.
+_PAIRS = (
+    "BOOL=bool U8=uint8 I8=int8 F8_E5M2=float8_e5m2 F8_E4M3=float8_e4m3fn I16=int16 U16=uint16 F16=float16 "
+    "BF16=bfloat16 I32=int32 U32=uint32 F32=float32 C64=complex64 F64=float64 I64=int64 U64=uint64"
+).split()
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in (pair.split("=") for pair in _PAIRS)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 AnyPath = str | os.PathLike[str]
@@ -88,7 +74,7 @@ class TensorFiles:
                     raise ShardError(f"load_safetensors: '{name}' is in '{self.tensors[name].file}' and in '{file}'")
                 self.tensors[name] = stored
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A hash of names, shapes and dtypes."""
         lines = sorted(f"{name} {x.file.name} {x.shape} {x.dtype}" for name, x in self.tensors.items())
@@ -170,7 +156,6 @@ def _indexed(index: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"load_safetensors: '{index}' names '{file.name}', which is not there")
-    for file in files:
         names = _read_header(file)
         lost = next((name for name, where in weight_map.items() if where == file.name and name not in names), None)
         if lost is not None:
@@ -229,7 +214,7 @@ class FilesPlan:
     index: str | None = None
     alone: bool = False
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A hash of all headers."""
         return hashlib.sha256(b"".join(file.header for file in self.files)).hexdigest()[:16]
@@ -321,8 +306,6 @@ class TensorWriter:
             self._temporary(*names).replace(self._directory.joinpath(*names))
             return
         (self._directory / INDEX).unlink(missing_ok=True)
-        if self._plan.index is not None:
-            (self._directory / SINGLE).unlink(missing_ok=True)
         for name in names:
             self._temporary(name).replace(self._directory / name)
         if self._plan.index is not None:
@@ -330,7 +313,7 @@ class TensorWriter:
             index.write_text(self._plan.index, encoding="utf-8")
             index.replace(self._directory / INDEX)
         for old in self._directory.iterdir():
-            if _SHARD.fullmatch(old.name) and old.name not in names:
+            if _FILE.fullmatch(old.name) and old.name not in names:
                 old.unlink()
 
     def close(self) -> None:
@@ -342,11 +325,8 @@ class TensorWriter:
 
 
 def _rows(part: Sequence[int], whole: Sequence[int]) -> int:
-    """How many dims lie in front of those that are one piece of memory."""
-    rows = len(part)
-    while rows and tuple(part[rows:]) == tuple(whole[rows:]):
-        rows -= 1
-    return rows
+    """How many dims lie in front of those that are one piece of memory: those before the last that is cut."""
+    return next((dim for dim in reversed(range(len(part))) if part[dim] != whole[dim]), 0)
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:

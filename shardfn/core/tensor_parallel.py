@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import has_no_memory, outside_transforms, simulated, values_of
-from shardfn.core.compute_axes import Adjustments, ComputeAxes
-from shardfn.core.engine.binding import Forward
+from shardfn.core.compute_axes import ComputeAxes
+from shardfn.core.engine.in_place import Forward
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.layout import Layout
+from shardfn.core.layout import Layout, parts_of
 from shardfn.core.mesh import index_along
 from shardfn.core.model import BIAS_DIM, OUT_DIM, ModuleInfo, calls_own, class_of
-from shardfn.core.ownership import parts_of
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.spec import parse
@@ -51,7 +50,6 @@ class Layer:
     plan: Plan
     axes: ComputeAxes
     weight: Callable[[str], Tensor]
-    adjust: Adjustments
 
     @property
     def name(self) -> str:
@@ -59,25 +57,26 @@ class Layer:
         return self.module.name
 
     @cached_property
-    def _scattered(self) -> dict[str, int]:
-        """By axis, the dim over which the sum that it makes is scattered."""
-        return {axis: dim for path, axis, dim in self.adjust.scattered if path == self.name}
+    def gathers(self) -> bool:
+        """Whether its output is gathered: where it leaves `apply`, or as "b s c" in `Policy.acts` has it whole."""
+        return self.name in self.axes.adjust.gather or _asked_of(self.plan, self.module) == ()
 
     def sides(self) -> tuple[list[str], list[str]]:
         """The axes on the out dim and on the in dim of its weight."""
         layout, out = self.layout("weight"), BIAS_DIM[self.module.kind]
         return self.plan.compute_axes(layout, out), self.plan.compute_axes(layout, 1 - out)
 
-    def _path(self, attribute: str) -> str:
+    def path(self, attribute: str) -> str:
+        """The path of one of its attributes."""
         return f"{self.name}.{attribute}" if self.name else attribute
 
     def layout(self, attribute: str) -> Layout:
         """That of one of its parameters, or of a child's: "out_proj.weight"."""
-        return self.plan.layout_of(self._path(attribute))
+        return self.plan.layout_of(self.path(attribute))
 
     def local(self, attribute: str) -> Tensor | None:
         """A parameter, whole over data axes; None when the module has none."""
-        name = self.plan.canonical.get(self._path(attribute))
+        name = self.plan.canonical.get(self.path(attribute))
         return None if name is None else self.weight(name)
 
     def parts(self, attribute: str) -> dict[str, Part]:
@@ -90,29 +89,30 @@ class Layer:
 
     def entered(self, x: Tensor, split: Sequence[str], of: str = "") -> Tensor:
         """An input that all ranks have, of which each uses all for its own part of the output."""
-        path = f"{self.name}{of}"
         for axis in split:
-            x = self.axes.entered(x, axis, path, (path, axis) in self.adjust.ready)
+            x = self.axes.entered(x, axis, f"{self.name}{of}")
         return x
 
     def own(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
         """This rank's part of an input, of one that may be whole."""
-        path = f"{self.name}{of}"
         for axis, part in wanted.items():
-            x = self.axes.own(x, axis, path, part, (path, axis) in self.adjust.ready)
+            x = self.axes.own(x, axis, f"{self.name}{of}", part)
         return x
 
     def total(self, y: Tensor, rows: Sequence[str]) -> Tensor:
         """The sum over `rows` of what ranks made of their parts: whole, or this rank's part of a dim that scatters."""
         for axis in rows:
-            y = self.axes.total(y, axis, self.module.name, self._scattered.get(axis))
+            y = self.axes.total(y, axis, self.name)
         return y
 
     def made(self, y: Tensor, split: Sequence[str], dim: int, parts: Mapping[str, Part]) -> Tensor:
-        """The output, of which `split` axes split dim `dim`: gathered where it leaves `apply`."""
+        """The output, of which `split` axes split dim `dim`: gathered where that is asked for."""
         y = self.axes.note_source(y, f"module {self.name}", self.name if split else None)
-        for axis in reversed(split) if self.name in self.adjust.gather else ():
+        for axis in reversed(split) if self.gathers else ():
             y = self.axes.join(y, axis, dim, parts[axis].runs)
+        if split and self.gathers:
+            with self.axes.hidden():
+                y = y.narrow(dim, 0, self.layout("weight").shape[BIAS_DIM[self.module.kind]])  # without padding
         return y
 
     def refuse(self, why: str) -> ShardError:
@@ -144,7 +144,7 @@ class _Asked(dict[str, _Value]):
 
     def __missing__(self, key: str) -> NoReturn:
         plan, module = self.layer.plan, self.layer.module
-        path = f"{module.name}.{key}" if module.name else key
+        path = self.layer.path(key)
         own = [attribute for attribute, _ in module.params]
         remedy = did_you_mean(key, own)
         if path in plan.canonical:
@@ -177,8 +177,7 @@ class Layouts(_Asked[Layout]):
 
     def entered(self, x: Tensor, axis: str, at: int) -> Tensor:
         """An argument, varying over an axis."""
-        name = f"{self.layer.name}, argument {at}"
-        return self.layer.axes.entered(x, axis, name, (name, axis) in self.layer.adjust.ready)
+        return self.layer.axes.entered(x, axis, f"{self.layer.name}, argument {at}")
 
 
 def others_forwards(plan: Plan) -> set[str]:
@@ -202,47 +201,29 @@ def custom_forward(layer: Layer, fn: Forward) -> Forward:
 
 def _linear(layer: Layer) -> Forward:
     """Column-parallel, row-parallel or both, by the axes on the out and in dims of the weight."""
-    name, axes, weight, bias_name = layer.name, layer.axes, layer.weight, dict(layer.module.params).get("bias")
     layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
-    out = OUT_DIM[layer.module.kind]
-    # "b s c" in `Policy.acts` has its output whole.
-    gathers = name in layer.adjust.gather or (bool(columns) and _asked_of(layer.plan, layer.module) == ())
-    ready = {axis for path, axis in layer.adjust.ready if path == name}
-    split = {axis: parts[axis] for axis in columns}
+    out, axes = OUT_DIM[layer.module.kind], layer.axes
 
     def forward(own: nn.Module, x: Tensor) -> Any:
-        w = weight(layout.name) if out == 0 else weight(layout.name).t()  # [out/columns, in/rows]
-        bias = weight(bias_name) if bias_name is not None else None
-        for axis in rows:
-            x = axes.own(x, axis, name, parts[axis].at(x.dim() - 1), axis in ready)
-        _check_features(name, layout, x, w, layout.shape[1 - out], rows)
-        for axis in columns:
-            x = axes.entered(x, axis, name, axis in ready)
-        if not rows:
-            y = F.linear(x, w, bias)
-        else:
-            y = layer.total(F.linear(x, w), rows)
-            y = y if bias is None else y + bias  # after the sum, or it would count once a rank
-        axes.note_last(y, split)
-        y = axes.note_source(y, f"module {name}", name if columns else None)
-        if gathers:
-            for axis in reversed(columns):
-                y = axes.join(y, axis, -1, parts[axis].runs)
-            with axes.hidden():
-                y = y[..., : layout.shape[out]]
-        return y
+        w, bias = layer.weight(layout.name), layer.local("bias")
+        w = w if out == 0 else w.t()  # [out/columns, in/rows]
+        x = layer.own(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
+        if x.shape[-1] != w.shape[1]:
+            why = f" over {', '.join(rows)}" if rows else ""
+            raise ShardError(
+                f"apply: {layer.name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves "
+                f"{w.shape[1]} of {layout.shape[1 - out]} here{why}. The layer that produces it must be split alike: "
+                "use the same name and axis in its rule, and sizes taken from the tensors, not from the configuration, "
+                "in between."
+            )
+        y = layer.total(F.linear(layer.entered(x, columns), w, None if rows else bias), rows)
+        if rows and bias is not None:
+            y = y + bias  # after the sum, or it would count once a rank
+        for axis in columns if axes.follows else ():  # what the last dim is: a size of 1 would leave that open
+            axes.note_part(y, axis, parts[axis].at(y.dim() - 1))
+        return layer.made(y, columns, -1, parts)
 
     return forward
-
-
-def _check_features(name: str, layout: Layout, x: Tensor, w: Tensor, features: int, rows: Sequence[str]) -> None:
-    if x.shape[-1] != w.shape[1]:
-        why = f" over {', '.join(rows)}" if rows else ""
-        raise ShardError(
-            f"apply: {name!r} got an input of {x.shape[-1]} features; rule '{layout.rule}' leaves {w.shape[1]} of "
-            f"{features} here{why}. The layer that produces it must be split alike: use the same name and axis in its "
-            "rule, and sizes taken from the tensors, not from the configuration, in between."
-        )
 
 
 def kept_by_acts(plan: Plan) -> set[str]:
@@ -261,7 +242,7 @@ def kept_by_acts(plan: Plan) -> set[str]:
         if list(last) != columns or len(columns) != 1:
             raise ShardError(
                 f"apply: Policy.acts asks for {module.name!r} split over {', '.join(last)}, whose last dim is split "
-                f"over {', '.join(columns) or 'nothing'}"
+                f"over {', '.join(columns)}"
             )
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
             raise ShardError(_padded_logits(plan, module.name, layout, columns[0]))
@@ -321,7 +302,7 @@ def _own_lookup(layer: Layer) -> Forward:
 
 def _lookup(layer: Layer) -> Forward:
     """Rows of a split table: each rank looks up the ids that it has, and the sum is the row."""
-    plan, axes, weight, name, layout = layer.plan, layer.axes, layer.weight, layer.name, layer.layout("weight")
+    plan, axes, name, layout = layer.plan, layer.axes, layer.name, layer.layout("weight")
     vocab, columns = plan.compute_axes(layout, 0), plan.compute_axes(layout, 1)
     asked = parse(plan.policy.acts[plan.acts[name]]).factors if name in plan.acts else ()
     joins = not set(columns) & {axis for factor in asked for axis in factor.axes}
@@ -332,16 +313,15 @@ def _lookup(layer: Layer) -> Forward:
                 f"apply: {name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and "
                 "sparse need it whole"
             )
-        w = weight(layout.name)  # [vocab/axes, c/columns]
+        w = layer.weight(layout.name)  # [vocab/axes, c/columns]
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:
             axes.require_whole(ids, axis, "its ids")
         first = index_along(vocab, axes.sizes, axes.coords) * w.shape[0]
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
-        padding = None if own.padding_idx is None or simulated() else own.padding_idx - first
-        inside = padding is not None and 0 <= padding < w.shape[0]
-        rows = F.embedding(here.masked_fill(elsewhere, 0), w, padding if inside else None)
+        padding = -1 if own.padding_idx is None or simulated() else own.padding_idx - first
+        rows = F.embedding(here.masked_fill(elsewhere, 0), w, padding if 0 <= padding < w.shape[0] else None)
         if own.padding_idx is not None and simulated():  # where each rank has another first row
             rows = torch.where((ids == own.padding_idx).unsqueeze(-1), rows.detach(), rows)
         if vocab:

@@ -23,7 +23,7 @@ rank would be added to each other.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -31,28 +31,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    differentiated_in_transform,
-    in_transform,
-    one_for_each,
-    prepare_forward_mode,
-    pytree,
-    refuse_forward_mode,
-    vmap_depth,
-)
+from shardfn import _torch
 from shardfn.core.agreement import require_same
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, new_buffers
+from shardfn.core.buckets import BucketOnGrid, GatherBucket
 from shardfn.core.collectives import weighed
-from shardfn.core.context import mapped_over
-from shardfn.core.dropout import index_over, lane, stream
+from shardfn.core.dropout import lane, part_over, stream
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.foreign import ours_only
 from shardfn.core.forward_mode import FORWARD_MODE, FORWARD_MODE_DIFFERENTIATED, MAPPED, ByFormulas
 from shardfn.core.lowering import entered, left, lower, over_params
 from shardfn.core.mesh import grid
+from shardfn.core.storage import FreshBuffers
 from shardfn.core.transforms import explained, grad, plain_gradient, unused
-from shardfn.core.tree import Params, is_tree
-from shardfn.core.underway import in_forward_mode, is_asked_for, is_under_way
+from shardfn.core.tree import Params, is_tree, trees_in
+from shardfn.core.underway import in_forward_mode, is_asked_for, is_under_way, mapped_over
+
+_Pairs = Sequence[tuple[Any, Any]]  # leaves with their entries of `in_dims`
 
 
 def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
@@ -123,9 +117,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     def pulled(cotangents: Any) -> Any:
         with explained("vjp"):
-            flat, structure = pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
-        pairs = zip(pytree.tree_leaves(primals), flat, strict=True)
-        return pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
+            flat, structure = _torch.pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
+        pairs = zip(_torch.pytree.tree_leaves(primals), flat, strict=True)
+        return _torch.pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
 
     return (left(value), pulled, *left(aux))
 
@@ -176,23 +170,23 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
         ShardError: none does, as with `model(x)` where `apply` is meant.
     """
     checked = ours_only(verb, func)
-    leaves = sum(len(x) for x in pytree.tree_leaves(primals, is_leaf=is_tree) if is_tree(x))
-    if in_transform() or is_under_way() or not leaves:
+    leaves = sum(map(len, trees_in(primals)))
+    if _torch.in_transform() or is_under_way() or not leaves:
         return checked
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         out = checked(*args, **kwargs)
-        results = pytree.tree_leaves(out[0] if has_aux else out)
+        results = _torch.pytree.tree_leaves(out[0] if has_aux else out)
         tensors = [x for x in results if isinstance(x, Tensor)]  # of split logits something else is said
-        if all(type(x) is Tensor and not differentiated_in_transform(x) for x in tensors):
+        if all(type(x) is Tensor and not _torch.differentiated_in_transform(x) for x in tensors):
             raise unused(verb, leaves)
         return out
 
     return call
 
 
-@refuse_forward_mode
+@_torch.refuse_forward_mode
 def _no_forward_mode() -> ShardError:
     return ShardError(
         "torch.func.jvp cannot take DTensors, nor can what is made of it (jacfwd, hessian, linearize): use sf.jvp or "
@@ -201,45 +195,40 @@ def _no_forward_mode() -> ShardError:
 
 
 def _require_tuples(verb: str, *values: Any) -> None:
-    for value in values:
-        if not isinstance(value, tuple):
-            raise TypeError(
-                f"{verb}: primals and tangents are tuples, one entry an argument, not {type(value).__name__}"
-            )
+    kinds = [type(value).__name__ for value in values if not isinstance(value, tuple)]
+    if kinds:
+        raise TypeError(f"{verb}: primals and tangents are tuples, one entry an argument, not {kinds[0]}")
 
 
 def _entered_alike(verb: str, primals: Any, tangents: Any) -> Any:
     """What forward mode gets of primals and their tangents, which are alike."""
-    prepare_forward_mode()
-    if not in_transform():
+    _torch.prepare_forward_mode()
+    if not _torch.in_transform():
         _require_alike(verb, primals, tangents)
     inner = entered(verb, (primals, tangents))
-    if in_transform():  # where a tree may come from outside, and another one not
+    if _torch.in_transform():  # where a tree may come from outside, and another one not
         _require_alike(verb, *inner)
     return inner
 
 
 def _require_alike(verb: str, primals: Any, tangents: Any) -> None:
     """Check that a direction has the structure, the shapes and the layouts of what it is a direction of."""
-    trees, others = ([x for x in pytree.tree_leaves(t, is_leaf=is_tree) if is_tree(x)] for t in (primals, tangents))
-    for tree, other in zip(trees, others, strict=False):
+    for tree, other in zip(trees_in(primals), trees_in(tangents), strict=False):
         problems = [f"the tangent has no leaf {name!r}" for name in tree if name not in other]
         problems += [f"the tangent has a leaf {name!r}, which the primal has not" for name in other if name not in tree]
-        problems += [
-            f"the tangent of {name!r} has shape {tuple(other[name].shape)}, the primal {tuple(leaf.shape)}"
-            for name, leaf in tree.items()
-            if name in other and other[name].shape != leaf.shape
-        ]
-        raise_problems(verb, [] if in_transform() and tree.plan != other.plan else problems[:5])
+        both = [(f"the tangent of {n!r} has shape", other[n].shape, x.shape) for n, x in tree.items() if n in other]
+        problems += [f"{what} {tuple(had)}, the primal {tuple(wanted)}" for what, had, wanted in both if had != wanted]
+        raise_problems(verb, [] if _torch.in_transform() and tree.plan != other.plan else problems[:5])
         if tree.plan != other.plan:
             raise ShardError(
                 f"{verb}: the tangent has another layout than the primal; sf.reshard it"
-                f"{', or pass it to sf.vmap as the primal is' * in_transform()}\n{tree.plan.diff(other.plan)}"
+                f"{', or pass it to sf.vmap as the primal is' * _torch.in_transform()}\n{tree.plan.diff(other.plan)}"
             )
-    flat, structure = pytree.tree_flatten(primals)
-    others, other_structure = pytree.tree_flatten(tangents)
+    flat, structure = _torch.pytree.tree_flatten(primals)
+    others, other_structure = _torch.pytree.tree_flatten(tangents)
     if structure != other_structure:
-        seen, wanted = (pytree.tree_map(lambda x: type(x).__name__, t, is_leaf=is_tree) for t in (tangents, primals))
+        kinds = partial(_torch.pytree.tree_map, lambda x: type(x).__name__, is_leaf=is_tree)
+        seen, wanted = map(kinds, (tangents, primals))
         raise ShardError(f"{verb}: tangents have another structure than primals: {seen} and {wanted}")
     for x, tangent in zip(flat, others, strict=True):
         if isinstance(x, Tensor) and isinstance(tangent, Tensor) and x.shape != tangent.shape:
@@ -291,7 +280,7 @@ def vmap(
     checked = ours_only("vmap", func)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten(args, is_leaf=is_tree)
+        leaves, structure = _torch.pytree.tree_flatten(args, is_leaf=is_tree)
         dims = _flat_dims(in_dims, len(args), structure)
         both = zip(leaves, dims, strict=True)
         pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
@@ -305,7 +294,7 @@ def vmap(
             if given is not None:
                 given.calls = dict(start)  # every chunk makes the same calls
             with mapped_over(axes), lane(own, count, of_part):
-                return checked(*pytree.tree_unflatten(list(flat), structure), **kwargs)
+                return checked(*_torch.pytree.tree_unflatten(list(flat), structure), **kwargs)
 
         own_dim = 0 if isinstance(lanes, Tensor) else None
         with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
@@ -316,32 +305,28 @@ def vmap(
     return mapped
 
 
-def _lanes(
-    pairs: Sequence[tuple[Any, Any]], ready: Sequence[Any], axes: Sequence[str]
-) -> tuple[Tensor | int, int, bool]:
+def _lanes(pairs: _Pairs, ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int, bool]:
     """The numbers of this rank's samples or members among those of all ranks, and how many these are.
 
     Without a tree, which is then closed over and keeps its axes, they are counted among those of this rank alone: True.
     """
-    sizes = [
-        next(iter(x.values())).shape[0] if is_tree(x) else x.shape[dim]
-        for x, (_, dim) in zip(ready, pairs, strict=True)
-        if dim is not None
-    ]
-    tree = next((leaf for leaf, _ in pairs if is_tree(leaf)), None)
-    if not sizes:
+    mapped = [(x, dim) for x, (_, dim) in zip(ready, pairs, strict=True) if dim is not None]
+    if not mapped:
         return 0, 1, False
-    own = torch.arange(sizes[0])
+    x, dim = mapped[0]
+    size = next(iter(x.values())).shape[0] if is_tree(x) else x.shape[dim]
+    own = torch.arange(size)
+    tree = next((leaf for leaf, _ in pairs if is_tree(leaf)), None)
     if tree is None:
-        return own, sizes[0], True
-    before = index_over(grid(tree.mesh, tree.plan.roles.storage), axes) * sizes[0]
-    return before + own, prod(tree.plan.axes[axis] for axis in axes) * sizes[0], False
+        return own, size, True
+    index, ranks = part_over(grid(tree.mesh, tree.plan.roles.storage), axes)
+    return index * size + own, ranks * size, False
 
 
 def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
     """One entry of `in_dims` for every tensor and tree of shards."""
     per_argument = tuple(dims) if isinstance(dims, tuple | list) else (dims,) * count
-    found = one_for_each(per_argument, structure)
+    found = _torch.one_for_each(per_argument, structure)
     if found is None:
         raise ValueError(f"vmap: in_dims={dims!r} does not fit the arguments, {structure}")
     return found
@@ -349,8 +334,8 @@ def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
 
 def _require_in_front(out: Any, out_dims: Any) -> None:
     """Check that the mapped dim of trees that come out is their first."""
-    leaves, structure = pytree.tree_flatten(out, is_leaf=is_tree)
-    for leaf, dim in zip(leaves, one_for_each(out_dims, structure) or (), strict=False):
+    leaves, structure = _torch.pytree.tree_flatten(out, is_leaf=is_tree)
+    for leaf, dim in zip(leaves, _torch.one_for_each(out_dims, structure) or (), strict=False):
         if is_tree(leaf) and dim != 0:
             raise ShardError(f"vmap: out_dims={dim!r} for a tree of shards; its mapped dim comes first, out_dims=0")
 
@@ -382,8 +367,8 @@ def _first_dim(tree: Params, name: str, leaf: Tensor) -> tuple[int, tuple[str, .
     return leaf.shape[0], tuple(axis for axis, placement in pairs if placement.is_shard(0)), False
 
 
-def _mapped_axes(pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
-    """The mesh axes over which the mapped dim lies, outermost first; of leaves with their entries of `in_dims`."""
+def _mapped_axes(pairs: _Pairs) -> tuple[str, ...]:
+    """The mesh axes over which the mapped dim lies, outermost first."""
     trees = [(leaf, dim) for leaf, dim in pairs if is_tree(leaf)]
     for tree, dim in trees:
         if dim not in (None, 0):
@@ -400,7 +385,7 @@ def _mapped_axes(pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
 
 def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
     """What the mapped function gets of a tree: plain leaves, whole over the axes that have no part in it."""
-    depth = vmap_depth() + 1
+    depth = _torch.vmap_depth() + 1
     if dim == 0:  # each member counts in the loss of its own rank only
         own = lower(tree, depth)
         leaves = {name: weighed(leaf, 1 / _ranks(tree, axes)) for name, leaf in own.items()}
@@ -427,7 +412,7 @@ def _whole(tree: Params) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for bucket in tree.plan.buckets_in({name: leaf.dtype for name, leaf in tree.items()}):
         axes = tuple(axis for axis in tree.plan.roles.data if axis in (*bucket.axes, *bucket.kept))
-        spot = BucketOnGrid(tree.plan, places, replace(bucket, axes=axes, kept=()), new_buffers(places))
+        spot = BucketOnGrid(tree.plan, places, replace(bucket, axes=axes, kept=()), FreshBuffers(places.device))
         wholes = GatherBucket.apply(spot, *(tree[name] for name in bucket.leaves))
         out |= zip(bucket.leaves, wholes, strict=True)
     return {name: out[name] for name in tree}
@@ -438,7 +423,7 @@ def _leaving(tree: Params, axes: Sequence[str]) -> Params:
     if tree.plan.vmaps is None:
         return tree
     local = next(iter(tree.values())).shape[0]
-    if not in_transform():
+    if not _torch.in_transform():
         require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
     total = local * prod(tree.plan.axes[axis] for axis in axes)
     plan = tree.plan.stacked(total, axes).in_vmaps(tree.plan.vmaps - 1)

@@ -1,8 +1,9 @@
 """Differentiation with respect to trees of shards. Layer 4."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from math import prod
 from typing import Any, Literal
@@ -11,39 +12,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    DTensorSpec,
-    fresh_leaves,
-    in_transform,
-    kinds_of_transforms,
-    pytree,
-    spec_of,
-    unwrap_local,
-    with_locals,
-    wrap_local,
-)
+from shardfn import _torch
+from shardfn.core import underway
 from shardfn.core.apply import apply
-from shardfn.core.buckets import leaf_spec
+from shardfn.core.buckets import BucketOnGrid, leaf_spec
 from shardfn.core.collectives import into_losses, pmean_of_losses, pvary
 from shardfn.core.data import Mean
 from shardfn.core.engine.gradients import Gradients
 from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
-from shardfn.core.layout import Layout
 from shardfn.core.lowering import entered
-from shardfn.core.mesh import Grid, grid, per_rank
-from shardfn.core.offload import stored_on
+from shardfn.core.mesh import Grid, grid
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
-from shardfn.core.tree import Params, is_tree, map_local
-from shardfn.core.underway import (
-    Differentiation,
-    asks,
-    is_under_way,
-    leaves_that_ask,
-    may_be_differentiated,
-    reaches_others,
-)
+from shardfn.core.storage import FreshBuffers
+from shardfn.core.tree import Params, data_axes_of, is_tree, map_local
 
 Reduction = Literal["mean", "sum"] | None
 _CANNOT = (  # what torch says of DTensors, the last in forward mode
@@ -127,9 +110,9 @@ def differentiator(
         chosen = [position % len(args) for position in positions]
         flat, structure, places = [args[position] for position in chosen], None, [*range(len(chosen))]
         if set(map(type, flat)) != {Params}:  # not the usual case
-            flat, structure = pytree.tree_flatten(flat, is_leaf=is_tree)
-            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or may_be_differentiated(leaf)]
-        inside = in_transform()
+            flat, structure = _torch.pytree.tree_flatten(flat, is_leaf=is_tree)
+            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or underway.may_be_differentiated(leaf)]
+        inside = _torch.in_transform()
         function = ours_only("grad", loss_fn) if inside else loss_fn
 
         def with_values(values: Sequence[Any], others: Iterable[Any]) -> list[Any]:
@@ -137,7 +120,7 @@ def differentiator(
             if structure is None:
                 return list(values)
             given = dict(zip(places, values, strict=True))
-            return pytree.tree_unflatten([given.get(i, other) for i, other in enumerate(others)], structure)
+            return _torch.pytree.tree_unflatten([given.get(i, other) for i, other in enumerate(others)], structure)
 
         def loss_of(values: Sequence[Any]) -> tuple[Any, Any]:
             inputs = list(args)
@@ -151,7 +134,7 @@ def differentiator(
             value, aux, grads, count = _in_transform(loss_of, given, average)
         else:
             beside = [*(x for i, x in enumerate(args) if i not in chosen), *kwargs.values()]
-            value, aux, grads, count = _at_top(loss_of, given, beside, reduce)
+            value, aux, grads, count = _at_top(loss_of, given, beside, average)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
         others = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in places else x for i, x in enumerate(flat))
@@ -164,11 +147,11 @@ def differentiator(
 def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
     """`differentiator` outside of transforms; the arguments `beside` may ask for a gradient, too."""
     connected = torch.is_grad_enabled() and any(map(_is_asked_for, given))
-    trees = [_differentiable(tree, None if reduce is None else "mean") for tree in given]
+    trees = [_differentiable(tree, reduce) for tree in given]
     if connected:
         _require_reduction(reduce, trees[0])
     owner = _first_tree(given)
-    here = Differentiation(trees, given)
+    here = underway.Differentiation(trees, given)
     with torch.enable_grad():
         with here.runs(), explained("value_and_grad"):
             loss, aux = loss_of(trees)
@@ -178,7 +161,7 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
         if tree is not None:
             here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
-        connected = torch.is_grad_enabled() and reaches_others(_tensors((loss, aux)), here.own())
+        connected = torch.is_grad_enabled() and underway.reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)
     with explained("value_and_grad", loss=here):
         grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
@@ -192,7 +175,7 @@ def _first_tree(given: Sequence[Any]) -> Params | None:
 
 
 @contextmanager
-def explained(verb: str, write: str = _WEIGHT, loss: Differentiation | None = None) -> Iterator[None]:
+def explained(verb: str, write: str = _WEIGHT, loss: underway.Differentiation | None = None) -> Iterator[None]:
     """Within it an error of torch's says what to write: about `DTensor`s, which leaves are, or its own forward mode.
 
     Raises:
@@ -224,16 +207,11 @@ def _times_ranks(grads: Any) -> Any:
 
 
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
-    if reduce is None and isinstance(tree, Params) and _is_shared_out(tree):
+    if reduce is None and isinstance(tree, Params) and data_axes_of(tree):
         raise ShardError(
             "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
             "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
         )
-
-
-def _is_shared_out(tree: Params) -> bool:
-    """Whether there are several data ranks."""
-    return any(tree.plan.axes[axis] > 1 for axis in tree.plan.roles.data)
 
 
 def grad(
@@ -266,7 +244,7 @@ def grad(
 
 def _is_asked_for(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    return any(map(asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
+    return any(map(underway.asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -279,7 +257,7 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     plan = tree.plan.with_reduction(reduce)
     trains = _trained(tree.plan)
     old = {n: x for n, x in tree.items() if isinstance(x, DTensor) and not (connects and x.requires_grad)}
-    new = dict(zip(old, fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
+    new = dict(zip(old, _torch.fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
     made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
     made.sources = tree
     made.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
@@ -297,11 +275,12 @@ def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> F
     leaves = sum(len(x) if isinstance(x, dict) else 1 for x in wanted)
     if not leaves:
         raise TypeError(_NOTHING)
-    outermost = not is_under_way() and all(kind == "Vmap" for kind in kinds_of_transforms())
+    outermost = not underway.is_under_way() and all(kind == "Vmap" for kind in _torch.kinds_of_transforms())
     passed: list[Any] = []  # what goes out beside the loss: its tensors have to leave the transform
 
     def objective(*values: Any) -> tuple[Tensor, Any]:
-        loss, aux = loss_of([_replaced(x, value) for x, value in zip(inputs, values, strict=True)])
+        pairs = zip(inputs, values, strict=True)
+        loss, aux = loss_of([x.like({**x, **own}) if isinstance(x, Params) else own for x, own in pairs])
         loss, count = _objective(loss, owner)
         if outermost and owner is not None and not loss.requires_grad:
             raise unused("value_and_grad", leaves)
@@ -310,7 +289,7 @@ def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> F
 
     found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(wanted))), has_aux=True)(*wanted)
     rest = iter(tensors)
-    aux, count = pytree.tree_map_only(Tensor, lambda _: next(rest), passed)
+    aux, count = _torch.pytree.tree_map_only(Tensor, lambda _: next(rest), passed)
     grads = [_gradients_of(x, grads) for x, grads in zip(inputs, found, strict=True)]
     return _over_data(pvary, _over_data(pmean_of_losses, loss, owner), owner), aux, grads, count
 
@@ -328,12 +307,7 @@ def _wanted_of(tree: Any) -> Any:
     if not isinstance(tree, Params):
         return tree
     trains = _trained(tree.plan)
-    return {name: leaf for name, leaf in tree.items() if name in trains and may_be_differentiated(leaf)}
-
-
-def _replaced(tree: Any, values: Any) -> Any:
-    """A tree with other values for some leaves; of a tensor, the other."""
-    return tree.like({**tree, **values}) if isinstance(tree, Params) else values
+    return {name: leaf for name, leaf in tree.items() if name in trains and underway.may_be_differentiated(leaf)}
 
 
 def _gradients_of(tree: Any, found: Any) -> Any:
@@ -346,11 +320,12 @@ def _gradients_of(tree: Any, found: Any) -> Any:
 
 def _trained(plan: Plan) -> frozenset[str]:
     """Leaves that may have a gradient."""
-    return plan.home.once("trained", lambda: frozenset(n for n, (layout, _) in plan.leaves.items() if _trains(layout)))
 
+    def found() -> frozenset[str]:
+        rows = plan.leaves.items()
+        return frozenset(name for name, (x, _) in rows if x.trainable and underway.has_derivatives(x.dtype))
 
-def _trains(layout: Layout) -> bool:
-    return layout.trainable and (layout.dtype.is_floating_point or layout.dtype.is_complex)
+    return plan.home.once("trained", found)
 
 
 def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
@@ -362,7 +337,7 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     if isinstance(loss, Mean):
         count = torch.as_tensor(_whole(loss.count), dtype=torch.float64, device=loss.total.device)
         count = _over_data(pmean_of_losses, count, owner)
-        shared = _over_data(pvary, count, owner) if count.requires_grad or in_transform() else count
+        shared = _over_data(pvary, count, owner) if count.requires_grad or _torch.in_transform() else count
         divisor = torch.where(shared != 0, shared, 1)  # nothing counted: a loss of zero
         loss = _whole(loss.total) / divisor.to(loss.total.dtype)
     loss = _whole(loss)
@@ -394,12 +369,12 @@ def _over_data(collective: Callable[..., Tensor], value: Tensor, owner: Params |
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _torch.pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
     """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
-    wanted = leaves_that_ask(trees)
+    wanted = underway.leaves_that_ask(trees)
     if not wanted:
         raise TypeError(_NOTHING)
     found: list[Tensor | None] = [None] * len(wanted)
@@ -412,8 +387,7 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> l
     if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
         raise unused("value_and_grad", len(wanted))
     by_leaf = dict(zip(map(id, wanted), found, strict=True))
-    pending = any(isinstance(t, Params) and t.plan.reduction is None and _is_shared_out(t) for t in trees)
-    return [_as_tree(x, by_leaf) if isinstance(x, Params) else _plain(x, by_leaf[id(x)], pending) for x in trees]
+    return [_as_tree(x, by_leaf) if isinstance(x, Params) else _plain(x, by_leaf[id(x)], trees) for x in trees]
 
 
 def unused(verb: str, leaves: int) -> ShardError:
@@ -425,10 +399,11 @@ def unused(verb: str, leaves: int) -> ShardError:
     )
 
 
-def _plain(leaf: Tensor, given: Tensor | None, pending: bool) -> Tensor | None:
-    """The gradient of a plain tensor: zeros when it has none."""
+def _plain(leaf: Tensor, given: Tensor | None, trees: Sequence[Any]) -> Tensor | None:
+    """The gradient of a plain tensor, beside those of trees: zeros when it has none."""
     own = plain_gradient(leaf, given)
-    if pending and own is not given:
+    pending = (tree for tree in trees if isinstance(tree, Params) and tree.plan.reduction is None)
+    if own is not given and any(map(data_axes_of, pending)):
         raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
     return own if own is not None or isinstance(leaf, DTensor) else torch.zeros_like(leaf, requires_grad=False)
 
@@ -450,21 +425,21 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     plan = tree.plan.with_reduction(None if reduction is None else "mean")
     collected = tree.gradients.settle() if tree.gradients is not None else {}
     if collected.keys() == tree.keys() and all(gradient is None for gradient in found.values()):  # the usual case
-        reduced = with_locals(list(tree.values()), [collected[name] for name in tree])
+        reduced = _torch.with_locals(list(tree.values()), [collected[name] for name in tree])
         return Params(zip(tree, reduced, strict=True), plan, tree.mesh, tree.buffers)
     places, leaves = grid(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
     for name, leaf in tree.items():
         gradient, local = found.get(id(leaf)), collected.get(name)
         if local is not None:
             if gradient is not None:  # what reached the leaf without the engine
-                local.add_(unwrap_local(_placed(name, gradient, spec_of(leaf), reduction)))
-            leaves[name] = wrap_local(local, spec_of(leaf))
+                local.add_(_torch.unwrap_local(_placed(name, gradient, _torch.spec_of(leaf), reduction)))
+            leaves[name] = _torch.wrap_local(local, _torch.spec_of(leaf))
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
-        spec = leaf_spec(plan, places, name, leaf.dtype, pending) if pending else spec_of(leaf)
+        spec = leaf_spec(plan, places, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
         if gradient is None:
-            leaves[name] = _zeros(plan, places, name, spec, pending, leaf.requires_grad)
+            leaves[name] = _zeros(plan, places, leaf, name, spec, pending)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
             leaves[name] = _placed(name, gradient, spec, reduction)
         else:
@@ -472,23 +447,19 @@ def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
     return Params(leaves, plan, tree.mesh, tree.buffers)
 
 
-def _zeros(plan: Plan, places: Grid, name: str, spec: DTensorSpec, pending: bool, trainable: bool) -> Tensor:
+def _zeros(plan: Plan, places: Grid, leaf: Tensor, name: str, spec: _torch.DTensorSpec, pending: bool) -> Tensor:
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
-    layout, leaf = plan.leaves[name]
-    for size in reversed(spec.shape[: len(spec.shape) - len(leaf.shape)]):
-        leaf = leaf.stacked(size)
-    keep = (*plan.roles.compute, *layout.kept) if pending else None
-    dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
-    device = places.device if pending else stored_on(plan.policy, places.device)
+    stacked = tuple(spec.shape[: len(spec.shape) - len(plan.leaves[name][1].shape)])
+    bucket = replace(plan.bucket_of(name), leaves=(name,))
+    spot = BucketOnGrid(plan, places, bucket, FreshBuffers(places.device), stacked)
 
-    def zeros(coords: Mapping[str, int], _: Any) -> list[Tensor]:
-        shape = leaf.local_shape(places.sizes, coords, keep)
-        return [torch.zeros(shape if trainable else (), dtype=dtype, device=device).expand(shape)]
+    def zeros(shape: Sequence[int], **kind: Any) -> Tensor:
+        return torch.zeros(shape if leaf.requires_grad else (), **kind).expand(shape)
 
-    return wrap_local(per_rank(places, zeros, [])[0], spec)
+    return _torch.wrap_local(spot.new_shards(zeros, leaf.dtype, spot.computed if pending else None)[0], spec)
 
 
-def _placed(name: str, gradient: Tensor, spec: DTensorSpec, reduce: PlanReduction | None) -> Tensor:
+def _placed(name: str, gradient: Tensor, spec: _torch.DTensorSpec, reduce: PlanReduction | None) -> Tensor:
     """A gradient that arithmetic on the DTensor itself made, in its parameter's placements."""
     if not isinstance(gradient, DTensor):
         raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")

@@ -8,36 +8,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import in_transform, pytree, unwrap_local, with_local
 from shardfn.core.collectives import pvary
-from shardfn.core.context import holding
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.layout import clear_padding_
 from shardfn.core.mesh import grid, per_rank
-from shardfn.core.pattern import matches
 from shardfn.core.plan import Plan
-from shardfn.core.underway import is_under_way
+from shardfn.core.policy import matches
+from shardfn.core.underway import holding, is_under_way
 
-_INSTEAD = {
-    **dict.fromkeys(
-        ("to", "cuda", "cpu"), "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')"
-    ),
-    **dict.fromkeys(
-        ("half", "float", "double", "bfloat16", "type"), "use sf.tree.cast(params, dtype), or Policy(compute_dtype=...)"
-    ),
-    **dict.fromkeys(("parameters", "named_parameters"), "params is a dict: use params.values() or params.items()"),
+_INSTEAD = {  # of methods of a module
+    "to cuda cpu": "shards live on their mesh's device; make the mesh there, or gather(params, to='cpu')",
+    "half float double bfloat16 type": "use sf.tree.cast(params, dtype), or Policy(compute_dtype=...)",
+    "parameters named_parameters": "params is a dict: use params.values() or params.items()",
     "state_dict": "use sf.gather(params) for full tensors; params itself is the sharded one",
     "requires_grad_": "use sf.value_and_grad(loss_fn)(params, ...), or sf.tree.map on the leaves",
-    **dict.fromkeys(("train", "eval", "zero_grad"), "params holds only tensors; call it on the model"),
+    "train eval zero_grad": "params holds only tensors; call it on the model",
 }
 
 
@@ -142,15 +139,15 @@ class Params(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Params":
         copies = {name: with_local(leaf, unwrap_local(leaf).detach().clone()) for name, leaf in self.items()}
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        return Params(copies, self.plan, self.mesh, buffers)
+        return Params(copies, self.plan, self.mesh, {name: buffer.clone() for name, buffer in self.buffers.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Params, (dict(self), self.plan, self.mesh, self.buffers)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in _INSTEAD:
-            raise AttributeError(f"Params has no '{name}': {_INSTEAD[name]}")
+        for names, instead in _INSTEAD.items():
+            if name in names.split():
+                raise AttributeError(f"Params has no '{name}': {instead}")
         raise AttributeError(f"Params has no attribute '{name}'")
 
     def __repr__(self) -> str:
@@ -159,31 +156,50 @@ class Params(dict[str, Any]):
         return f"Params on {mesh}, {len(self)} leaves{rows}"
 
 
+def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Leaves ask for no gradient: an optimizer of torch that has them gets none, and would train nothing."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(callable, (*args[1:], *kwargs.values()))) and held and all(map(_is_idle, held)):
+        name = type(optimizer).__name__
+        raise ShardError(
+            f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "
+            f"returns gradients: give them to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
+        )
+
+
+def _is_idle(leaf: Tensor) -> bool:
+    leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
+    return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
+
+
+watch_optimizers = cache(partial(register_optimizer_step_pre_hook, _refuse_idle))
+
+
 def is_tree(x: object) -> bool:
     """Whether it is a tree of shards."""
     return isinstance(x, Params)
 
 
-def _trees(given: Any) -> list[Params]:
-    found = pytree.tree_leaves(given, is_leaf=is_tree)
-    return [tree for tree in found if isinstance(tree, Params)]
+def trees_in(given: Any) -> list[Params]:
+    """The trees of shards in a pytree."""
+    return [x for x in pytree.tree_leaves(given, is_leaf=is_tree) if isinstance(x, Params)]
 
 
 def data_axes_of(given: Any) -> frozenset[str]:
     """The data axes of several ranks of the trees among what is given."""
-    return frozenset(a for tree in _trees(given) for a in tree.plan.roles.data if tree.plan.axes[a] > 1)
+    return frozenset(a for tree in trees_in(given) for a in tree.plan.roles.data if tree.plan.axes[a] > 1)
 
 
 def has_parts(given: Any) -> bool:
     """Whether there are trees among what is given of whose leaves this rank has parts, inside a transform."""
-    return any(True for tree in _trees(given) for _ in tree._parts())
+    return any(True for tree in trees_in(given) for _ in tree._parts())
 
 
 @contextmanager
 def watched_parts(given: Any) -> Iterator[WeakIdKeyDictionary]:
     """Within it parts of leaves of trees that are given, or made, inside a transform, are noted as `PartOfLeaf`s."""
     parts = WeakIdKeyDictionary()
-    for tree in _trees(given):
+    for tree in trees_in(given):
         tree._note_parts(parts)
     with holding(_PARTS, parts):
         yield parts
@@ -256,10 +272,9 @@ def _saying_what_mixes() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error) or is_under_way() or in_transform():
             raise  # a differentiation says it for its own function
         raise ShardError(
-            "tree.map: the function mixes leaves, which are DTensors, with plain tensors: "
-            f"{str(error).splitlines()[0]}\nCompute with Python numbers. A number for each member of a stack goes "
-            "through sf.vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(numbers, tree); a whole leaf is "
-            "sf.gather(tree)[name]"
+            f"tree.map: the function mixes leaves, which are DTensors, with plain tensors: {str(error).splitlines()[0]}"
+            "\nCompute with Python numbers. A number for each member of a stack goes through sf."
+            "vmap(lambda x, p: sf.tree.map(lambda w: x * w, p))(numbers, tree); a whole leaf is sf.gather(tree)[name]"
         ) from error
 
 
@@ -276,14 +291,9 @@ def _as_members(made: Params, tree: Params) -> Params:
 
 def _is_first(more: Tensor, less: Tensor) -> bool:
     """Whether one has a first dim that is whole on each rank before those of the other."""
-    if more.shape[1:] != less.shape or isinstance(more, DTensor) != isinstance(less, DTensor):
-        return False
-    if not isinstance(more, DTensor) or not isinstance(less, DTensor):
-        return True
-    return all(
-        a == (Shard(b.dim + 1) if isinstance(b, Shard) else b)
-        for a, b in zip(more.placements, less.placements, strict=True)
-    )
+    have, given = ([*x.placements] if isinstance(x, DTensor) else [] for x in (more, less))
+    moved = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in given]
+    return more.shape[1:] == less.shape and have == moved
 
 
 def _like_members(other: Any, tree: Any) -> Any:
@@ -359,10 +369,8 @@ def _alike(trees: Sequence[Any]) -> list[Any]:
 
 def _constant(tree: Params, inner: Params) -> Params:
     if any(leaf.requires_grad for leaf in tree.values()):
-        raise ShardError(
-            "a tree that somebody differentiates meets one inside a transform, where its derivative would be lost; "
-            "pass it to the transform as an argument too"
-        )
+        why = "where its derivative would be lost; pass it to the transform as an argument too"
+        raise ShardError(f"a tree that somebody differentiates meets one inside a transform, {why}")
     leaves = ((name, unwrap_local(leaf)) for name, leaf in tree.items())
     return Params(leaves, inner.plan, tree.mesh, tree.buffers)
 

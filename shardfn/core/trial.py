@@ -7,8 +7,8 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -17,40 +17,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import (
-    out_of_inference_mode,
-    outside_dispatch,
-    outside_functions,
-    outside_modes,
-    outside_transforms,
-    pytree,
-)
-from shardfn.core import plan as planning
+from shardfn import _torch
+from shardfn._torch import outside_transforms, pytree
+from shardfn.core import planning
 from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments, ComputeAxes
 from shardfn.core.cures import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.core.dropout import dropout_modules
-from shardfn.core.engine.binding import Bound, Forward, InnerCall, Wiring, has_attribute, own_forward
-from shardfn.core.engine.functions import Functions
-from shardfn.core.engine.guards import Place, Reads, Watch
-from shardfn.core.engine.leaving import acts_on_gradient, check_backwards, check_kept, check_outputs, same_values
+from shardfn.core.engine import beside_operations as beside
+from shardfn.core.engine.guards import Place, Watch, reads_noted
+from shardfn.core.engine.in_place import Around, Forward, InnerCall, Wiring, has_attribute, own_forward
+from shardfn.core.engine.in_place import Place as Modules
 from shardfn.core.engine.numbering import Numbers
 from shardfn.core.engine.paired import Decision, Paired, Size, World
 from shardfn.core.engine.reached import Reached
-from shardfn.core.engine.tags import Problem, Tag
 from shardfn.core.engine.values import to_meta
 from shardfn.core.engine.variance import Variance
 from shardfn.core.errors import ShardError, of_like_layers
-from shardfn.core.flow import Flow
+from shardfn.core.flow import Flow, TracedAxes
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.model import class_of, submodule, unwrapped
-from shardfn.core.pattern import is_in, matches, modules_above
+from shardfn.core.parts import Problem, Tag
 from shardfn.core.plan import Plan
-from shardfn.core.policy import Policy
+from shardfn.core.policy import Policy, is_in, matches, modules_above
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, weight_parts
-from shardfn.core.traced_axes import TracedAxes
-from shardfn.core.underway import derivatives_asked_for
+from shardfn.core.underway import derivatives_asked_for, has_derivatives
 from shardfn.core.wiring import cast_inputs, chained, owned_names, shared_alone, shared_parts, unit_casts, wire
 
 _TRIES = 16  # how many further runs may look for what to write when one fails
@@ -108,18 +100,13 @@ def plan(
 
 def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments; a dict is taken for the latter when the forward has parameters of its names."""
-    match example:
-        case tuple((tuple(args), Mapping() as named)):
-            pass
-        case Mapping() as named:
-            args = ()
-        case _:
-            return example if isinstance(example, tuple) else (example,), {}
-    try:
-        inspect.signature(class_of(model).forward).bind(model, *args, **named)
-    except TypeError:
-        return example if isinstance(example, tuple) else (example,), {}
-    return args, dict(named)
+    given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    args, named = given if len(given) == 2 and isinstance(given[0], tuple) else ((), example)
+    if isinstance(named, Mapping):
+        with suppress(TypeError):
+            inspect.signature(class_of(model).forward).bind(model, *args, **named)
+            return args, dict(named)
+    return given, {}
 
 
 class Trial:
@@ -142,7 +129,7 @@ class Trial:
         self.bytes_moved = 0
         self._more: dict[str, Set[Any]] | None = None  # what a further run may try
         self._reached = Reached(model, calls)
-        self.reads = Reads()
+        self.reads: dict[tuple[int, Any], Place] = {}  # of attributes, in all runs
         self._watch: Watch | None = None
         self._buffers = dict(buffers)
         self._calls, self._differentiates, self._asked_for = calls, differentiates, derivatives_asked_for()
@@ -174,7 +161,7 @@ class Trial:
         """What runs ask of the values in some places; None when they fail."""
         self._watch = watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
         try:
-            with outside_transforms(), outside_modes(), out_of_inference_mode():
+            with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
                 for world in ("one", "rank"):
                     self._left(adjust, self._variance(world))
         except Exception:
@@ -189,11 +176,10 @@ class Trial:
         Raises:
             ShardError: no module that a pattern matches has one.
         """
-        modules = dict(self.model.named_modules())
         for pattern, given in self.plan.policy.local_sizes.items():
-            named = [module for path, module in modules.items() if matches(pattern, path)]
+            named = [unwrapped(module) for path, module in self.model.named_modules() if matches(pattern, path)]
             for name in given if named else ():
-                if not any(has_attribute(unwrapped(module), name) for module in named):
+                if not any(has_attribute(module, name) for module in named):
                     raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
 
     def _change(self, failure: Failure) -> Policy | None:
@@ -220,7 +206,8 @@ class Trial:
         return None
 
     def _settle(self, known: Adjustments | None = None) -> Adjustments:
-        with outside_transforms(), outside_modes(), out_of_inference_mode():  # where attention is one operation
+        # Where attention is one operation.
+        with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
             if known is not None and (as_known := self._found_less(replace(known, **_NO_ENDS))):
                 return as_known
             try:
@@ -296,39 +283,43 @@ class Trial:
         splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
         return replace(adjust, **ends, splits=splits)
 
-    def _forward(self, bound: Bound, run: Variance, begin: Callable[[], None] = lambda: None) -> Any:
-        """The forward of copies on inputs and buffers without data; `begin` is called before each call."""
+    def _forward(self, wiring: Wiring, run: Variance, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
+        """What modules return and keep of inputs and buffers without data; `begin` is called before each call."""
         output, calls = None, cast_inputs(self.plan, to_meta(self._calls, run.values))
-        buffers = to_meta(self._buffers, run.values)
+        weights = _WithoutData(cache(partial(self._weight, run)), dict(to_meta(self._buffers, run.values)))
         _name_all(run.numbers, calls, "input")
-        _name_all(run.numbers, buffers, "buffer")
-        bound.begin(buffers)
-        for module, copy in bound.pairs() if self._blanks else ():
-            for place in self._blanks:
-                if place.table is module.__dict__:
-                    copy.__dict__[place.name] = blank = to_meta(place.table[place.name], run.values)
-                    _name_all(run.numbers, blank, f"attribute {place.name} of {id(module)}")
+        _name_all(run.numbers, weights.buffers, "buffer")
         with ExitStack() as around:
+            around.enter_context(
+                self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values()))
+            )
+            for place in self._blanks:
+                if place.table is not None:
+                    place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
+                    _name_all(run.numbers, blank, f"attribute {place.name} of {id(place.table)}")
+            around.callback(random.setstate, random.getstate())
+            modules = Modules(self.model, self.names, wiring)
+            modules.prepare()
             for mode in (
-                self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values())),
-                _random_numbers_again(),
-                self.reads.of(bound),
+                modules.computes(weights),
+                torch.random.fork_rng([]),  # random numbers go on from where they were, and Python's
+                reads_noted(self.model, self.reads),
                 watched(run.note_collective),
                 run.worlds.run(),
                 run,
-                Functions(run),
+                beside.Functions(run),
                 torch.enable_grad(),
             ):
                 around.enter_context(mode)
             if self._watch is not None:
                 leaves, structure = pytree.tree_flatten(calls)
-                self._watch.put(bound, leaves, run.values)
+                self._watch.put(leaves, run.values)
                 calls = pytree.tree_unflatten(leaves, structure)
                 around.enter_context(self._watch)
             for path, args, kwargs in calls:
                 begin()
-                output = getattr(submodule(bound.root, path), self.method)(*args, **kwargs)
-        return output
+                output = getattr(unwrapped(submodule(self.model, path)), self.method)(*args, **kwargs)
+        return output, self._reached.collected, [*weights.buffers.values()]
 
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
@@ -347,10 +338,10 @@ class Trial:
         if kept is None:
             return variance
         output, *others = kept
-        check_backwards(variance, output)
-        check_outputs(variance, output, kept_by_acts(self.plan))
+        beside.check_backwards(variance, output)
+        beside.check_outputs(variance, output, kept_by_acts(self.plan))
         for values in others:
-            check_kept(variance, values)
+            beside.check_kept(variance, values)
         self._axes.agree()
         self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
         return variance
@@ -371,15 +362,14 @@ class Trial:
             raise
         except Exception as error:
             raise self._stopped(alone, error) from error
-        if not same_values(followed, done):
+        if not beside.same_values(followed, done):
             raise self._unserved(_decisions(self._decided))
 
     def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
         stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
-        ours = others_forwards(self.plan)
-        return Variance(sizes, world, ours, padded, self._asked_for, numbers, self._on_cpu)
+        return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
 
     def _left(self, adjust: Adjustments, variance: Variance, follows: bool = True) -> tuple[Any, ...] | None:
         """What a forward returns and keeps; None when it failed, and another run may do better.
@@ -393,18 +383,17 @@ class Trial:
         owners = {path for path, names in self.names.items() if names}
         above = modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
-        around = {path: _noting(variance, axes, path, path in noted, path in above) for path in self.names}
-        self._drops = list[_Drop]()
-        for path in dropout_modules(self.model):
-            around[path] = chained(around[path], _noting_drops(variance, path, self._drops))
-        weight = cache(partial(self._weight, variance))
+        self._drops, drops = list[_Drop](), dropout_modules(self.model)
+        around = {
+            path: _noting(variance, axes, path, path in noted, path in above, self._drops if path in drops else None)
+            for path in self.names
+        }
         flow = Flow(self.plan, variance, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: chained(moves, around.get(path)) for path, moves in steps.items()}
-        wiring = wire(self.plan, self.names, weight, axes, adjust, around, compiles=False)
-        bound = Bound(self.model, self._of_both(wiring, variance))
+        wiring = self._of_both(wire(self.plan, self.names, axes, adjust, around, compiles=False), variance)
         try:
-            output = self._forward(bound, variance, flow.begin)
+            return self._forward(wiring, variance, flow.begin)
         except ShardError:
             raise
         except Exception as error:
@@ -413,7 +402,6 @@ class Trial:
             if flow.failed(variance.failed_at):
                 return None
             raise self._failed(adjust, variance, error) from error
-        return output, bound.assigned(), bound.contents(), self._reached.collected
 
     def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
         """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
@@ -425,7 +413,7 @@ class Trial:
         around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
         around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
-        return replace(wiring, forwards=forwards, around=around, sizes=sizes, of_own=_meta_table, rehearses=True)
+        return replace(wiring, forwards=forwards, around=around, sizes=sizes)
 
     def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
         """The sizes that a module has in attributes, of a rank and of one process."""
@@ -486,13 +474,12 @@ class Trial:
         keep = (*self.plan.roles.compute, *layout.kept)
         shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
         dtype = self.plan.compute_dtypes[name]
-        with outside_dispatch(), outside_functions(), outside_transforms():
+        with _torch.outside_dispatch(), _torch.outside_functions(), outside_transforms():
             parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
             made = compute_view(layout, parts).detach()
             whole = torch.empty(layout.shape, dtype=dtype, device="meta")
             made = made if made.shape == whole.shape else Paired(made, whole)
-        trains = layout.trainable and self._differentiates
-        made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
+        made.requires_grad_(layout.trainable and self._differentiates and has_derivatives(dtype))
         parts = weight_parts(self.plan, layout)
         sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
         empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
@@ -505,23 +492,13 @@ class Trial:
 _Drop = tuple[str, int, int, Tag]
 
 
-def _noting_drops(variance: Variance, path: str, found: list[_Drop]) -> Callable[[Forward], Forward]:
-    """What notes the calls of a dropout module."""
+class _WithoutData:
+    """What modules ask for weights in a run without data, in the place of a session."""
 
-    def around(inner: Forward) -> Forward:
-        def forward(x: Tensor) -> Tensor:
-            calls = sum(drop[0] == path for drop in found)
-            found.append((path, calls, x.dim(), variance.tag(x)))
-            return inner(x)
-
-        return forward
-
-    return around
-
-
-def _meta_table(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The table of a module without data: of what is not in the tree, it is used."""
-    return {name: None if x is None else torch.empty_like(x, device="meta") for name, x in own.items()}
+    def __init__(self, weight: Callable[[str], Tensor], buffers: dict[str, Tensor]) -> None:
+        self.weight, self.buffers = weight, buffers
+        self.made, self.varied = list[Any](), dict[str, Any]()  # which a session has
+        self.own = cache(partial(torch.empty_like, device="meta"))  # of a parameter that is not in the tree
 
 
 def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
@@ -543,7 +520,7 @@ def _name_all(numbers: Numbers | None, tree: Any, kind: str) -> None:
             numbers.name(leaf, kind, at)
 
 
-def _not_in_one(run: Variance, path: str, moves: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
+def _not_in_one(run: Variance, path: str, moves: Around) -> Around:
     """What goes around a forward, but for one process."""
 
     def around(inner: Forward) -> Forward:
@@ -573,18 +550,26 @@ def _decisions(decided: Sequence[Decision]) -> list[Problem]:
     ]
 
 
-def _noting(variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool) -> Callable[[Forward], Forward]:
-    """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do."""
+def _noting(
+    variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None
+) -> Around:
+    """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do.
+
+    The calls of one that drops something are noted in `drops`.
+    """
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if drops is not None:
+                x, *_ = (*args, *kwargs.values())
+                drops.append((path, sum(drop[0] == path for drop in drops), x.dim(), variance.tag(x)))
             with variance.inside(path):
                 out = inner(*args, **kwargs)
             for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
                 for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
                         variance.found |= Adjustments(sums={(path, at, axis)})
-            apart = not variance.tag(out).parts and acts_on_gradient(out) if isinstance(out, Tensor) else False
+            apart = not variance.tag(out).parts and beside.acts_on_gradient(out) if isinstance(out, Tensor) else False
             return axes.note_source(out, f"module {path}") if owns or apart else out
 
         return forward
@@ -613,14 +598,3 @@ def _with_groups(groups: frozenset[tuple[str, str]]) -> str:
         "them. For a model of transformers attn_implementation='eager' repeats keys in one way, and so does generation "
         "without padding or a static cache; or take a smaller axis."
     )
-
-
-@contextmanager
-def _random_numbers_again() -> Iterator[None]:
-    """Afterwards torch's generator and Python's go on from where they were."""
-    state, own = torch.get_rng_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(own)

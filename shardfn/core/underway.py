@@ -1,4 +1,4 @@
-"""What is under way: losses that run to be differentiated. Layer 1.
+"""What is under way: functions under `vmap`, losses that run to be differentiated, a recording by `jit`. Layer 0.
 
 A graph is walked where it is asked about only: a node costs half a microsecond.
 """
@@ -6,16 +6,54 @@ A graph is walked where it is asked about only: a node costs half a microsecond.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardfn._torch import backward_id, differentiated_in_transform, in_transform, innermost_value, kinds_of_transforms
-from shardfn.core.context import holding
+from shardfn import _torch
 from shardfn.core.errors import ShardError
+
+T = TypeVar("T")
+_AXES: ContextVar[frozenset[str]] = ContextVar("axes", default=frozenset())
+
+
+@contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Within it the variable has this value; afterwards it has the one that it had before."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def having(*objects: object, **values: Any) -> Iterator[None]:
+    """Within it these attributes of the objects have these values; afterwards those that they had before."""
+    before = [(one, name, getattr(one, name)) for one in objects for name in values]
+    for one, name, _ in before:
+        setattr(one, name, values[name])
+    try:
+        yield
+    finally:
+        for one, name, value in before:
+            setattr(one, name, value)
+
+
+# The mesh axes over which samples or members lie that the `vmap`s around map over.
+mapped_axes: Callable[[], frozenset[str]] = _AXES.get
+
+
+def mapped_over(axes: Iterable[str]) -> AbstractContextManager[None]:
+    """Within it a function runs on one of what lies on `axes`."""
+    return holding(_AXES, _AXES.get() | set(axes))
+
+
+# -- losses that run to be differentiated ------------------------------------------------------------------------------
 
 asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
 
@@ -23,6 +61,11 @@ asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody 
 def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor of real or complex numbers, which has derivatives."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def has_derivatives(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are real or complex."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def leaves_that_ask(trees: Sequence[Any]) -> list[Tensor]:
@@ -115,12 +158,12 @@ def is_under_way() -> bool:
 
 def is_asked_for() -> bool:
     """Whether a loss that runs, or a transform, may ask for a derivative of what is computed now."""
-    return torch.is_grad_enabled() and (is_under_way() or in_transform())
+    return torch.is_grad_enabled() and (is_under_way() or _torch.in_transform())
 
 
 def derivatives_asked_for() -> str:
     """Which are, of what is computed now, besides a gradient: "jvp", "hvp" (that of a gradient), or "reverse" ones."""
-    transforms = [kind for kind in kinds_of_transforms() if kind != "Vmap"]
+    transforms = [kind for kind in _torch.kinds_of_transforms() if kind != "Vmap"]
     if not is_under_way() and transforms in (["Jvp"], ["Jvp", "Grad"]):
         return "hvp" if len(transforms) > 1 else "jvp"
     return "reverse" if len(_UNDER_WAY.get()) + len(transforms) > 1 else ""
@@ -139,10 +182,10 @@ def is_differentiated(tensors: Iterable[Tensor]) -> bool:
         return False
     around = _UNDER_WAY.get()
     given = list(tensors)
-    if in_transform() and any(map(differentiated_in_transform, given)):
+    if _torch.in_transform() and any(map(_torch.differentiated_in_transform, given)):
         return True
     wanted = set[Any]().union(*(each.wanted for each in around))
-    return any(source in wanted for source in _sources(map(innermost_value, given)))
+    return any(source in wanted for source in _sources(map(_torch.innermost_value, given)))
 
 
 def reaches_others(tensors: Iterable[Tensor], own: Collection[int]) -> bool:
@@ -152,7 +195,7 @@ def reaches_others(tensors: Iterable[Tensor], own: Collection[int]) -> bool:
 
 def note_shared(made: Tensor, axis: str, name: str) -> None:
     """A collective has made what the ranks of an axis share, of what is differentiated."""
-    if made.grad_fn is not None and backward_id() == -1:
+    if made.grad_fn is not None and _torch.backward_id() == -1:
         for each in _UNDER_WAY.get():
             each._shared.append((made.grad_fn, axis, name))
 
@@ -164,7 +207,7 @@ def note_tree(tree: Mapping[str, Tensor]) -> None:
         around[0].used = tree
     if not around or around[0].meets_others or id(tree) in map(id, around[0].trees):
         return
-    if torch.is_grad_enabled() and not in_transform():
+    if torch.is_grad_enabled() and not _torch.in_transform():
         own = set[int]().union(*(each.own() for each in around))
         around[0].meets_others = reaches_others(tree.values(), own)
 
@@ -195,3 +238,36 @@ def _makes_varying(node: Any, axis: str) -> bool:
     """Whether what ranks share over an axis is varying behind a node, or about trees, whose cotangents are means."""
     name = type(node).__name__
     return name in _OF_TREES or (name in _COLLECTIVES and node.where[0] in _VARYING and node.where[2] == axis)
+
+
+# -- what is known of a step while `jit` records it --------------------------------------------------------------------
+
+
+@dataclass
+class Recording:
+    """One run of a step on tensors without values."""
+
+    inputs: dict[int, int]  # by identity, which input a tensor is
+    models: list[nn.Module] = field(default_factory=list)  # that `apply` ran: their modes are constants of the graph
+    # What Python says of an input before each run: the function, the number of the input, and where it goes, a scalar.
+    numbers: list[tuple[Callable[[Tensor], Any], int, Tensor]] = field(default_factory=list)
+
+    def number(self, what: str, fn: Callable[[Tensor], Any], of: Tensor) -> Tensor:
+        """A tensor that has `fn(of)` whenever the graph runs: Python, before each run, of an input of the step.
+
+        Raises:
+            ShardError: `of` is something that the step has computed.
+        """
+        if id(of) not in self.inputs:
+            raise ShardError(
+                f"{what} is a function of Python, and of a step that is computed inside of the compiled one; use a "
+                f"number, or one update in each compiled step"
+            )
+        with _torch.outside_modes():
+            value = torch.zeros((), dtype=torch.float64)
+        self.numbers.append((fn, self.inputs[id(of)], value))
+        return value
+
+
+RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
+recording: Callable[[], Recording | None] = RECORDING.get  # the one under way

@@ -5,7 +5,9 @@ so that it never has more than one whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, unwrap_local
-from shardfn.core import stored_names
-from shardfn.core.agreement import agree, require_success
+from shardfn.core import stored_names, tensor_files
+from shardfn.core.agreement import agree, failing_together
 from shardfn.core.buckets import empty_shards
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.functional import gather
+from shardfn.core.functional import gather, require_reduced
 from shardfn.core.initialize import NewTree, Origin, agreed_plan
-from shardfn.core.layout import Layout, Leaf
+from shardfn.core.layout import Box, Layout, Leaf, blocks, local_boxes, narrowed
 from shardfn.core.mesh import Grid, grid, per_rank
-from shardfn.core.ownership import Box, blocks, local_boxes, narrowed
-from shardfn.core.pattern import first_match, matches
+from shardfn.core.model import by_all_names, named_buffers, named_parameters
 from shardfn.core.plan import Plan
-from shardfn.core.policy import Policy
+from shardfn.core.policy import Policy, first_match, matches
 from shardfn.core.stored_names import Model, Names, Patchwork, Piece
-from shardfn.core.tensor_files import (
-    BLOCK_BYTES,
-    AnyPath,
-    Described,
-    FilesPlan,
-    TensorFiles,
-    TensorWriter,
-    plan_file,
-    plan_files,
-)
+from shardfn.core.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.core.tree import Params
 
 _MOST = 12  # problems in one message
@@ -96,24 +88,15 @@ def load_safetensors(
 
     Communication: two small exchanges over the mesh.
     """
-    origin = Origin(model, init or stored_names.own_init(model), None, later=True)
+    origin = Origin(model, init or stored_names.own_init(model), later=True)
     files = _Files(path, origin, names, strict, only)
-
-    def facts(made: Plan) -> list[str]:
-        return [*files.open(made), *origin.facts(not files.partial, files.held)]
-
-    made, places, seed = agreed_plan(origin, mesh, policy, facts, "load_safetensors")
-    tree, problem = NewTree(made, mesh, places, {}, {}), None
-    try:
+    made, places, seed = agreed_plan(origin, mesh, policy, files.open, "load_safetensors")
+    tree = NewTree(made, mesh, places, {}, {})
+    with failing_together(mesh, "load_safetensors"), closing(files.opened):
         files.fill(tree)
         if not files.partial:
             tree.fill(origin, seed, files.held)
             files.fill_buffers(tree)
-    except Exception as error:
-        problem = error
-    finally:
-        files.close()
-    require_success(mesh, problem, "load_safetensors")
     return tree.wrapped()
 
 
@@ -121,28 +104,28 @@ class _Files:
     """The tensors of a model that are in files."""
 
     def __init__(self, path: Any, origin: Origin, names: Names | None, strict: bool, only: Any) -> None:
-        self._path, self._model, self._init, self._names, self._strict = path, origin.model, origin.init, names, strict
+        self._path, self._origin, self._model, self._names, self._strict = path, origin, origin.model, names, strict
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
         self.held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
     def open(self, made: Plan) -> list[str]:
-        """Find every tensor; what does not fit is raised at once."""
-        self._files = TensorFiles(self._path)
-        stored = {name: x.shape for name, x in self._files.tensors.items()}
+        """Find every tensor, and what the ranks must have in common; what does not fit is raised at once."""
+        self.opened = TensorFiles(self._path)
+        stored = {name: x.shape for name, x in self.opened.tensors.items()}
         found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
         for names, shape, dtype in self._asked_for(made):
-            self.held[names[0]] = [found[name] for name in names if name in found]
-            if not self.held[names[0]]:
+            if patchworks := [found[name] for name in names if name in found]:
+                self.held[names[0]] = patchworks
+                problems += (why for x in patchworks for why in self._misfits(names[0], x, shape, dtype))
+            else:
                 problems += self._missing(names)
-            for patchwork in self.held[names[0]]:
-                problems += self._misfits(names[0], patchwork, shape, dtype)
-        self.held = {name: patchworks for name, patchworks in self.held.items() if patchworks}
         if problems:
             more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
             listed = "\n  ".join(problems[:_MOST])
             raise ShardError(f"load_safetensors: '{self._path}' does not fit the model:\n  {listed}{more}")
-        return [f"files with the tensors {self._files.digest}", f"only={self._only}"]
+        facts = self._origin.facts(not self.partial, self.held)
+        return [f"files with the tensors {self.opened.digest}", f"only={self._only}", *facts]
 
     def _asked_for(self, made: Plan) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """(names, shape, dtype) of what is to be read: all, or the parameters that `only` matches."""
@@ -153,7 +136,7 @@ class _Files:
         found = [(x.names, x.shape, x.dtype) for x in made.layouts.values()]
         if self.partial:
             return [x for x in found if first_match(self._only, x[0]) is not None]
-        return [*found, *((names, tuple(x.shape), x.dtype) for names, x in _buffers(self._model).items())]
+        return [*found, *((names, tuple(x.shape), x.dtype) for x, names in _buffers(self._model))]
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         """What is wrong when none of the names of a tensor is in the files."""
@@ -162,7 +145,8 @@ class _Files:
         needed = self.partial or (persists and not stored_names.is_ignored(self._model, "missing", name))
         if self._strict and needed:
             return [f"'{name}' is not in the files"]
-        if not self.partial and _named(self._model)[name].is_meta and self._init is None:
+        own = named_parameters(self._model) | named_buffers(self._model)
+        if not self.partial and self._origin.init is None and own[name].is_meta:
             return [f"'{name}' is not in the files and on the meta device; pass init= to fill it"]
         return []
 
@@ -171,13 +155,9 @@ class _Files:
         several = f", made of {len(sources)} tensors such as '{sources[0]}'," if len(sources) > 1 else ""
         if found.shape != shape:
             return [f"'{name}'{several} is {found.shape} in the files, {shape} in the model"]
-        have = {self._files.tensors[source].dtype for source in sources}
+        have = {self.opened.tensors[source].dtype for source in sources}
         bad = next((x for x in have if x != dtype and not (_is_wide(x) and _is_wide(dtype))), None)
         return [f"'{name}'{several} is {bad} in the files, {dtype} in the model"] if bad is not None else []
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
 
     def fill(self, tree: NewTree) -> None:
         """Read what this rank has of the parameters; a `partial` tree has no others."""
@@ -189,20 +169,17 @@ class _Files:
                 self._fill_leaf(layout, leaf, tree.places, tree.shards[leaf.name])
 
     def _fill_leaf(self, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
-        def read(coords: Mapping[str, int], into: Sequence[Tensor]) -> list[Tensor]:
-            shape = leaf.local_shape(places.sizes, coords)
-            out = into[0] if into else torch.empty(shape, dtype=layout.dtype, device=places.device)
-            self._read(layout.name, list(local_boxes(layout, leaf, places.sizes, coords)), out.view(leaf.merged(shape)))
+        def read(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
+            out = given[0].contiguous()  # the shard itself, if it is
+            boxes = list(local_boxes(layout, leaf, places.sizes, coords))
+            self._read(layout.name, boxes, out.view(leaf.merged(out.shape)))
             return [out]
 
-        if not places.pure and local.is_contiguous():
-            read(places.coords, [local])
-        else:
-            local.copy_(per_rank(places, read, [])[0])
+        local.copy_(per_rank(places, read, [local])[0])
 
     def fill_buffers(self, tree: NewTree) -> None:
         """Read the buffers that are in the files."""
-        for names, like in _buffers(self._model).items():
+        for like, names in _buffers(self._model):
             if names[0] in self.held:
                 box = tuple((0, n) for n in like.shape)
                 value = torch.empty(like.shape, dtype=like.dtype)
@@ -224,16 +201,13 @@ class _Files:
 
     def _assemble(self, made_of: Patchwork, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
         """Read what lies in boxes of a tensor to their places in `out`; zeros elsewhere, where it is padded."""
-        if sum(_numel(local) for _, local in boxes) < out.numel():
+        if sum(prod(n for _, n in local) for _, local in boxes) < out.numel():
             out.zero_()
         for box, local in boxes:
             place = narrowed(out, local)
-            for piece in made_of.pieces:
-                part = piece.within(box)
-                if part is not None:
-                    inside = tuple((at - start, n) for (at, n), (start, _) in zip(part.here, box, strict=True))
-                    target = part.as_in_source(narrowed(place, inside))
-                    self._files.read(part.source, part.there, target)
+            for part in filter(None, (piece.within(box) for piece in made_of.pieces)):
+                inside = tuple((at - start, n) for (at, n), (start, _) in zip(part.here, box, strict=True))
+                self.opened.read(part.source, part.there, part.as_in_source(narrowed(place, inside)))
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
@@ -241,24 +215,8 @@ def _is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _numel(box: Box) -> int:
-    return torch.Size([n for _, n in box]).numel()
-
-
-def _named(model: Model) -> Mapping[str, Tensor]:
-    """Parameters and buffers under each of their names."""
-    if isinstance(model, Mapping):
-        return model
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
-def _buffers(model: Model) -> dict[tuple[str, ...], Tensor]:
-    """Buffers by all of their names."""
-    names: dict[int, list[str]] = {}
-    named = dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
-    for name, buffer in named.items():
-        names.setdefault(id(buffer), []).append(name)
-    return {tuple(all_names): named[all_names[0]] for all_names in names.values()}
+def _buffers(model: Model) -> list[tuple[Tensor, tuple[str, ...]]]:
+    return by_all_names(named_buffers(model).items())
 
 
 def save_safetensors(
@@ -317,26 +275,25 @@ def save_safetensors(
     try:
         tensors, pieces = _decide(model, params, dtype, names, is_file)
         if is_file:
-            files = FilesPlan((plan_file(target.name, tensors, metadata),), alone=True)
+            files = FilesPlan((tensor_files.plan_file(target.name, tensors, metadata),), alone=True)
         else:
-            files = plan_files(tensors, max_shard_size, metadata, sum(x.numel for x in params.plan.layouts.values()))
+            numel = sum(layout.numel for layout in params.plan.layouts.values())
+            files = tensor_files.plan_files(tensors, max_shard_size, metadata, numel)
         facts.append(f"files {files.digest}")
     except Exception as error:  # the other ranks must hear of it before it is raised
         made = error
     agree(params.mesh, made, facts, "save_safetensors")
     assert files is not None
     export = _Export(params, dtype, target.parent if is_file else target, files, pieces)
-    try:
+    with closing(export.writer):
         export.attempt(export.writer.open)
         for layout in _held(params):
             full = export.collect(layout)
             export.attempt(export.write, layout.names, full)
             del full  # the next one is not made before this one is gone
-        for buffer_names in _buffers(model) if _is_whole(params) else ():
+        for _, buffer_names in _buffers(model) if _is_whole(params) else ():
             export.attempt(export.write, buffer_names, export.buffer(buffer_names[0]))
         export.attempt(export.writer.finish)
-    finally:
-        export.writer.close()
     return Path(path)
 
 
@@ -347,22 +304,19 @@ def _decide(
     _require_same_model(model, params)
     lost = next((name for name in params.plan.leaves if name not in params), None)
     if lost is not None and not is_file:
-        raise ShardError(
-            f"save_safetensors: '{lost}' is not in the tree, and a directory has all parameters of a model; write a "
-            "part of them into a file of its own: 'adapters.safetensors', say"
-        )
+        instead = "write a part of them into a file of its own: 'adapters.safetensors', say"
+        why = f"'{lost}' is not in the tree, and a directory has all parameters of a model"
+        raise ShardError(f"save_safetensors: {why}; {instead}")
     have: dict[str, Described] = {}
     for layout in _held(params):
         lost = next((leaf.name for leaf in layout.leaves if leaf.name not in params), None)
         if lost is not None:
             raise ShardError(f"save_safetensors: '{lost}' is not in the tree, which has the rest of '{layout.name}'")
         leaf = params[layout.leaves[0].name]
-        if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
-            raise ShardError(f"save_safetensors: '{layout.name}' is a pending sum; reduce_grads comes first")
+        require_reduced("save_safetensors", layout.name, leaf)
         have[stored_names.kept_name(model, layout.names)] = layout.shape, _written(leaf.dtype, dtype)
-    for all_names in _buffers(model) if _is_whole(params) else ():
-        buffer = params.buffers.get(all_names[0])
-        if buffer is not None:
+    for _, all_names in _buffers(model) if _is_whole(params) else ():
+        if (buffer := params.buffers.get(all_names[0])) is not None:
             have[stored_names.kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
     made = {name: Patchwork.of(name, have[name][0]) for name in stored_names.persistent_names(model) if name in have}
     found = stored_names.files_of(model, made, names)
@@ -393,7 +347,7 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
-    own = _named(model)
+    own = named_parameters(model) | named_buffers(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
     tree = {name: x.shape for x in params.plan.layouts.values() for name in x.names}
     for layout in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
@@ -438,13 +392,9 @@ class _Export:
 
     def attempt(self, step: Callable[..., None], *args: Any) -> None:
         """Do a step on the first rank; when it fails, all raise."""
-        problem: Exception | None = None
-        try:
+        with failing_together(self._params.mesh, "save_safetensors"):
             if self._is_first:
                 step(*args)
-        except Exception as error:
-            problem = error
-        require_success(self._params.mesh, problem, "save_safetensors")
 
     def write(self, names: Sequence[str], full: Tensor) -> None:
         """Write all parts of a whole tensor that are in files."""
@@ -482,8 +432,9 @@ class _Export:
         for block in blocks([n for _, n in ranges], BLOCK_BYTES // dtype.itemsize):
             value = narrowed(local, block) if me == owner else None
             if owner != self._first:
-                data = self._parcel[: _numel(block) * dtype.itemsize]
-                parcel = data.view(dtype).view([n for _, n in block])
+                size = [n for _, n in block]
+                data = self._parcel[: prod(size) * dtype.itemsize]
+                parcel = data.view(dtype).view(size)
                 if value is not None:
                     parcel.copy_(value)
                     dist.send(data, self._first)

@@ -1,4 +1,4 @@
-"""What goes into the module copies of one call: weights, parallel forwards, and what is around forwards. Layer 4.
+"""What modules do in the calls of a plan: parallel forwards, and what is around forwards. Layer 4.
 
 Activations between modules may be split along another dim than features, as `Policy.acts` asks:
 
@@ -30,37 +30,34 @@ from torch import Tensor, nn
 
 from shardfn._torch import Compiler, pytree
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
-from shardfn.core.engine.binding import Forward, Wiring
+from shardfn.core.engine.in_place import Around, Forward, Wiring, weight_now
 from shardfn.core.errors import ShardError
 from shardfn.core.model import describe, kind_of, submodule
 from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
-from shardfn.core.pattern import is_in, modules_above
-from shardfn.core.plan import Plan, Unit
+from shardfn.core.plan import Plan
+from shardfn.core.policy import is_in, modules_above
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import others_forwards, splits
 from shardfn.core.underway import may_be_differentiated
 
-Around = Callable[[Forward], Forward]
 Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
 
 
 def wire(
     plan: Plan,
     names: Mapping[str, Mapping[str, str]],
-    weight: Callable[[str], Tensor],
     axes: ComputeAxes,
     adjust: Adjustments,
     around: Mapping[str, Around],
     dropouts: Mapping[str, Forward] = MappingProxyType({}),
     compiles: bool = True,
 ) -> Wiring:
-    """The wiring of a model's copies.
+    """The wiring of a model's modules.
 
     Args:
         plan: the layouts.
         names: from `owned_names`.
-        weight: gives a gathered parameter by its canonical name.
         axes: the collectives over compute axes.
         adjust: what the run without data added.
         around: module path -> what goes around its forward.
@@ -68,44 +65,35 @@ def wire(
         compiles: whether forwards are compiled when the policy or `module.compile()` says so.
     """
 
+    axes.adjust = adjust
     varying = {name: axes_ for name in plan.layouts if (axes_ := adjust.axes_of(f"parameter {name}"))}
 
-    def vary(name: str) -> Tensor:
-        value = weight(name)
+    def vary(name: str, value: Tensor) -> Tensor:
         for axis in varying.get(name, ()):
             value = axes.vary(value, axis)
         return value
 
-    fetch = vary if varying else weight
-
-    wrapped = dict(around)
     entered = {source: adjust.axes_of(source) for source, _ in adjust.vary if source.startswith("input ")}
     # Modules that asked to have their output split over more ranks than it has parts, see `shared_parts`.
     linears = [module for module in plan.info.modules if module.kind == "linear"] if axes.follows else []
     shares = {f"module {linear.name}" for linear in linears if plan.weight_of(linear).shared}
     readers = _with_parts(plan, names) if axes.follows else sorted({source.partition(" of ")[2] for source in entered})
-    for path in readers:
-        entering = _entering(axes, path, entered, adjust.ready, shares)
-        wrapped[path] = chained(wrapped[path], entering) if path in wrapped else entering
-    for path, moves in stepped(axes, adjust).items():
-        wrapped[path] = chained(moves, wrapped.get(path))
+    moves = [*around.items(), *stepped(axes, adjust).items()]
     for path, leaf, axis in sorted(adjust.sums):
-        dim = adjust.scatters(path, axis)
-        added = partial(_added_up, axes=axes, path=path, at=leaf, axis=axis, dim=dim)
-        wrapped[path] = chained(_on_output(added), wrapped.get(path))
+        moves.append((path, _changing(None, partial(_added_up, axes=axes, path=path, at=leaf, axis=axis))))
     for source, axis in sorted(adjust.vary):
         if source.startswith("module "):
             path = source.removeprefix("module ")
-            parts = shared_parts(plan, path, axis)
-            if parts:
+            change = partial(axes.varied_once, axis=axis, reader=source)  # each rank uses all for its own part
+            if parts := shared_parts(plan, path, axis):
                 change = partial(_own_part, axes=axes, axis=axis, parts=parts)
-            else:  # an output of which each rank uses all for its own part of something else
-                change = partial(axes.varied_once, axis=axis, reader=source, ready=(source, axis) in adjust.ready)
-            wrapped[path] = chained(_on_output(change), wrapped.get(path))
-    forwards = {**parallel_forwards(plan, axes, fetch, adjust), **dropouts}
-    ignored = frozenset(plan.info.ignored)
+            moves.append((path, _changing(None, change)))
+    wrapped = {path: _entering(axes, path, entered, shares) for path in readers}
+    for path, outer in moves:
+        wrapped[path] = chained(outer, wrapped.get(path))
+    forwards = {**parallel_forwards(plan, axes, weight_now), **dropouts}
     compilers = _compilers(plan) if compiles else None
-    return Wiring(names, fetch, forwards, wrapped, compilers, ignored, sizes=plan.local_sizes, units=tuple(around))
+    return Wiring(forwards, wrapped, compilers, vary if varying else None, plan.local_sizes, tuple(around))
 
 
 def _compilers(plan: Plan) -> dict[str, Compiler]:
@@ -185,17 +173,10 @@ def _with_parts(plan: Plan, names: Mapping[str, Mapping[str, str]]) -> list[str]
     return [path for path in names if path in within]
 
 
-def _entering(
-    axes: ComputeAxes,
-    path: str,
-    entered: Mapping[str, Sequence[str]],
-    ready: Collection[tuple[str, str]],
-    shares: Collection[str],
-) -> Around:
+def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]], shares: Collection[str]) -> Around:
     """The inputs of a module that may use them in shares.
 
-    `entered`: the axes over which it does, by source; `ready`: sources that varied before; `shares`: those of which
-    ranks take a part, where they are.
+    `entered`: the axes over which it does, by source; `shares`: sources of which ranks take a part, where they are.
     """
 
     def around(inner: Forward) -> Forward:
@@ -204,7 +185,7 @@ def _entering(
             sources = {key: f"input {key} of {path}" for key in given}
             for key, source in sources.items():
                 for axis in entered.get(source, ()) if may_be_differentiated(given[key]) else ():
-                    given[key] = axes.varied_once(given[key], axis, source, (source, axis) in ready)
+                    given[key] = axes.varied_once(given[key], axis, source)
             with axes.seen_from({source: given[key] for key, source in sources.items()}, shares):
                 return inner(*[given.pop(at) for at in range(len(args))], **given)
 
@@ -213,12 +194,14 @@ def _entering(
     return around
 
 
-def _on_output(change: Callable[[Any], Any]) -> Around:
-    """What a module returns, changed."""
+def _changing(inputs: Callable[[Any], Any] | None, output: Callable[[Any], Any]) -> Around:
+    """What a module is given, (args, kwargs), and what it returns, changed."""
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return change(inner(*args, **kwargs))
+            if inputs is not None:
+                args, kwargs = inputs((args, kwargs))
+            return output(inner(*args, **kwargs))
 
         return forward
 
@@ -238,10 +221,10 @@ def _own_part(out: Tensor, axes: ComputeAxes, axis: str, parts: int) -> Tensor:
     return axes.note_part(own, axis, part, out)
 
 
-def _added_up(out: Any, axes: ComputeAxes, path: str, at: int, axis: str, dim: int | None) -> Any:
-    """With a leaf that is on each rank a summand as the sum; or, with `dim`, as this rank's part of that."""
+def _added_up(out: Any, axes: ComputeAxes, path: str, at: int, axis: str) -> Any:
+    """With a leaf that is on each rank a summand as the sum, or as this rank's part of that."""
     leaves, structure = pytree.tree_flatten(out)
-    leaves[at] = axes.leaf_total(leaves, at, axis, path, dim)
+    leaves[at] = axes.leaf_total(leaves, at, axis, path)
     return axes.note_source(pytree.tree_unflatten(leaves, structure), f"module {path}")
 
 
@@ -257,18 +240,8 @@ def cast_inputs(plan_: Plan, batch: Any) -> Any:
 
 def unit_casts(plan_: Plan) -> dict[str, Around]:
     """What goes around the forwards of units whose inputs or outputs are cast."""
-    return {unit.name: _casting(unit) for unit in plan_.units if unit.input_dtype or unit.output_dtype}
-
-
-def _casting(unit: Unit) -> Around:
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = cast_floats((args, kwargs), unit.input_dtype)
-            return cast_floats(inner(*args, **kwargs), unit.output_dtype)
-
-        return forward
-
-    return around
+    to = {unit.name: (unit.input_dtype, unit.output_dtype) for unit in plan_.units}
+    return {name: _changing(*(partial(cast_floats, dtype=x) for x in both)) for name, both in to.items() if any(both)}
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -222,7 +222,7 @@ def fills_meta_tensors() -> None:
 @row("1.1", "device_id")
 def takes_a_device() -> None:
     """`torch.device("cpu")` and none at all compute on the host; an index without an accelerator is an error."""
-    for device in (None, torch.device("cpu")):
+    for device in (None, torch.device("cpu"), torch.device("cpu", 1)):
         fsdp = wrapped(device_id=device)
         trains(fsdp)
         if device is not None or not torch.accelerator.is_available():

@@ -13,7 +13,7 @@ A program (`programs/mains.py`) is given `shardfn` on the ranks of its mesh, and
     WRONG    it returns something else, on any rank
     unclear  another error, one that names no remedy, or not the same on every rank
     hang     a rank did not answer
-    invalid  one process cannot run it, or gets numbers that are not finite
+    invalid  one process cannot run it, gets numbers that are not finite, or others by data that differ by a rounding
 """
 
 import argparse
@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -207,9 +207,7 @@ def verdict(made: Program, seconds: float | None = None) -> Verdict:
     seconds = seconds or (COMPILING if compiles(made) else SECONDS)
     start = time.perf_counter()
     try:
-        # `functional_call` is over when a checkpoint computes again.
-        with patch.object(torch.utils.checkpoint, "checkpoint", _called):
-            wanted = _flat(_main(made, one_process, None))
+        wanted = _on_one_process(made)
     except Exception as error:
         return Verdict(made.seed, made.kind, made.mesh, "invalid", _last(error))
     if broken := [name for name, value in wanted.items() if not value.isfinite().all()]:
@@ -223,7 +221,21 @@ def verdict(made: Program, seconds: float | None = None) -> Verdict:
     except RankError as error:
         late = any(isinstance(each, TimeoutError) for each in error.errors.values())
         worst = "hang" if late else "unclear", str(error)[:2000]
+    if worst[0] == "WRONG":
+        with patch.object(torch, "randn", _rounded):
+            changed = differences(_on_one_process(made), wanted)
+        worst = ("invalid", f"by a rounding, on one process, {changed[0]}") if changed else worst
     return Verdict(made.seed, made.kind, made.mesh, *worst, time.perf_counter() - start)
+
+
+def _on_one_process(made: Program) -> dict[str, Tensor]:
+    # `functional_call` is over when a checkpoint computes again.
+    with patch.object(torch.utils.checkpoint, "checkpoint", _called):
+        return _flat(_main(made, one_process, None))
+
+
+def _rounded(*args: Any, of: Callable[..., Tensor] = torch.randn, **kwargs: Any) -> Tensor:
+    return of(*args, **kwargs) * (1 + 1e-15)
 
 
 def _called(fn: Any, *args: Any, use_reentrant: bool) -> Any:

@@ -1,5 +1,6 @@
 """What one instance of FSDP1 was asked and knows, what that means in a policy, and how it shards. Layer 6."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,31 +9,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictSettings,
-    StateDictType,
-    api,
-)
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._init_utils import _check_ignored_states, _verify_managed_params
+from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, parameters_of
-from shardfn.compat.sharded import Sharded, Tree, own_modules, put_shards, refuse_scalars, spread_inside
+from shardfn.compat.sharded import Sharded, Tree, own_modules, put_shards, spread_inside
 from shardfn.core.agreement import exchange_numbers
 from shardfn.core.errors import ShardError
 from shardfn.core.model import shards_in
-from shardfn.core.pattern import exactly
+from shardfn.core.policy import exactly
 from shardfn.torch_optimizers import REPLACED
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_CONFIGS: dict[StateDictType, tuple[type[api.StateDictConfig], type[api.OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (api.FullStateDictConfig, api.FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (api.LocalStateDictConfig, api.LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig),
+_CONFIGS: dict[StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+}
+NOT_GIVEN: Any = object()
+# Argument that changed places, in the present order -> the type that only it has; a policy may be any function.
+_MOVED: dict[str, Any] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "auto_wrap_policy": (_Policy, Callable),
+    "backward_prefetch": fsdp.BackwardPrefetch,
 }
 _MASTER = "_shardfn_buffer_before"  # on a buffer that was cast to `buffer_dtype`: what it was
 
@@ -43,7 +48,7 @@ class Settings:
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    backward_prefetch: fsdp.BackwardPrefetch | None = fsdp.BackwardPrefetch.BACKWARD_PRE
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     param_init_fn: Callable[[nn.Module], Any] | None = None
     device_id: int | torch.device | None = None
@@ -56,11 +61,6 @@ class Settings:
     def shards(self) -> bool:
         """Whether weights are split at all."""
         return self.sharding_strategy != ShardingStrategy.NO_SHARD
-
-    @property
-    def regathers(self) -> bool:
-        """Whether weights are freed after the forward."""
-        return self.shards and self.sharding_strategy not in _ZERO2
 
 
 def state_dict_settings(kind: StateDictType) -> StateDictSettings:
@@ -84,14 +84,14 @@ class Instance(Sharded):
     buffers_are_low: bool | None = None  # whether they were cast to `buffer_dtype`; None before the first forward
     full_precision_in_eval: bool = field(default_factory=lambda: os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1")
 
-    def require(self, state: TrainingState) -> None:
-        """Raise unless things stand so.
+    def require_idle(self) -> None:
+        """Refuse what cannot be done while parameters are whole.
 
         Raises:
-            ValueError: they do not, with the words of torch.
+            ValueError: they are, with the words of torch.
         """
-        if self.training_state != state:
-            raise ValueError(f"expected to be in states {[state]} but current state is {self.training_state}")
+        if self.training_state != (idle := TrainingState.IDLE):
+            raise ValueError(f"expected to be in states {[idle]} but current state is {self.training_state}")
 
     def copied(self, memo: Mapping[int, Any]) -> "Instance":
         """The same for a deep copy of the module; it shares the mesh."""
@@ -109,11 +109,12 @@ class Instance(Sharded):
         ignored = {id(p) for p in self.ignored_params}
         _require_own_shards(module)
         spread_inside(module, self)
-        refuse_scalars(module, "FSDP doesn't support scalar parameters", ignored)
+        held = [p for p in module.parameters() if id(p) not in ignored]
+        _verify_managed_params(module, held)
         for parameter in self.ignored_params if self.settings.device_id is not None else ():
             if not parameter.is_meta:  # `device_id` says where they are too
                 parameter.data = parameter.data.to(self.device)
-        has_meta = _has_meta(module, ignored)
+        has_meta = any(x.is_meta for x in (*held, *module.buffers()))
         src = self._source(module, has_meta)
         put_shards(module, self, init=_init(self.settings.param_init_fn) if has_meta and src is None else None, src=src)
         for _, inside, own in Instance.all_in(module):
@@ -169,7 +170,7 @@ class Instance(Sharded):
     def unit_settings(self, exact: bool) -> dict[str, Any]:
         mixed = self.settings.mixed_precision
         return {
-            "regather": self.settings.regathers,
+            "regather": self.settings.shards and self.settings.sharding_strategy not in _ZERO2,
             "cast_inputs": mixed.cast_forward_inputs,
             "compute_dtype": None if exact else mixed.param_dtype,
             "reduce_dtype": None if exact else mixed.reduce_dtype,
@@ -210,25 +211,19 @@ def _cast(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _require_own_shards(module: nn.Module) -> None:
     """Parameters that are DTensors already must be those of instances inside, and none may be tied to one of those."""
+    inner = {id(p) for name, inside, _ in Instance.all_in(module) if name for p in inside.parameters()}
+    others = shards_in(module) - inner
     for name, parameter in module.named_parameters():
         if REPLACED in vars(parameter):
             raise ShardError(
                 f"FullyShardedDataParallel: '{name}' is tied to '{vars(parameter)[REPLACED]}' of a module that was "
                 "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
             )
-    inner = {id(p) for name, inside, _ in Instance.all_in(module) if name for p in inside.parameters()}
-    others = shards_in(module) - inner
-    for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) in others:
             raise ShardError(
                 f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
                 "that holds this module. Wrap the module that both share, once, by itself."
             )
-
-
-def _has_meta(module: nn.Module, ignored: set[int]) -> bool:
-    held = [p for p in module.parameters() if id(p) not in ignored]
-    return any(x.is_meta for x in (*held, *module.buffers()))
 
 
 def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
@@ -252,3 +247,132 @@ def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
                 tensor.data.nan_to_num_(0.0, 0.0, 0.0)
 
     return init
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the constructor takes, in every order that torch had
+#
+# torch 1.11 took `(module, process_group, cpu_offload, fsdp_auto_wrap_policy, backward_prefetch)`, 1.12 put
+# `sharding_strategy` third and renamed the policy. The four that moved have four different types, so that each finds
+# its name.
+
+
+def told_apart(*given: Any) -> dict[str, Any]:
+    """The four arguments that changed places between versions, under the names that they have now.
+
+    Args:
+        given: their values, in the order of `_MOVED`, as the present signature binds them.
+
+    Raises:
+        TypeError: a value of a type that none of them has, or two values for one of them.
+    """
+    found: dict[str, Any] = {}
+    for name, value in zip(_MOVED, given, strict=True):
+        if value is None or value is NOT_GIVEN:
+            continue
+        right = next((name for name, kind in _MOVED.items() if isinstance(value, kind)), None)
+        if right is None:
+            raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}")
+        if right in found:
+            raise TypeError(f"FullyShardedDataParallel: two values for {right}: {found[right]!r} and {value!r}")
+        found[right] = value
+    if given[-1] is None:  # said in its place, it is a choice
+        found.setdefault("backward_prefetch", None)
+    return found
+
+
+def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:
+    """The policy under its present name or that of torch 1.11, asked with the keyword that it knows."""
+    if auto_wrap_policy is not None and fsdp_auto_wrap_policy is not None:
+        raise TypeError("FullyShardedDataParallel: fsdp_auto_wrap_policy is the old name of auto_wrap_policy; pass one")
+    policy = auto_wrap_policy if auto_wrap_policy is not None else fsdp_auto_wrap_policy
+    if policy is None or isinstance(policy, _Policy):
+        return policy
+    # torch up to 1.13 called the third argument of a policy `unwrapped_params`, later versions `nonwrapped_numel`
+    try:
+        named = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return policy
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in named.values())
+    if "nonwrapped_numel" in named or (takes_any and "unwrapped_params" not in named):
+        return policy
+
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if "unwrapped_params" in named:
+            return policy(module=module, recurse=recurse, unwrapped_params=nonwrapped_numel)
+        return policy(module, recurse, nonwrapped_numel)
+
+    return asked
+
+
+def ignored_in(
+    module: nn.Module, ignored_modules: Any, ignored_states: Any, ignored_parameters: Any
+) -> tuple[set[nn.Module], list[nn.Parameter]]:
+    """All modules and parameters of a tree to leave alone: what the caller names, and what instances in it leave alone.
+
+    Raises:
+        ValueError, TypeError: the caller names something else, with the words of torch.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    if ignored_states is not None and ignored_parameters is not None:
+        raise ValueError("ignored_parameters is the old name of ignored_states. Please just pass ignored_states.")
+    states: list[Any] = list(ignored_states if ignored_states is not None else ignored_parameters or [])
+    _check_ignored_states(states, True)
+    try:
+        modules: list[Any] = list(ignored_modules) if ignored_modules is not None else []
+    except TypeError as error:
+        kind = type(ignored_modules)
+        raise TypeError(f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {kind}") from error
+    _check_ignored_states(modules, False)
+    modules += [state for state in states if isinstance(state, nn.Module)]
+    parameters = [state for state in states if isinstance(state, nn.Parameter)]
+    if any(Instance.has_sharded(one) for one in modules):
+        raise ValueError("`ignored_modules` should not include FSDP modules")
+    inside = {child for one in modules for child in one.modules() if not Instance.has_sharded(child)}
+    if module in inside:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored and is not well-supported: {module}",
+            stacklevel=3,
+        )
+    found = {id(p): p for one in inside for p in one.parameters(recurse=False)} | {id(p): p for p in parameters}
+    for _, _, inner in Instance.all_in(module):
+        inside |= inner.ignored_modules
+        found |= {id(p): p for p in inner.ignored_params}
+    return inside, list(found.values())
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """The settings of a unit, from what a policy returns for it: all arguments of the instance around it, some changed.
+
+    Raises:
+        ShardError: it wants ranks of its own.
+    """
+    for name in ("process_group", "device_mesh"):
+        if given.get(name) is not None:
+            raise ShardError(f"FullyShardedDataParallel: a policy gives a unit a {name} of its own; wrap it by hand")
+    known: dict[str, Any] = {name: given[name] for name in Settings.__dataclass_fields__ if name in given}
+    unset = ("sharding_strategy", "mixed_precision", "cpu_offload")
+    return replace(Settings(), **{n: value for n, value in known.items() if not (value is None and n in unset)})
+
+
+def clamped(settings: Settings, mesh: DeviceMesh, *, quiet: bool = False) -> Settings:
+    """NO_SHARD when there is nothing to split over; warns as torch does, unless `quiet`."""
+    strategy = settings.sharding_strategy
+    if mesh.get_group("fsdp").size() == 1:
+        if strategy != ShardingStrategy.NO_SHARD and not quiet:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3
+            )
+        return replace(settings, sharding_strategy=ShardingStrategy.NO_SHARD)
+    if strategy == ShardingStrategy.NO_SHARD and not quiet:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return settings

@@ -5,37 +5,42 @@ names -> whole or DTensors    optim_state_dict_to_load  ->  optimizer.load_state
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._optim_utils import _get_param_id_to_param_from_optim_input
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardfn._torch import pytree
 from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.fsdp1.state_dicts import on_host
-from shardfn.compat.loading import laid_out, whole_of
-from shardfn.compat.meshes import groups_of
+from shardfn.compat.sharded import laid_out, whole_of
+from shardfn.core import buckets, initialize, mesh
 from shardfn.core.errors import ShardError, did_you_mean
-from shardfn.core.whole import whole
 
 _OptimInput = Iterable[Any] | None
+_warn_legacy = partial(TorchFSDP._warn_legacy_optim_state_dict, stacklevel=2)
 
 
 class OptimizerStates:
     """The part of the class that is about optimizer states; everything is static."""
 
+    # torch's own: it takes any module whose parameters have their own names, and warns in its words
+    rekey_optim_state_dict = staticmethod(TorchFSDP.rekey_optim_state_dict)
+    _is_using_optim_input = staticmethod(TorchFSDP._is_using_optim_input)
+    _warn_optim_input = staticmethod(TorchFSDP._warn_optim_input)
+
     @staticmethod
     def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
+        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
     ) -> dict[str, Any]:
         """The optimizer's state by parameter names, in the flavour of `state_dict_type`.
 
@@ -56,6 +61,8 @@ class OptimizerStates:
         host = bool(own.state_dicts.optim_state_dict_config.offload_to_cpu)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return _by_name(model, _params_of(optim), state, full, first_only, host)
+
+    optim_state_dict_post_hook = optim_state_dict  # as torch 2.0 named it for hooks
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -95,22 +102,13 @@ class OptimizerStates:
         return made
 
     @staticmethod
-    def optim_state_dict_post_hook(model: nn.Module, optim: Any, optim_state_dict: Any, group: Any = None) -> Any:
-        """`optim_state_dict` as torch 2.0 named it for hooks."""
-        return OptimizerStates.optim_state_dict(model, optim, optim_state_dict, group)
-
-    @staticmethod
     def load_optim_state_dict_pre_hook(model: nn.Module, optim: Any, optim_state_dict: Any, group: Any = None) -> Any:
         """`optim_state_dict_to_load` as torch 2.0 named it for hooks."""
         return OptimizerStates.optim_state_dict_to_load(model, optim, optim_state_dict, group=group)
 
     @staticmethod
     def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: _OptimInput = None,
-        rank0_only: bool = True,
-        group: Any = None,
+        model: nn.Module, optim: Optimizer, optim_input: _OptimInput = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
         """The whole state by names on the first rank, in host memory; torch 1.12's name."""
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
@@ -119,7 +117,7 @@ class OptimizerStates:
 
     @staticmethod
     def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any = None, group: Any = None
+        model: nn.Module, optim: Optimizer, optim_input: Any = None, group: Any = None
     ) -> dict[str, Any]:
         """The sharded state by names; torch 1.13's name."""
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
@@ -132,7 +130,7 @@ class OptimizerStates:
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
         optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
+        optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a whole state by names that every rank has; torch 1.12's name."""
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
@@ -144,8 +142,8 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a sharded state by names; torch 1.13's name."""
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        if optim is not None and not isinstance(optim, torch.optim.Optimizer):  # torch 1.13 had the input third
-            optim, optim_input = (optim_input if isinstance(optim_input, torch.optim.Optimizer) else None), optim
+        if optim is not None and not isinstance(optim, Optimizer):  # torch 1.13 had the input third
+            optim, optim_input = (optim_input if isinstance(optim_input, Optimizer) else None), optim
         return _to_load(model, _params_given(model, optim, optim_input), sharded_optim_state_dict, optim)
 
     @staticmethod
@@ -153,48 +151,13 @@ class OptimizerStates:
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
         optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
+        optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, from a whole state by names of the first rank; torch 1.12's name."""
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         params = _params_given(model, optim, optim_input)
         return _to_load(model, params, _from_first(full_optim_state_dict or {}, _first(model)), optim)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """An optimizer state dict by ids from one by names, or the reverse; `model` need not be wrapped.
-
-        Raises:
-            ValueError: keys of both kinds.
-        """
-        keys = optim_state_dict["state"].keys()
-        if len({type(key) for key in keys}) > 1:
-            raise ValueError(f"Invalid parameter keys: {keys}")
-        have_names = all(isinstance(key, str) for key in keys)
-        want_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
-        if keys and have_names == want_names:
-            return optim_state_dict
-        names = _names(model)
-        pairs = {index: names[id(p)] for index, p in enumerate(_params_given(model, optim, optim_input))}
-        new: dict[Any, Any] = pairs if want_names else {name: index for index, name in pairs.items()}
-        groups = _regrouped(optim_state_dict, lambda keys: sorted(new[key] for key in keys))
-        return {"state": {new[key]: state for key, state in optim_state_dict["state"].items()}, "param_groups": groups}
-
-
-def _warn_legacy(old: str, new: str) -> None:
-    warnings.warn(
-        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``. "
-        f"``FullyShardedDataParallel.{old}`` may be removed after PyTorch 2.2.",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 def _first(model: nn.Module) -> Instance:
@@ -210,30 +173,21 @@ def _flavour(own: Instance) -> tuple[bool, bool]:
     return full, full and bool(getattr(own.state_dicts.optim_state_dict_config, "rank0_only", False))
 
 
-def _params_of(optim: torch.optim.Optimizer) -> list[Tensor]:
+def _params_of(optim: Optimizer) -> list[Tensor]:
     return [parameter for group in optim.param_groups for parameter in group["params"]]
 
 
 def _params_given(model: nn.Module, optim: Any, optim_input: Any) -> list[Tensor]:
     """The parameters of an optimizer in its order: from itself, from what it was made of, or all of the model."""
-    if optim_input is not None:
-        warnings.warn(
-            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
-            "your code without changing its functionality.",
-            FutureWarning,
-            stacklevel=4,
-        )
-        groups = [one["params"] if isinstance(one, dict) else [one] for one in optim_input]
-        return [parameter for group in groups for parameter in group]
-    return list(model.parameters()) if optim is None else _params_of(optim)
+    TorchFSDP._warn_optim_input(optim_input, stacklevel=3)
+    if TorchFSDP._is_using_optim_input(optim_input, optim):
+        return [*_get_param_id_to_param_from_optim_input(model, optim_input).values()]
+    return _params_of(optim)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
     """id of a parameter -> its first name, without what wrappers add."""
-    found: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), clean_tensor_name(name))
-    return found
+    return {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
 
 
 def _by_name(
@@ -271,7 +225,7 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor) and full:
-        found = whole(value)
+        found = buckets.whole(value)
         return found.cpu() if host else found
     return on_host(value.detach(), host)
 
@@ -299,9 +253,8 @@ def _to_load(
             found[key] = values
         elif id(parameter) in ids:
             like = optim.state.get(parameter, {}) if optim is not None else {}
-            found[ids[id(parameter)]] = {
-                what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()
-            }
+            own = {what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()}
+            found[ids[id(parameter)]] = own
     numbers = {name: ids[id(p)] for name, p in every.items() if id(p) in ids}
     groups = _regrouped(state, lambda names: sorted(numbers[name] for name in names if name in numbers))
     return {"state": found, "param_groups": groups}
@@ -320,20 +273,16 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
 
 def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
     """The state dict of the first rank of the mesh, on all of them."""
-    first = dist.get_rank() == own.first_rank
-    mine = dict(state) if first else {}
-    groups = groups_of(own.mesh)
-    box: list[Any] = [pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), mine)]
-    for group in groups:
+    described = None
+    if dist.get_rank() == own.first_rank:
+        described = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), dict(state))
+    box: list[Any] = [described]
+    for group in own.mesh.get_all_groups():
         dist.broadcast_object_list(box, group=group, group_src=0, device=own.device)
-    values = iter([x for x in pytree.tree_leaves(mine) if isinstance(x, Tensor)])
+    places = mesh.grid(own.mesh, own.mesh.mesh_dim_names or ())
 
-    def sent(described: Tensor) -> Tensor:
-        value = torch.empty(described.shape, dtype=described.dtype, device=own.device)
-        if first:
-            value.copy_(next(values))
-        for group in groups:
-            dist.broadcast(value, group=group, group_src=0)
+    def sent(x: Tensor) -> Tensor:
+        value = initialize.from_src(x, own.first_rank, places)
         return value if value.dim() else value.cpu()
 
-    return pytree.tree_map_only(Tensor, sent, box[0])
+    return pytree.tree_map_only(Tensor, sent, box[0] if described is None else dict(state))

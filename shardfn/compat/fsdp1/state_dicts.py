@@ -1,4 +1,4 @@
-"""State dicts in three flavours: full, sharded, local. Layer 6.
+"""State dicts in three flavours: full, sharded, local; `summon_full_params`, whole parameters in place. Layer 6.
 
     FULL       whole tensors on every rank, or on the first; a collective        loads whole tensors
     SHARDED    `DTensor`s, for torch.distributed.checkpoint; no communication    loads DTensors of any layout
@@ -14,8 +14,8 @@ all parameters of one instance, end to end in the order of its modules.
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,17 +24,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
 from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
-from shardfn.compat.loading import CopiesIntoShards, whole_of
-from shardfn.compat.sharded import held_now, own_modules
-from shardfn.core.checkpoint import from_state_dict
-from shardfn.core.context import holding
+from shardfn.compat.sharded import CopiesIntoShards, held_now, laid_out, own_modules, whole_of
+from shardfn.core import checkpoint, functional
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import gather
 from shardfn.core.model import WRAPPED, unwrapped
+from shardfn.core.tree import Params
+from shardfn.core.underway import having, holding
+from shardfn.held import whole_in_place
 
 _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
@@ -67,7 +68,11 @@ class StateDicts:
             AssertionError: instances with different flavours.
         """
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
-        return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        found, now = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        before = found[0].state_dicts if found else StateDictSettings(*(None,) * 3)  # pyright: ignore
+        for own in found:
+            own.state_dicts = now
+        return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -94,12 +99,9 @@ class StateDicts:
     ) -> Iterator[None]:
         """`set_state_dict_type` for a while."""
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=3)
-        before = _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
+        found, now = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        with having(*found, state_dicts=now):
             yield
-        finally:
-            if before.state_dict_type is not None:
-                _set(module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The tree's state under the model's names, in the flavour of `state_dict_type`.
@@ -159,7 +161,10 @@ def _has_load_hooks(module: nn.Module) -> bool:
     return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
 
 
-def _set(module: nn.Module, kind: StateDictType, config: Any, optim_config: Any) -> StateDictSettings:
+def _chosen(
+    module: nn.Module, kind: StateDictType, config: Any, optim_config: Any
+) -> tuple[list[Instance], StateDictSettings]:
+    """The instances in a tree, and the flavour for all of them, checked."""
     now = state_dict_settings(kind)
     for name, have in (("state_dict_config", config), ("optim_state_dict_config", optim_config)):
         want = type(getattr(now, name))
@@ -167,12 +172,9 @@ def _set(module: nn.Module, kind: StateDictType, config: Any, optim_config: Any)
             raise RuntimeError(f"Expected {name} of type {want} but got {type(have)}")
     now = StateDictSettings(kind, config or now.state_dict_config, optim_config or now.optim_state_dict_config)
     found = [own for _, _, own in Instance.all_in(module)]
-    before = [own.state_dicts for own in found]
-    if len({settings.state_dict_type for settings in before}) > 1:
+    if len({own.state_dicts.state_dict_type for own in found}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
-    for own in found:
-        own.state_dicts = now
-    return before[0] if before else StateDictSettings(*(None,) * 3)  # pyright: ignore
+    return found, now
 
 
 def kind_wanted(own: Instance) -> StateDictType:
@@ -202,7 +204,7 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     on_first = kind == StateDictType.FULL_STATE_DICT and bool(getattr(config, "rank0_only", False))
     full = {}
     if kind == StateDictType.FULL_STATE_DICT and any(id(value) in names for value in state.values()):
-        full = gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
+        full = functional.gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
     if on_first and dist.get_rank() != own.first_rank:
         return OrderedDict()
     for key, value in state.items():
@@ -218,12 +220,7 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
 
 def on_host(value: Tensor, host: bool) -> Tensor:
     """A copy on the host, also of what is there already: what is saved must not change any more."""
-    if not host:
-        return value
-    if isinstance(value, DTensor):
-        local = unwrap_local(value)
-        return with_local(value, local.clone()) if local.device.type == "cpu" else value.cpu()
-    return value.detach().to("cpu", copy=True)
+    return with_local(value, unwrap_local(value).to("cpu", copy=True)) if host else value
 
 
 def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,18 +229,17 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: a value of another flavour, or shape.
     """
-    own, held = Instance.of(module), held_now(module)
-    kind = kind_wanted(own)
+    kind = kind_wanted(Instance.of(module))
     with holding(_collecting, True):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
-    names = {id(leaf): name for name, leaf in held.leaves().items()}
-    params = held.params(module)
+    shards = set(map(id, held_now(module).leaves().values()))
     problems: list[str] = []
-    flat = any(key.rpartition(".")[2] == _FLAT for key in state)
-    found: dict[str, Any] = OrderedDict(_without_flat_parameters(module, state) if flat else state)
+    flat = [key for key in state if key.rpartition(".")[2] == _FLAT]
+    found: dict[str, Any] = OrderedDict(state)
+    _unflatten(module, found, flat)
     for key, leaf in template.items():
         value, foreign = found.get(key), flat or isinstance(found.get(key), ShardedTensor)
-        if id(leaf) not in names or not isinstance(value, Tensor):
+        if id(leaf) not in shards or not isinstance(value, Tensor):
             continue
         value = whole_of(value)
         problem = _misfit(key, leaf, value, StateDictType.FULL_STATE_DICT if foreign else kind)
@@ -252,8 +248,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         elif kind == StateDictType.LOCAL_STATE_DICT and not foreign and not isinstance(value, DTensor):
             found[key] = with_local(leaf, value.to(unwrap_local(leaf)))
         else:
-            name = names[id(leaf)]
-            found[key] = from_state_dict(params.like({name: leaf}), {name: value})[name]
+            found[key] = laid_out(value, leaf, repr(key))
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}")
@@ -262,24 +257,22 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_flat_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with whole tensors under the model's names in the place of flat parameters.
+def _unflatten(module: nn.Module, state: dict[str, Any], flat: list[str]) -> None:
+    """Put whole tensors under the model's names into a state dict, in the place of flat parameters.
 
     Raises:
         ShardError: a flat parameter of an instance that the model does not have, or of another size.
     """
-    found = dict(state)
     prefixes = {f"{name}." if name else "": inside for name, inside, _ in Instance.all_in(module)}
-    for key in [key for key in state if key.rpartition(".")[2] == _FLAT]:
+    for key in flat:
         prefix = key.removesuffix(_FLAT)
         if prefix not in prefixes:
             raise ShardError(f"load_state_dict: {key!r} is of an instance that this model does not have; wrap it alike")
-        flat = whole_of(found.pop(key))
-        found |= {prefix + name: part for name, part in _unflattened(key, flat, prefixes[prefix]).items()}
-    return found
+        parts = _parts_of_flat(key, whole_of(state.pop(key)), prefixes[prefix])
+        state |= {prefix + name: part for name, part in parts.items()}
 
 
-def _unflattened(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
+def _parts_of_flat(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
     own: dict[int, tuple[str, Tensor]] = {}
     for path, inside in own_modules(module):
         for name, parameter in inside.named_parameters(recurse=False):
@@ -300,10 +293,7 @@ def _unflattened(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]
 def _misfit(key: str, leaf: Tensor, value: Tensor, kind: StateDictType) -> str | None:
     """Why a value cannot be loaded under a flavour."""
     local = kind == StateDictType.LOCAL_STATE_DICT and not isinstance(value, DTensor)
-    want = tuple(unwrap_local(leaf).shape) if local else tuple(leaf.shape)
-    have = tuple(value.shape)
-    if have == want and (isinstance(value, DTensor) or kind != StateDictType.SHARDED_STATE_DICT):
-        return None
+    have, want = tuple(value.shape), tuple((unwrap_local(leaf) if local else leaf).shape)
     if have != want:
         hint = ""
         if not local and have == tuple(unwrap_local(leaf).shape):
@@ -314,6 +304,8 @@ def _misfit(key: str, leaf: Tensor, value: Tensor, kind: StateDictType) -> str |
             f"size mismatch for {key}: copying a param with shape torch.Size({list(have)}) from checkpoint, the shape "
             f"in current model is torch.Size({list(want)}).{hint}"
         )
+    if isinstance(value, DTensor) or kind != StateDictType.SHARDED_STATE_DICT:
+        return None
     return f"{key} is a whole tensor, and the state_dict_type is {kind}: load it under StateDictType.FULL_STATE_DICT"
 
 
@@ -329,3 +321,118 @@ def _undone_on_error(module: nn.Module) -> Iterator[None]:
             for value, was in before:
                 value.copy_(was)
         raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole, ordinary parameters in the places of shards, for a while
+
+
+class OnClassOrInstance:
+    """A static method that also takes the instance it is called on for its module, as hfai's scripts do."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Callable[..., Any]:
+        if module is None:
+            return self._function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = "module" in kwargs or (args and isinstance(args[0], nn.Module))
+            return self._function(*args, **kwargs) if named else self._function(module, *args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within it, `named_parameters()` of the instances in `module` are whole and ordinary.
+
+    A forward inside computes with them; with `rank0_only` it computes with the shards, on all ranks.
+
+    Args:
+        module: an instance, or a module that holds some.
+        recurse: whether inner instances take part.
+        writeback: whether changes count; under NO_SHARD they always do.
+        rank0_only: whether only the first rank gets them.
+        offload_to_cpu: whether they are on the host.
+        with_grads: whether `.grad` is whole too.
+
+    Raises:
+        NotImplementedError: combinations that torch refuses, with its words.
+        AssertionError: inside another one.
+
+    Communication: one all-gather a bucket on entry.
+    """
+    found = [(inside, own) for _, inside, own in Instance.all_in(module, recurse)]
+    for _, own in found:
+        orig = own.settings.use_orig_params
+        if with_grads and (offload_to_cpu or not orig):
+            raise NotImplementedError(
+                f"with_grads=True, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
+            )
+        if offload_to_cpu and not own.settings.shards:
+            raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+        if writeback and rank0_only:
+            raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+        if own.training_state == TrainingState.SUMMON_FULL_PARAMS:
+            raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+    if offload_to_cpu and not rank0_only and found:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
+            "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=3,
+        )
+    inner = {id(inside) for outer, _ in found for name, inside, _ in Instance.all_in(outer) if name}
+    to = "cpu" if offload_to_cpu else "all"
+    with ExitStack() as stack:
+        for inside, _ in found:
+            if id(inside) not in inner:
+                stack.enter_context(_whole_parameters(inside, recurse, writeback, rank0_only, to, with_grads))
+        yield
+
+
+@contextmanager
+def _whole_parameters(
+    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, to: Any, with_grads: bool
+) -> Iterator[None]:
+    """Whole parameters in an instance, and with `recurse` in those inside it."""
+    held = held_now(module)
+    params = held.params(module)
+    tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
+    full = _full(tree, to)
+    gradients = ((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
+    grads = _full(tree.like(gradients), to) if with_grads else {}
+    here = not rank0_only or dist.get_rank() == Instance.of(module).first_rank
+    states = [own for _, _, own in Instance.all_in(module, recurse)]
+    with having(*states, training_state=TrainingState.SUMMON_FULL_PARAMS, is_whole=not rank0_only):
+        with whole_in_place(module, full if here else {}, held) as made:
+            for name, grad in grads.items():
+                if name in made:
+                    made[name].grad = grad
+            yield
+        # what is not split at all is changed in any case, as in torch
+        kept = {name: p for name, p in made.items() if writeback or not held.plan.layouts[name].axes}
+        held.copy_in(checkpoint.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
+        if with_grads:
+            now = {name: p.grad.detach() for name, p in kept.items() if p.grad is not None}
+            for name, grad in checkpoint.from_state_dict(tree, now).items():
+                if tree[name].grad is None:
+                    tree[name].grad = grad
+                else:
+                    unwrap_local(tree[name].grad).copy_(unwrap_local(grad))
+
+
+def _full(tree: Params, to: Any) -> dict[str, Tensor]:
+    """Whole values of canonical names, which nobody else has."""
+    found = functional.gather(tree, to=to) if tree else {}
+    return {name: found[name].detach() for name in tree.plan.layouts if name in found}

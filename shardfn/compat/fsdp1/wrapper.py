@@ -13,58 +13,51 @@ A forward is `apply` with the tree of all instances below: inner ones are its un
 
 import copy
 import functools
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pickle import PicklingError
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
+from torch.distributed.tensor import DTensor
 
+from shardfn._torch import unwrap_local
 from shardfn.compat import meshes
-from shardfn.compat.fsdp1 import arguments
-from shardfn.compat.fsdp1.arguments import NOT_GIVEN, Settings
-from shardfn.compat.fsdp1.clipping import clip_grad_norm
-from shardfn.compat.fsdp1.instance import Instance
+from shardfn.compat.fsdp1 import instance
+from shardfn.compat.fsdp1.instance import NOT_GIVEN, Instance, Settings
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
-from shardfn.compat.fsdp1.state_dicts import StateDicts
-from shardfn.compat.fsdp1.summon import Asked, OnClassOrInstance, summon_full_params, whole_parameters
+from shardfn.compat.fsdp1.state_dicts import OnClassOrInstance, StateDicts, summon_full_params
 from shardfn.compat.sharded import RECORD, compile_units, held_now, run
-from shardfn.core.context import holding
 from shardfn.core.engine.in_place import is_computing
 from shardfn.core.errors import ShardError
 from shardfn.core.model import WRAPPED, unwrapped
-from shardfn.held import having
+from shardfn.core.underway import having, holding
+from shardfn.torch_optimizers import refuse_held_back
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
 _WALKS = ("named_", "parameters", "buffers", "modules", "children")  # how methods that go through a tree begin
-_FLAT = (
-    "flat_param",
-    "_flat_param",
-    "_handle",
-    "_handles",
-    "_all_handles",
-    "_fully_sharded_module_to_handle",
-    "_unshard",
-)
+_FLAT = "flat_param _flat_param _handle _handles _all_handles _fully_sharded_module_to_handle _unshard".split()
 
 
 class _Known:
     """An attribute of torch's class that the `Instance` knows."""
 
-    def __init__(self, read: Callable[[Any], Any], name: str = "") -> None:
-        """`name`: the field that it sets, maybe of a dataclass in another field; without one it cannot be set."""
-        self._read, self._name = read, name
+    def __init__(self, read: Callable[[Any], Any] | str) -> None:
+        """`read` may be a field, maybe of a dataclass in another field, and can then be set."""
+        self._read, self._name = (attrgetter(read), read) if isinstance(read, str) else (read, "")
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         return self if module is None else self._read(module.__dict__[RECORD])
@@ -181,14 +174,12 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     _use_orig_params = _Known(lambda own: own.settings.use_orig_params)
     _device_mesh = _Known(lambda own: own.mesh)
     _inter_node_pg = _Known(lambda own: own.mesh.get_group("replicate"))
-    training_state = _Known(lambda own: own.training_state, "training_state")
-    _is_root = _Known(lambda own: own.is_root, "is_root")
-    _sync_gradients = _Known(lambda own: own.syncs, "syncs")
-    _state_dict_type = _Known(lambda own: own.state_dicts.state_dict_type, "state_dicts.state_dict_type")
-    _state_dict_config = _Known(lambda own: own.state_dicts.state_dict_config, "state_dicts.state_dict_config")
-    _optim_state_dict_config = _Known(
-        lambda own: own.state_dicts.optim_state_dict_config, "state_dicts.optim_state_dict_config"
-    )
+    training_state = _Known("training_state")
+    _is_root = _Known("is_root")
+    _sync_gradients = _Known("syncs")
+    _state_dict_type = _Known("state_dicts.state_dict_type")
+    _state_dict_config = _Known("state_dicts.state_dict_config")
+    _optim_state_dict_config = _Known("state_dicts.optim_state_dict_config")
 
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Module):
@@ -219,15 +210,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         fsdp_auto_wrap_policy: Any = None,
     ) -> None:
-        moved = arguments.told_apart(
-            {
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "auto_wrap_policy": auto_wrap_policy,
-                "backward_prefetch": backward_prefetch,
-            }
-        )
-        policy = arguments.the_policy(moved.pop("auto_wrap_policy", None), fsdp_auto_wrap_policy)
+        moved = instance.told_apart(sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch)
+        policy = instance.the_policy(moved.pop("auto_wrap_policy", None), fsdp_auto_wrap_policy)
         settings = Settings(
             **moved,
             mixed_precision=mixed_precision or MixedPrecision(),
@@ -238,15 +222,14 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
-        named = arguments.ignored_of(ignored_modules, ignored_states, ignored_parameters)
-        modules, parameters = arguments.ignored_in(module, *named)
+        modules, parameters = instance.ignored_in(module, ignored_modules, ignored_states, ignored_parameters)
         meshes.check_groups(process_group, device_mesh, settings.sharding_strategy, policy is not None)
         device = meshes.compute_device(module, set(map(id, parameters)), device_id)
         inside = [inner.placed for _, _, inner in Instance.all_in(module)]
         placed = meshes.placed_mesh("FullyShardedDataParallel", module, set(map(id, parameters)), device_mesh, inside)
         mesh = meshes.mesh_of_ranks(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
-        settings = arguments.clamped(settings, mesh)
+        settings = instance.clamped(settings, mesh)
         own = Instance(
             settings=settings,
             mesh=mesh,
@@ -263,12 +246,12 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             self._wrap_inside(policy, mixed_precision)
         own.shard(self)
 
-    def _begin(self, module: nn.Module, instance: Instance) -> None:
+    def _begin(self, module: nn.Module, own: Instance) -> None:
         """Stand before a module: see [Note: a module that stands before another]."""
         module = unwrapped(module)
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
-        self.__dict__[RECORD] = instance
+        self.__dict__[RECORD] = own
         for name, _, inner in Instance.all_in(self):
             inner.inner |= bool(name)
 
@@ -290,7 +273,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
         def wrap(module: nn.Module, **given: Any) -> nn.Module:
             made = type(self).__new__(type(self), module)
-            inner = arguments.clamped(arguments.settings_of(given), own.mesh, quiet=True)
+            inner = instance.clamped(instance.settings_of(given), own.mesh, quiet=True)
             _warn_of_containers(module)
             made._begin(module, replace(own, settings=inner, offload=inner.cpu_offload.offload_params, inner=True))
             return made
@@ -347,8 +330,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             delattr(self.__dict__[WRAPPED], name)
 
     def __getitem__(self, key: Any) -> Any:
-        module: Any = self.__dict__[WRAPPED]
-        return module[key]
+        return self.__dict__[WRAPPED][key]
 
     def __repr__(self) -> str:
         inside = repr(self.__dict__[WRAPPED]).replace("\n", "\n  ")
@@ -400,7 +382,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def _require_idle_root(self, words: str) -> None:
         if not self.check_is_root():
             raise RuntimeError(words)
-        self.__dict__[RECORD].require(TrainingState.IDLE)
+        self.__dict__[RECORD].require_idle()
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -420,8 +402,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         if _applying.get() or is_computing(self):
             return nn.Module.apply(self, fn)
-        self.__dict__[RECORD].require(TrainingState.IDLE)
-        with holding(_applying, True), whole_parameters(self, Asked()):
+        self.__dict__[RECORD].require_idle()
+        with holding(_applying, True), summon_full_params(self):
             return nn.Module.apply(self, fn)
 
     summon_full_params = OnClassOrInstance(summon_full_params)
@@ -442,7 +424,9 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
-        """Scale all gradients in place to a total norm of at most `max_norm`.
+        """Scale all gradients, of ignored parameters too, in place to a total norm of at most `max_norm`.
+
+        A gradient that several ranks have whole counts once.
 
         Args:
             max_norm: the largest norm.
@@ -454,10 +438,43 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Raises:
             RuntimeError: on an inner instance.
 
-        Communication: one all-reduce of a scalar.
+        Communication: one small all-reduce an axis that splits any parameter.
         """
         self._require_idle_root("`clip_grad_norm_()` should only be called on the root FSDP instance")
-        return clip_grad_norm(self, float(max_norm), float(norm_type))
+        own, p = self.__dict__[RECORD], float(norm_type)
+        grads: list[Any] = [parameter.grad for parameter in self.params_with_grad]
+        refuse_held_back("clip_grad_norm_", grads)
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in self.parameters()) else torch.float32
+        plan = held_now(self).plan
+        split = {axis for _, leaf in plan.leaves.values() for axis in leaf.axes}
+        axes = [axis for axis, size in plan.axes.items() if axis in split and size > 1]  # alike on every rank
+        first_along = [axis for axis in axes if own.mesh.get_local_rank(axis) == 0]
+        whole: list[Tensor] = []
+        # what this rank adds to the sum over `axes`: along those that do not split a gradient, the first rank does
+        parts: list[Tensor] = []
+        for grad in grads:
+            over = _axes_of(grad).intersection(axes)
+            if not over:
+                whole.append(unwrap_local(grad))
+            elif over.union(first_along).issuperset(axes):
+                parts.append(unwrap_local(grad))
+        total = _sum_of_powers(parts, p, wide, own.device)
+        for axis in axes:
+            dist.all_reduce(total, dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, own.mesh.get_group(axis))
+        both = torch.stack([total, _sum_of_powers(whole, p, wide, own.device)])
+        total = both.max() if p == math.inf else both.sum() ** (1 / p)
+        total = total.cpu() if own.offload else total
+        if not grads:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total "
+                f"norm in the default dtype {total.dtype}",
+                stacklevel=3,
+            )
+            return total
+        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        for grad in map(unwrap_local, grads):
+            grad.mul_(factor.to(grad.device, grad.dtype))
+        return total.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce gradients.
@@ -471,8 +488,18 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             AssertionError: on an inner instance, twice, or for a hybrid strategy, with the words of torch.
             ValueError: it is no function.
         """
-        arguments.check_comm_hook(self, hook)
-        for _, _, own in Instance.all_in(self):
+        if self.__dict__[RECORD].inner:
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        found = [own for _, _, own in Instance.all_in(self)]
+        for own in found:
+            strategy = own.settings.sharding_strategy
+            if strategy in meshes.HYBRID:
+                raise AssertionError(f"Communication hook is not supported for hybrid strategies: {strategy}")
+            if own.reduction != "mean":
+                raise AssertionError("A communication hook is already registered")
+        if not callable(hook):
+            raise ValueError(f"The communication hook must be callable but got {hook}")
+        for own in found:
             own.reduction = _Hook(state, hook)
 
 
@@ -484,6 +511,23 @@ class _Hook:
 
     def __call__(self, flat: Tensor, shard: Tensor | None) -> None:
         _ = self.hook(self.state, flat) if shard is None else self.hook(self.state, flat, shard)
+
+
+def _axes_of(grad: Tensor) -> set[str]:
+    """The axes that split a gradient."""
+    if not isinstance(grad, DTensor):
+        return set()
+    named = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
+    return {axis for axis, placement in named if placement.is_shard()}
+
+
+def _sum_of_powers(tensors: Sequence[Tensor], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The p-th power of the norm, or for the largest element that itself."""
+    norms = [torch.linalg.vector_norm(x, p, dtype=dtype).to(device) for x in tensors if x.numel()]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack(norms)
+    return stacked.max() if p == math.inf else (stacked**p).sum()
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`fully_shard` and `FSDPModule`: FSDP2 on shardfn's engine. Layer 6.
+"""`fully_shard` and `FSDPModule`, FSDP2 on shardfn's engine; what a call of it was asked, and knows. Layer 6.
 
 [Note: a class swapped in place]
 `fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes
@@ -8,29 +8,145 @@ model's own class (`CLASS` in `core/model.py`).
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_init import _verify_managed_param
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn.compat.fsdp2.group import Group
-from shardfn.compat.loading import CopiesIntoShards, StayTogether
-from shardfn.compat.meshes import across, data_mesh, device_of, placed_mesh, whole_mesh
-from shardfn.compat.sharded import RECORD, compile_units, held_now, ignored_in, run
-from shardfn.core.engine.gradients import is_held_back
-from shardfn.core.engine.in_place import is_computing
+from shardfn._torch import move_to_mesh
+from shardfn.compat import meshes, sharded
+from shardfn.core import functional
+from shardfn.core.engine import gradients, in_place
 from shardfn.core.errors import ShardError
-from shardfn.core.functional import gather
+from shardfn.core.mesh import device_of
 from shardfn.core.model import CLASS, shards_in
+from shardfn.core.policy import exactly
 from shardfn.held import whole_in_place
+from shardfn.torch_optimizers import REPLACED
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
+
+
+@dataclass(eq=False, kw_only=True)
+class Group(sharded.Sharded):
+    """One call of `fully_shard`: what it was asked, and how things stand; all its modules know it.
+
+    Axes of the mesh that are not `data` are those of DTensors that `parallelize_module` made.
+    """
+
+    verb = "fully_shard"
+
+    precision: MixedPrecisionPolicy
+    reshard: bool | int | None  # after the forward; None: unless it is the root
+    dims: dict[int, int] = field(default_factory=dict)  # id of a parameter that is no shard yet -> the dim to split
+    unsharded: ExitStack | None = None  # puts the shards back that whole weights have taken the places of
+
+    def shard(self, module: nn.Module) -> None:
+        """Shard what is in what it is to hold, is not ignored, and no group in it has sharded before.
+
+        Raises:
+            ValueError: scalar parameters; parameters that are shared with modules sharded before.
+            ShardError: as `shard`.
+        """
+        left = shards_in(module) | {id(p) for p in self.ignored_params} | sharded.ignored_in(module, Group)
+        for name, parameter in module.named_parameters():
+            if id(parameter) in left:
+                continue
+            _verify_managed_param(name, parameter)
+            if REPLACED in vars(parameter):
+                raise ValueError(
+                    f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For "
+                    "shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP "
+                    "group."
+                )
+        sharded.spread_inside(module, self)
+        for _, inside, inner in Group.all_in(module):
+            if inner.mesh != self.mesh and inner.placed is None and inner.mesh.mesh.equal(self.mesh.mesh):
+                _move((p for p in _dtensors(inside) if p.device_mesh == inner.mesh), self.mesh)
+                inner.mesh, inner.data = self.mesh, self.data  # the same ranks by other axis names
+                inner.version += 1
+        # DTensors on the whole mesh, maybe by other axis names than those of the data axes here
+        has_whole = self.placed is not None and self.placed.ndim >= self.mesh.ndim
+        renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
+        _move(renamed, self.mesh)
+        try:
+            sharded.put_shards(module, self, later=True)
+        except Exception:
+            if self.placed is not None:
+                _move(renamed, self.placed)
+            raise
+
+    def put_back(self) -> None:
+        if self.unsharded is not None:
+            unsharded, self.unsharded = self.unsharded, None
+            unsharded.close()
+
+    def begin(self, module: nn.Module, tree: sharded.Tree) -> None:
+        """The first forward decides who is the root: the module that it goes through.
+
+        Raises:
+            RuntimeError: a module inside was a root before, with the words of torch.
+        """
+        for group in tree.units.values():
+            group.put_back()
+        if self.is_root is not None:
+            return
+        for name, group in tree.units.items():
+            if group.is_root:  # this one is not
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires running forward through "
+                    "the root module first"
+                )
+        for group in tree.units.values():
+            group.is_root = group is self
+
+    def unit_settings(self, exact: bool) -> dict[str, Any]:
+        return {"regather": self.reshard if self.reshard is not None else True, **self._precision()}
+
+    def root_settings(self, exact: bool) -> dict[str, Any]:
+        return self._precision() | ({"units": {"": {"regather": self.reshard}}} if self.reshard else {})
+
+    def _precision(self) -> dict[str, Any]:
+        return {
+            "compute_dtype": self.precision.param_dtype,
+            "reduce_dtype": self.precision.reduce_dtype,
+            "output_dtype": self.precision.output_dtype,
+            "cast_inputs": self.precision.cast_forward_inputs,
+        }
+
+    def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+        """Where the last data axis splits: dim 0, or what `shard_placement_fn` said."""
+        shards = shards_in(module)
+        made = {exactly(name): self._rule(p, id(p) in shards) for name, p in named.items()}
+        return {name: rule for name, rule in made.items() if rule is not None}
+
+    def _rule(self, parameter: Tensor, is_shard: bool) -> str | None:
+        axis, dim = self.data[-1], self.dims.get(id(parameter), 0)
+        names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) and is_shard else ()
+        if isinstance(parameter, DTensor) and axis in names:
+            placement = parameter.placements[names.index(axis)]
+            dim = placement.dim if isinstance(placement, Shard) else 0
+        if dim == 0 and parameter.dim() and parameter.numel() and parameter.shape[0] % self.mesh.size() == 0:
+            return None
+        return " ".join(f"{size}@{axis}" if i == dim else str(size) for i, size in enumerate(parameter.shape))
+
+
+def _dtensors(module: nn.Module) -> list[DTensor]:
+    return [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+
+
+def _move(parameters: Iterable[DTensor], mesh: DeviceMesh) -> None:
+    for parameter in parameters:
+        move_to_mesh(parameter, mesh, parameter.placements)
 
 
 def fully_shard(
@@ -81,21 +197,27 @@ def fully_shard(
     Communication: one small object exchange.
     """
     modules = _checked(module)
-    data = data_mesh(mesh, dp_mesh_dims)
+    data = meshes.data_mesh(mesh, dp_mesh_dims)
     _check_reshard(reshard_after_forward, data.size(data.ndim - 1))
     ignored = list(ignored_params or ())
-    _check_types(mp_policy, offload_policy, ignored)
-    tree = _container(modules)
-    leave = {id(p) for p in ignored} | ignored_in(tree, Group)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"fully_shard: mp_policy={mp_policy!r} is no MixedPrecisionPolicy")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"fully_shard: offload_policy={offload_policy!r} is no OffloadPolicy")
+    for value in ignored:
+        if not isinstance(value, nn.Parameter):
+            raise TypeError(f"fully_shard: ignored_params has {value!r}, which is no parameter")
+    tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)  # one module that holds them all
+    leave = {id(p) for p in ignored} | sharded.ignored_in(tree, Group)
     for _, _, inner in Group.all_in(tree):
         inner.put_back()
-    placed = placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in Group.all_in(tree)))
+    placed = meshes.placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in Group.all_in(tree)))
     whole, names = data, tuple(data.mesh_dim_names or ())
     if placed is not None and dp_mesh_dims is not None and placed == mesh:
         _require_whole(tree, leave, dp_mesh_dims)
-        whole, names = whole_mesh(placed, dp_mesh_dims)
+        whole, names = meshes.whole_mesh(placed, dp_mesh_dims)
     elif placed is not None:
-        whole = across("fully_shard", data, names, placed)
+        whole = meshes.across("fully_shard", data, names, placed)
     own = Group(
         mesh=whole,
         data=names,
@@ -108,26 +230,14 @@ def fully_shard(
         placed=placed,
     )
     own.shard(tree)
-    together = StayTogether(modules)
+    together = sharded.StayTogether(modules)
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
         one.register_load_state_dict_post_hook(together.after)
-        one.__dict__[RECORD] = own
+        one.__dict__[sharded.RECORD] = own
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
-
-
-def _check_types(precision: object, offload: object, ignored: Sequence[object]) -> None:
-    for name, value, kind in (
-        ("mp_policy", precision, MixedPrecisionPolicy),
-        ("offload_policy", offload, OffloadPolicy),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"fully_shard: {name}={value!r} is no {kind.__name__}")
-    for value in ignored:
-        if not isinstance(value, nn.Parameter):
-            raise TypeError(f"fully_shard: ignored_params has {value!r}, which is no parameter")
 
 
 def _check_reshard(value: bool | int | None, ranks: int) -> None:
@@ -147,7 +257,7 @@ def _check_reshard(value: bool | int | None, ranks: int) -> None:
 
 
 def _checked(given: Any) -> tuple[nn.Module, ...]:
-    """What to shard together.
+    """What to shard together: of the modules that are given those that no other one holds, each once.
 
     Raises:
         ValueError, AssertionError, TypeError: it cannot be, with the words of torch where it has some.
@@ -165,18 +275,8 @@ def _checked(given: Any) -> tuple[nn.Module, ...]:
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
                 f"already been applied to the following module:\n{module}"
             )
-    return _outermost(modules)
-
-
-def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those that no other one of them holds, each once."""
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return tuple({id(module): module for module in modules if id(module) not in inside}.values())
-
-
-def _container(modules: Sequence[nn.Module]) -> nn.Module:
-    """One module that holds them all."""
-    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
 def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: int, leave: set[int]) -> dict[int, int]:
@@ -187,10 +287,8 @@ def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: in
         ShardError: it asks for a mesh of a parameter's own.
     """
     found: dict[int, int] = {}
-    if fn is None:
-        return found
     for name, parameter in module.named_parameters():
-        placement = fn(parameter) if id(parameter) not in leave else None
+        placement = fn(parameter) if fn is not None and id(parameter) not in leave else None
         if placement is None:
             continue
         if not isinstance(placement, Shard):
@@ -231,13 +329,8 @@ def _require_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
 
 
 @functools.cache
-def _class_for(cls: type[nn.Module]) -> Any:
-    metaclass: Any = type(cls)
-    return metaclass(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-
-
-def _refuse_deepcopy(module: nn.Module, memo: object) -> Any:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+def _class_for(cls: Any) -> Any:
+    return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _unimplemented_deepcopy})
 
 
 class FSDPModule(nn.Module):
@@ -252,21 +345,19 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        return run(self, "__call__", args, kwargs)
+        return sharded.run(self, "__call__", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every group that holds no other; gathers stay outside of the graphs."""
         if len(list(Group.all_in(self))) > 1:
-            compile_units(self, *args, **kwargs)
+            sharded.compile_units(self, *args, **kwargs)
         else:
             super().compile(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module; whole tensors are cut into this rank's parts."""
-        if assign:
-            return super().load_state_dict(state_dict, strict=strict, assign=True)
-        with CopiesIntoShards():
-            return super().load_state_dict(state_dict, strict=strict)
+        with sharded.CopiesIntoShards():
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
@@ -282,11 +373,11 @@ class FSDPModule(nn.Module):
         Communication: one all-gather.
         """
         own = Group.of(self)
-        if own.unsharded is None and not is_computing(self):
-            held = held_now(self)
-            params, root = held.params(self), held.plan.units[0]
-            full = gather(params.like((name, params[name]) for name in (root.params if root.name == "" else ())))
-            dtypes = held.plan.compute_dtypes
+        if own.unsharded is None and not in_place.is_computing(self):
+            held = sharded.held_now(self)
+            params, root, dtypes = held.params(self), held.plan.units[0], held.plan.compute_dtypes
+            names = root.params if root.name == "" else ()
+            full = functional.gather(params.like((name, params[name]) for name in names))
             values = {name: x.detach().to(dtypes[name]) for name, x in full.items()}
             own.unsharded = ExitStack()
             own.unsharded.enter_context(whole_in_place(self, values, held))
@@ -300,12 +391,12 @@ class FSDPModule(nn.Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients; without, they stay on each rank until one does."""
-        for own in _groups(self, recurse):
+        for _, _, own in Group.all_in(self, recurse):
             own.syncs = own.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over the axis that replicates; else they stay on each rank until they are."""
-        for own in _groups(self, recurse):
+        for _, _, own in Group.all_in(self, recurse):
             own.all_reduces = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -327,7 +418,7 @@ class FSDPModule(nn.Module):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.reshard()
         for parameter in self.parameters():
-            if is_held_back(parameter.grad):
+            if gradients.is_held_back(parameter.grad):
                 parameter.grad = None
 
     # -- when weights are freed ---------------------------------------------------------------------------------------
@@ -340,9 +431,9 @@ class FSDPModule(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for own in _groups(self, recurse):
+        for _, _, own in Group.all_in(self, recurse):
             own.reshard = reshard_after_forward
-            own.changed()
+            own.version += 1
 
     # -- what has no effect: the engine decides by itself -------------------------------------------------------------
 
@@ -435,10 +526,6 @@ class FSDPModule(nn.Module):
         return Group.of(self)
 
 
-def _groups(module: nn.Module, recurse: bool) -> list[Group]:
-    return [own for _, inside, own in Group.all_in(module) if recurse or inside is module]
-
-
 def _require_sharded(modules: Iterable[Any]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -458,7 +545,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(getattr(type(module), method_name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, method_name, args, kwargs)
+        return sharded.run(self, method_name, args, kwargs)
 
     now: Any = type(module)
     module.__class__ = type(now)(now.__name__, (now,), {method_name: method})

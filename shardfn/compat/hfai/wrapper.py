@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import TrainingState
 
@@ -16,7 +15,7 @@ from shardfn._torch import group_of
 from shardfn.compat import fsdp1
 from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
 from shardfn.compat.meshes import HYBRID, OWN_AXES
-from shardfn.core.agreement import exchange_numbers
+from shardfn.core.agreement import failing_together
 from shardfn.core.errors import ShardError
 
 _ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them
@@ -56,7 +55,7 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         auto_wrap_policy: Callable[..., bool] | None = None,
         reshard_after_forward: bool = True,
         backward_prefetch: BackwardPrefetch | None = None,
@@ -115,13 +114,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _groups(base: ProcessGroup | None, size: int | None) -> Any:
+def _groups(base: dist.ProcessGroup | None, size: int | None) -> Any:
     """The group to shard over, or a pair with that to replicate over.
 
     Raises:
         TypeError, ShardError: not a group, or a size that does not fit.
     """
-    if base is not None and not isinstance(base, ProcessGroup):
+    if base is not None and not isinstance(base, dist.ProcessGroup):
         raise TypeError(f"FullyShardedDataParallel: process_group={base!r} is no process group")
     if size is None:
         return base
@@ -133,13 +132,9 @@ def _groups(base: ProcessGroup | None, size: int | None) -> Any:
         )
     if size == len(ranks):
         return base
-    rows = torch.tensor(ranks).view(-1, size)
-    return _own_group(rows), _own_group(rows.T)
-
-
-def _own_group(rows: torch.Tensor) -> ProcessGroup:
-    """This rank's group, of those that the rows name; only its members make it."""
-    return group_of(next(row for row in rows.tolist() if dist.get_rank() in row))
+    rows, own = torch.tensor(ranks).view(-1, size), dist.get_rank()
+    # of the groups that rows, and then columns, name this rank's; only its members make it
+    return tuple(group_of(next(row for row in each.tolist() if own in row)) for each in (rows, rows.T))
 
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
@@ -148,17 +143,15 @@ def _part_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
-    own, instance = _part_of(module), Instance.of(module)
-    mine = part is not None and not _alike(part, own)
-    wrong = any(bad for (bad,) in exchange_numbers(instance.mesh, [mine]))
-    if part is not None and mine:
-        raise ShardError(
-            f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in {part['shards']}, "
-            f"and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load this rank's own file; "
-            "on another number of ranks, or with another fsdp_group_size, load a full one in summon_full_params()."
-        )
-    if wrong:
-        raise ShardError("load_state_dict: another rank has a file that is not its own; its message says which")
+    own = _part_of(module)
+    with failing_together(Instance.of(module).mesh, "load_state_dict"):
+        if part is not None and not _alike(part, own):
+            raise ShardError(
+                f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in "
+                f"{part['shards']}, and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load "
+                "this rank's own file; on another number of ranks, or with another fsdp_group_size, load a full one in "
+                "summon_full_params()."
+            )
 
 
 def _alike(part: Mapping[str, Any], own: Mapping[str, Any]) -> bool:

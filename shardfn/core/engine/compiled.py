@@ -1,6 +1,6 @@
 """Forwards run by `torch.compile`, with their gathers outside of the graph. Layer 3.
 
-    enter unit -> gather -> plain_weights(unit): [ graph(module, ...) ] -> leave unit
+    enter unit -> gather -> as_usual(unit): [ graph(module, ...) ] -> leave unit
 
 Dynamo sees an ordinary module and an ordinary function, that of the module's class. So units of one class and of equal
 shapes share one graph, and the weights are inputs of it: what the graph saves of them for its backward are views of
@@ -8,8 +8,8 @@ gathered memory, which the session frees and gathers again as ever.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardfn._torch import Compiler, has_forward_hooks, has_no_memory, in_transform, simulated
-from shardfn.core.engine.weights import plain_weights
+from shardfn.core.underway import holding
 
 Forward = Callable[..., Any]
 
@@ -45,27 +45,27 @@ def own_code(function: Forward, module: nn.Module) -> Forward:
     return known[1]
 
 
-def compiled(function: Forward, compiler: Compiler) -> Forward:
-    """`function(module, ...)` as a graph; inside a `torch.func` transform, which a graph would not see, as it is."""
+def compiled(
+    function: Forward, compiler: Compiler, as_usual: Callable[[nn.Module], AbstractContextManager[None]]
+) -> Forward:
+    """`function(module, ...)` as a graph, which is `as_usual(module)`.
+
+    Inside a `torch.func` transform, which a graph would not see, it runs as it is.
+    """
     graph = compiler(function)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if in_transform() or _AS_THEY_ARE.get() or torch.compiler.is_compiling() or has_no_memory() or simulated():
             return function(module, *args, **kwargs)
-        with plain_weights(module):
+        with as_usual(module):
             return graph(module, *args, **kwargs)
 
     return forward
 
 
-@contextmanager
-def as_they_are() -> Iterator[None]:
+def as_they_are() -> AbstractContextManager[None]:
     """Within it compiled forwards run without their graphs: in the innermost level of a transform, say."""
-    token = _AS_THEY_ARE.set(True)
-    try:
-        yield
-    finally:
-        _AS_THEY_ARE.reset(token)
+    return holding(_AS_THEY_ARE, True)
 
 
 def untraced(function: Forward) -> Forward:

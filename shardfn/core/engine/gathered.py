@@ -1,27 +1,28 @@
 """What autograd keeps instead of what was gathered: of a bucket, and of an activation. Layer 3.
 
-A `Gathered` is one bucket of one gather: its bytes, and the state that they are in.
+A `Gathered` is one bucket of one gather. Where its bytes are, `_flight` and `_flat` say:
 
-    IN_FLIGHT       the gather has begun, or there is nothing to send
-    WHOLE           the forward computes with the leaves, which lie in one storage
-    FREED           the forward of the unit is over: autograd keeps descriptions of views, and nobody the storage
-    AGAIN           the backward is expected to ask for them, or does: the same bytes are in flight once more
-    WHOLE_AGAIN     views of them are handed out
-    (FREED)         the gradients of the bucket are here, or too many units are whole: a later view gathers again
+    in flight          `_flight`    the gather has begun, or there is nothing to send
+    whole                           the forward computes with the leaves, which lie in one storage
+    freed                           the forward of the unit is over: autograd keeps descriptions of views, and nobody
+                                    the storage
+    in flight again    `_flight`    the backward is expected to ask for them, or does: the same bytes once more
+    whole again        `_flat`      views of them are handed out
+    (freed)                         the gradients of the bucket are here, or too many units are whole: a later view
+                                    gathers again
 
-A bucket whose storage is not freed stays `WHOLE`; that its weights are read again is none of its business then. What
-comes next is the session's, which calls in here; only what autograd calls (`unpack`) calls out.
+A bucket whose storage is not freed stays whole; that its weights are read again is none of its business then. What
+comes next is the session's, which calls in here; only what autograd calls (`unpack`) calls out, and a second gather,
+which has its place in the order.
 
 An `Activation` is gathered over a compute axis: with `acts={"layers.*": "b s@tp c"}` linears read inputs that were
 gathered along the sequence, and autograd saves them for the gradients of weights. It saves this rank's piece instead,
 and the first one that is asked for in the backward gathers again, for all that the forward saved of it.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -30,42 +31,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from shardfn._torch import (
-    DTensorSpec,
-    spec_of,
-    storage_key,
-    unwrap_local,
-    version_of,
-    version_of_saved,
-    versions_of,
-    with_local,
-    wrap_local,
-    wraps,
-)
-from shardfn.core.buckets import BucketOnGrid, Flight
+from shardfn import _torch
+from shardfn.core.buckets import BucketOnGrid
+from shardfn.core.collectives import Flight
 from shardfn.core.engine.compiled import untraced
-from shardfn.core.engine.order import Event
-from shardfn.core.engine.runtime import Neighbours, Runtime
+from shardfn.core.engine.runtime import Event, Neighbours, Runtime
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
 
 
-class State(Enum):
-    """Where the bytes of a bucket are, see above."""
-
-    IN_FLIGHT = "in flight"
-    WHOLE = "whole"
-    FREED = "freed"
-    AGAIN = "in flight again"
-    WHOLE_AGAIN = "whole again"
-
-
 class View(NamedTuple):
-    """What autograd keeps of a view of a gathered storage, without the storage."""
+    """What autograd keeps of a view of what was gathered, without the storage."""
 
-    gathered: "Gathered"
+    source: "Gathered | Activation"
     strided: tuple[torch.Size, tuple[int, ...], int]  # shape, stride, offset
-    spec: DTensorSpec | None  # of the DTensor whose local part it is
+    spec: _torch.DTensorSpec | None  # of the DTensor whose local part it is
 
 
 _VIEW: Callable[[Any, tuple[Any, ...]], View] = tuple.__new__  # without a frame
@@ -74,36 +54,30 @@ _VIEW: Callable[[Any, tuple[Any, ...]], View] = tuple.__new__  # without a frame
 class Gathered:
     """One bucket of one gather, ready to be gathered again with the same values."""
 
-    def __init__(
-        self,
-        session: Any,
-        event: Event,
-        spot: BucketOnGrid,
-        leaves: Sequence[Tensor],
-        shards: Sequence[Tensor],
-        flight: Flight | None,
-    ) -> None:
-        """`session` is what autograd turns to, and `shards` are the local parts of `leaves`."""
+    def __init__(self, session: Any, event: Event) -> None:
+        """`session` is what autograd turns to, whose leaves these are."""
         runtime: Runtime = session.runtime
+        spot: BucketOnGrid = runtime.spot_of[event[1:]]
+        leaves: Sequence[Tensor] = [*map(session.leaves.__getitem__, spot.bucket.leaves)]
         self.session, self.event, self.spot, self.leaves, self._runtime = session, event, spot, leaves, runtime
         self.again = Event("gather again", event.unit, event.bucket)
         self.frees = event.unit in runtime.frees and spot.moves
-        self.state, self._flight = State.IN_FLIGHT, flight
         self._neighbours: Neighbours | None = runtime.neighbours.get(event.unit)
-        self._shards, self._dtype = shards, spot.bucket.dtype
+        self._shards, self._dtype = _torch.unwrap_locals(leaves), spot.bucket.dtype
         sources: Mapping[str, Tensor] | None = session.sources  # what leaves were made of, whose owner may change it
         made_of = map(sources.__getitem__, spot.bucket.leaves) if sources else leaves
         # What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter.
         self._counters = [*self._shards, *leaves, *made_of]
-        self._versions = versions_of(self._counters)
-        self._flat: Tensor | None = None
+        self._versions = _torch.versions_of(self._counters)
+        self._flight: Flight | None = None
+        self._flat: Tensor | None = None  # all of it, while the backward, or `free`, uses it
         self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
         self.first = self.end = 0  # addresses of the storage
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather: the whole leaves."""
-        flight, self._flight, self.state = self._flight, None, State.WHOLE
+        flight, self._flight = self._flight, None
         if flight is not None:
             return self.spot.crossings[-1].wholes_of(self._runtime.finish(flight))
         return [whole.detach() for whole in self.spot.unmoved(self._shards)]
@@ -116,14 +90,14 @@ class Gathered:
             self.first = storage.data_ptr()
             self.end = self.first + storage.nbytes()
         if self._neighbours is not None and torch.is_grad_enabled():
-            blank: Any = wholes[0].detach().new_empty(0)
-            self._flat = blank.set_(storage, 0, (storage.nbytes() // wholes[0].element_size(),))
+            numel = storage.nbytes() // wholes[0].element_size()
+            self._flat = _torch.set_storage(wholes[0].detach().new_empty(0), storage, 0, (numel,))
 
     def free(self) -> None:
         """The forward of the unit is over."""
         if self._neighbours is not None and self._flat is not None:
             self._kept = self._neighbours.part_of(self._flat, self.spot.buffers)
-        self._flat, self.state = None, State.FREED
+        self._flat = None
 
     def pack(self, saved: Tensor, part: Tensor) -> View | None:
         """What autograd keeps instead of a view of the gathered storage; None when it keeps that as it is.
@@ -133,8 +107,8 @@ class Gathered:
         if part.dtype != self._dtype or part.is_neg() or part.is_conj():
             return None
         offset = int(part.storage_offset())
-        spec = spec_of(saved) if isinstance(saved, DTensor) else None
-        if spec is not None or version_of_saved(saved) != self._begins.get(offset):
+        spec = _torch.spec_of(saved) if isinstance(saved, DTensor) else None
+        if spec is not None or _torch.version_of_saved(saved) != self._begins.get(offset):
             self._require_unwritten(saved, offset)
         strided = part.shape, part.stride(), offset
         return _VIEW(View, (self, self._runtime.strided.setdefault(strided, strided), spec))
@@ -144,22 +118,22 @@ class Gathered:
         if begins not in self._begins:
             begins = max(offset for offset in self._begins if offset <= begins)
         before = 0 if isinstance(saved, DTensor) else self._begins[begins]  # a DTensor counts its changes by itself
-        if version_of(saved) != before:
+        if _torch.version_of(saved) != before:
             name = self.spot.bucket.leaves[list(self._begins).index(begins)]
             raise RuntimeError(
                 f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
                 f"use the value from before. Write a new tensor instead, or update the tree of parameters."
             )
 
-    def may_start_again(self) -> bool:
-        """Whether the bytes are neither there nor on their way; they must be those that the forward had.
+    def start_again(self) -> bool:
+        """Start to gather the bytes that the forward had; False when they are there, or on their way.
 
         Raises:
             RuntimeError: a shard was written since.
         """
         if self._flat is not None or self._flight is not None:
             return False
-        now = versions_of(self._counters)
+        now = _torch.versions_of(self._counters)
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
             name = self.spot.bucket.leaves[changed % len(self.leaves)]
@@ -167,41 +141,34 @@ class Gathered:
                 f"'{name}' was changed in place between the forward and the backward that needs it; "
                 f"run the backward before the optimizer step"
             )
+        self.session.pass_by("weights", self.again)
+        self.start()
         return True
 
-    def start_again(self) -> None:
-        """The same bytes, in flight once more."""
+    def start(self) -> None:
+        """The bytes are in flight; and once more, as they were."""
         steps = self.spot.gather_steps(self._shards)
         if self._kept is not None and self._neighbours is not None:
             steps = self._neighbours.gather_steps(self._kept, self.spot.buffers)
-        self._flight, self.state = self._runtime.start(steps), State.AGAIN
+        self._flight = self._runtime.start(steps)
 
     def finish_again(self) -> None:
         """Wait for them."""
-        flight, self._flight, self.state = self._flight, None, State.WHOLE_AGAIN
+        flight, self._flight = self._flight, None
         if flight is not None:
             self._flat = self._runtime.finish(flight)
 
     def view(self, of: View) -> Tensor:
-        """A view that autograd kept, once the bucket is whole again."""
+        """A view that autograd kept, of the bucket that is whole again."""
+        if self._flat is None:
+            self.session.wake(self)
         assert self._flat is not None
         part = self._flat.as_strided(*of.strided)
-        return part if of.spec is None else wrap_local(part, of.spec)
+        return part if of.spec is None else _torch.wrap_local(part, of.spec)
 
     def release(self) -> None:
         """Let go of what is whole again, or on its way."""
         self._flat = self._flight = None
-        if self.state in (State.AGAIN, State.WHOLE_AGAIN):
-            self.state = State.FREED
-
-
-class PackedActivation(NamedTuple):
-    """A saved view of a gathered activation, without its storage."""
-
-    activation: "Activation"
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class Activation:
@@ -209,32 +176,29 @@ class Activation:
 
     def __init__(self, own: Tensor, whole: Tensor, again: Callable[[Tensor], Tensor]) -> None:
         """`again` gathers `own`, which is what was gathered as `whole`."""
-        self._own, self._own_version = own.detach(), version_of(own)  # they count changes together
-        self._first, self._version, self._dtype = weakref.ref(whole), version_of(whole), whole.dtype
+        self._own, self._own_version = own.detach(), _torch.version_of(own)  # they count changes together
+        self._first, self._version, self._dtype = weakref.ref(whole), _torch.version_of(whole), whole.dtype
         self._again = again
         self._saved = self._waiting = 0  # views that were saved, and that the backward under way has not asked for
         self._whole: Tensor | None = None
         self._changed = False
 
-    def pack(self, saved: Tensor) -> PackedActivation | None:
+    def pack(self, saved: Tensor) -> View | None:
         """What autograd keeps of a view; None when that is not a view of what was gathered, as it was."""
-        if saved.dtype != self._dtype or saved.is_neg() or saved.is_conj() or version_of(saved) != self._version:
+        if saved.dtype != self._dtype or saved.is_neg() or saved.is_conj() or _torch.version_of(saved) != self._version:
             return None
         self._saved += 1
-        return PackedActivation(self, saved.shape, saved.stride(), int(saved.storage_offset()))
+        return View(self, (saved.shape, saved.stride(), int(saved.storage_offset())), None)
 
     def end(self) -> None:
         """The module that reads it has ended."""
         first = self._first()
-        self._changed = first is not None and version_of(first) != self._version
+        self._changed = first is not None and _torch.version_of(first) != self._version
 
-    def view(self, packed: PackedActivation) -> Tensor:
-        """The saved view."""
-        if self._changed or version_of(self._own) != self._own_version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"activation of shape {list(packed.shape)} that is split by Policy.acts. Write a new tensor."
-            )
+    def view(self, of: View) -> Tensor:
+        """A view that autograd kept."""
+        if self._changed or _torch.version_of(self._own) != self._own_version:
+            raise _changed("an activation, split by Policy.acts,", of.strided[0])
         if self._whole is None:
             with torch.no_grad():
                 self._whole = self._again(self._own)
@@ -243,7 +207,7 @@ class Activation:
         self._waiting -= 1
         if self._waiting == 0:
             self._whole = None
-        return whole.as_strided(packed.shape, packed.stride, packed.offset)
+        return whole.as_strided(*of.strided)
 
 
 class Uncopied(NamedTuple):
@@ -254,11 +218,6 @@ class Uncopied(NamedTuple):
     counters: tuple[Tensor, ...]
 
 
-def _counters_of(part: Tensor, weights: Sequence[Uncopied]) -> tuple[Tensor, ...]:
-    at = part.data_ptr()
-    return next((weight.counters for weight in weights if weight.begin <= at < weight.end), ())
-
-
 class _OfWeight(NamedTuple):
     """A saved view of a weight that is the shard itself, detached, with what counts changes of it."""
 
@@ -267,19 +226,10 @@ class _OfWeight(NamedTuple):
     versions: list[int]
 
 
-class _Unpacked(threading.local):
-    """Whose saved tensors a backward in this thread has read last."""
-
-    session: "weakref.ref[Any] | None" = None
-
-
-UNPACKED = _Unpacked()
-
-
-def _changed(what: str, tensor: Tensor) -> RuntimeError:
+def _changed(what: str, shape: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} of shape {list(tensor.shape)}. Update parameters after the backward; in a forward, write new tensors."
+        f"{what} of shape {list(shape)}. Update parameters after the backward; in a forward, write new tensors."
     )
 
 
@@ -289,7 +239,7 @@ class _Kept(dict[int, int]):
     def detached(self, saved: Tensor) -> Tensor:
         """Without its node: together they would be a cycle through C++, and live for ever."""
         made = saved.detach()
-        self[id(made)] = version_of_saved(saved)
+        self[id(made)] = _torch.version_of_saved(saved)
         return made
 
     def as_it_is(self, saved: Tensor) -> Tensor:
@@ -298,20 +248,16 @@ class _Kept(dict[int, int]):
         return saved
 
 
-def saved_hooks(
-    session: Any,
-    by_storage: Mapping[int, Gathered],
-    uncopied: Mapping[int, Sequence[Uncopied]],
-    activations: Mapping[int, Activation],
-    pure: bool,
-    traced: bool,
-) -> AbstractContextManager[Any]:
-    """Hooks around a forward of a session that gathers these, by their storages, see `Session.hooks`.
+def saved_hooks(session: Any, traced: bool) -> AbstractContextManager[Any]:
+    """Hooks around a forward of a session, see `Session.hooks`, that know what it has gathered by its storage.
 
     A view of a storage that is freed becomes a description, and one of a weight that is the shard itself is kept with
     what counts its changes; everything else is kept detached, and its version beside it.
     """
-    freed, kept = by_storage.values(), _Kept()
+    by_storage: Mapping[int, Gathered] = session.by_storage
+    uncopied: Mapping[int, Sequence[Uncopied]] = session.uncopied
+    activations: Mapping[int, Activation] = session.activations
+    freed, kept, pure = by_storage.values(), _Kept(), session.grid.pure
 
     def pack(saved: Tensor) -> Any:  # of every saved tensor: most are activations
         if type(saved) is not Tensor or activations or uncopied:
@@ -327,11 +273,11 @@ def saved_hooks(
 
     def pack_other(saved: Tensor) -> Any:
         """The same of any tensor, in any forward."""
-        part = unwrap_local(saved)
-        if type(part) is not Tensor and wraps(part):
-            return kept.as_it_is(with_local(saved, part))  # a new DTensor, detached as others are
+        part = _torch.unwrap_local(saved)
+        if type(part) is not Tensor and _torch.wraps(part):
+            return kept.as_it_is(_torch.with_local(saved, part))  # a new DTensor, detached as others are
         try:
-            key = storage_key(part)
+            key = _torch.storage_key(part)
         except (RuntimeError, NotImplementedError):
             return kept.as_it_is(saved)
         if (gathered := by_storage.get(key)) is not None:
@@ -340,9 +286,10 @@ def saved_hooks(
             return packed
         if pure:
             return kept.as_it_is(saved)
-        if key in uncopied and (counters := _counters_of(part, uncopied[key])):
-            own = saved.detach()
-            return _OfWeight(own, [own, *counters], versions_of([saved, *counters]))
+        for weight in uncopied.get(key, ()):
+            if weight.begin <= part.data_ptr() < weight.end:
+                own = saved.detach()
+                return _OfWeight(own, [own, *weight.counters], _torch.versions_of([saved, *weight.counters]))
         return kept.detached(saved)
 
     unpack = _unpacking(session, kept)
@@ -355,22 +302,17 @@ def _unpacking(session: Any, kept: _Kept) -> Callable[[Any], Tensor]:
     """What gives autograd back what it has saved in a forward of a session, which lives as long as that is kept."""
     version_of_kept = kept.get
 
-    def unpack(packed: Any) -> Tensor:
+    def unpack(packed: Any, _keeps: Any = session) -> Tensor:  # a checkpoint finds the session as long as it is there
         kind = type(packed)
-        if kind is PackedActivation:
-            return packed.activation.view(packed)
-        UNPACKED.session = session.ref
         if kind is View:
-            if packed.gathered.state is not State.WHOLE_AGAIN:
-                session.wake(packed.gathered)
-            return packed.gathered.view(packed)
+            return packed.source.view(packed)
         if kind is _OfWeight:
-            if versions_of(packed.counters) != packed.versions:
-                raise _changed("a weight", packed.tensor)
+            if _torch.versions_of(packed.counters) != packed.versions:
+                raise _changed("a weight", packed.tensor.shape)
             return packed.tensor
         version = version_of_kept(id(packed))
-        if version is not None and version_of_saved(packed) != version:
-            raise _changed("a tensor", packed)
+        if version is not None and _torch.version_of_saved(packed) != version:
+            raise _changed("a tensor", packed.shape)
         return packed
 
     return unpack

@@ -6,7 +6,7 @@ everything out when the backward is over, to `value_and_grad` (`Gradients`) or i
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from operator import is_
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap_local, wrap_local
-from shardfn.core.buckets import BucketOnGrid, Flight
-from shardfn.core.collectives import finished
+from shardfn.core.buckets import BucketOnGrid
+from shardfn.core.collectives import Explain, Flight
 from shardfn.core.errors import ShardError
 from shardfn.core.plan import Plan
 
+Grads = Sequence[Tensor | None]  # one for each leaf, or none
 _IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
 _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
 
@@ -45,7 +46,7 @@ def is_held_back(grad: Tensor | None) -> bool:
 
 
 @torch.no_grad()
-def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Sequence[Tensor | None]) -> None:
+def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> None:
     """Add pending gradients [whole over data] to those in `.grad`, unreduced."""
     _names_waiting(spot.plan).update(spot.bucket.leaves)
     for index, (leaf, grad) in enumerate(zip(leaves, pending, strict=True)):
@@ -58,7 +59,9 @@ def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Sequence[Te
         (dtype,) = grad_dtypes_of([leaf])
         whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
-            _own_part(spot, index, whole).add_(unwrap_local(had), alpha=_ways(spot, index))
+            # It counts more than those of all ranks, whose mean is still to be taken.
+            ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data if axis in spot.leaves[index].axes)
+            _own_part(spot, index, whole).add_(unwrap_local(had), alpha=ranks)
         leaf.grad = wrap_local(whole, spot.spec(index, dtype, True))
 
 
@@ -67,18 +70,12 @@ def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
     leaf, grid = spot.leaves[index], spot.grid
     own = leaf.local_range(grid.sizes, grid.coords)
     gathered = leaf.local_range(grid.sizes, grid.coords, spot.computed)
-    for dim, ((start, length), (first, _)) in enumerate(zip(own, gathered, strict=True)):
-        whole = whole.narrow(dim, start - first, length)
-    return whole
-
-
-def _ways(spot: BucketOnGrid, index: int) -> int:
-    """By how much a reduced gradient counts more than those of all ranks, whose mean is still to be taken."""
-    return prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data if axis in spot.leaves[index].axes)
+    starts = [(start - first, length) for (start, length), (first, _) in zip(own, gathered, strict=True)]
+    return whole[tuple(slice(start, start + length) for start, length in starts)]
 
 
 @torch.no_grad()
-def with_held_back(leaves: Sequence[Tensor], pending: Sequence[Tensor | None]) -> list[Tensor | None]:
+def with_held_back(leaves: Sequence[Tensor], pending: Grads) -> list[Tensor | None]:
     """Pending gradients with those that were held back, which leave `.grad`."""
     found = list(pending)
     for index, leaf in enumerate(leaves):
@@ -94,24 +91,19 @@ def _names_waiting(plan: Plan) -> set[str]:
     return plan.home.once("held back", set)
 
 
-def waiting(plan: Plan, leaves: Mapping[str, Tensor]) -> set[str]:
-    """The leaves whose gradients are held back now."""
-    return {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
-
-
 @torch.no_grad()
-def reduce_held_back(spot: BucketOnGrid, leaves: Sequence[Tensor], names: Collection[str]) -> None:
+def reduce_held_back(plan: Plan, spots: Iterable[BucketOnGrid], leaves: Mapping[str, Tensor]) -> None:
     """Reduce what was held back and the last backward did not reach."""
-    wanted = [name in names for name in spot.bucket.leaves]
-    if not any(wanted):
-        return
-    own = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-    part, op = spot.part(wanted), spot.plan.reduction
-    assert op is not None
-    dtypes = grad_dtypes_of(own)
-    shards = finished(part.reduce_steps(with_held_back(own, [None] * len(own)), dtypes, op))
-    for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
-        leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
+    names = {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
+    for spot in spots if names else ():
+        own = [leaves[name] for name in spot.bucket.leaves if name in names]
+        if not own:
+            continue
+        part, op = spot.part([name in names for name in spot.bucket.leaves]), plan.reduction
+        assert op is not None
+        shards = part.reduce(with_held_back(own, [None] * len(own)), grad_dtypes_of(own), op)
+        for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
+            leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
 
 
 class Reductions:
@@ -121,13 +113,7 @@ class Reductions:
         self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
         self._found: dict[str, Tensor] = {}
 
-    def reduce(
-        self,
-        spot: BucketOnGrid,
-        pending: Sequence[Tensor | None],
-        dtypes: Sequence[torch.dtype],
-        explain: Callable[[RuntimeError], Exception],
-    ) -> None:
+    def reduce(self, spot: BucketOnGrid, pending: Grads, dtypes: Sequence[torch.dtype], explain: Explain) -> None:
         """Start to reduce the gradients of a bucket; wait for the oldest when too many are under way."""
         op = spot.plan.reduction
         assert op is not None
@@ -176,9 +162,8 @@ class Gradients(Reductions):
 
     def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
         """Whether these are its own leaves, in its own backward, which nobody differentiates."""
-        if not self._collects or torch.is_grad_enabled():
-            return False
-        return all(map(is_, map(self._leaves.get, names), leaves))
+        collects = self._collects and not torch.is_grad_enabled()
+        return collects and all(map(is_, map(self._leaves.get, names), leaves))
 
 
 class Accumulation(Reductions):

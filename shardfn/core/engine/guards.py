@@ -14,27 +14,30 @@ and no more.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from types import FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
-from shardfn.core.engine.arithmetic import computing, converting
-from shardfn.core.engine.binding import Bound, is_cache
+from shardfn.core.engine.paired import methods
 from shardfn.core.engine.reached import Held, alike, reach, read, users_classes
-from shardfn.core.engine.values import Values
-from shardfn.core.model import class_of
+from shardfn.core.engine.values import Values, is_cache
+from shardfn.core.model import StandIn, class_of, unwrapped
 
 _NOTHING = object()
 _dict_of = attrgetter("__dict__")
 _values_of = methodcaller("values")
+_forward_of = attrgetter("forward")
+_is_there = partial(is_not, None)
 _METHOD_KINDS = {FunctionType, staticmethod, classmethod, property}
 _NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
@@ -64,42 +67,27 @@ class Place:
         return self.table is not None and any(isinstance(x, Tensor) for x in pytree.tree_leaves(self.now(())))
 
 
-class Reads:
-    """The attributes of modules that runs read before they assigned them."""
+@contextmanager
+def reads_noted(model: nn.Module, found: dict[tuple[int, Any], Place]) -> Iterator[None]:
+    """Within it, the attributes of a model's modules that are read before they are assigned are added to `found`."""
+    own = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
 
-    def __init__(self) -> None:
-        self.found: dict[tuple[int, str], Place] = {}
+    def note(module: Any, name: str) -> None:
+        if name in _NAMES or id(module) not in own:
+            return
+        before, kind = own[id(module)]
+        table = object.__getattribute__(module, "__dict__")
+        held = table.get(name, _NOTHING)
+        if held is not before.get(name, _NOTHING):
+            return  # the forward has assigned it
+        if held is _NOTHING and name in table["_modules"]:
+            table = table["_modules"]
+        elif held is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
+            return
+        found.setdefault((id(table), name), Place(table, name))
 
-    @contextmanager
-    def of(self, bound: Bound) -> Iterator[None]:
-        """Within it, those of copies are noted, as places in the modules that they are copies of."""
-        own = {id(copy): (module, dict(copy.__dict__)) for module, copy in bound.pairs()}
-
-        def note(copy: Any, name: str) -> None:
-            if name in _NAMES:
-                return
-            module, made = own.get(id(copy), (None, None))
-            if module is None or made is None:
-                return
-            held = object.__getattribute__(copy, "__dict__").get(name, _NOTHING)
-            if held is not made.get(name, _NOTHING):
-                return  # the forward has assigned it
-            if held is _NOTHING and (name in children_of(module)):
-                self._add(children_of(module), name)
-            elif held is not _NOTHING or not _is_declared(module, name):
-                self._add(module.__dict__, name)
-
-        with attributes_read(note):
-            yield
-
-    def _add(self, table: Any, name: str) -> None:
-        self.found.setdefault((id(table), name), Place(table, name))
-
-
-def _is_declared(module: nn.Module, name: str) -> bool:
-    """Whether a class has a name, or a module a parameter or buffer."""
-    tables = (module.__dict__["_parameters"], module.__dict__["_buffers"])
-    return hasattr(class_of(module), name) or any(name in table for table in tables)
+    with attributes_read(note):
+        yield
 
 
 class Structure:
@@ -113,11 +101,12 @@ class Structure:
 
     def _now(self, model: nn.Module) -> list[Any]:
         children = [*chain.from_iterable(map(dict.values, self._tables))]
-        inside = [model, *(child for child in children if child is not None)]
+        inside = [model, *filter(_is_there, children)]
         kinds = [*map(type, inside)]
         own = map(dict.get, map(_dict_of, inside), repeat("forward"))
+        own = [forward.original if isinstance(forward, StandIn) else forward for forward in own]
         methods = [x for x in chain.from_iterable(map(_values_of, self._methods)) if type(x) in _METHOD_KINDS]
-        return [*children, *kinds, *own, *(kind.forward for kind in dict.fromkeys(kinds)), *methods]
+        return [*children, *kinds, *own, *map(_forward_of, dict.fromkeys(kinds)), *methods]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the model is made as it was."""
@@ -129,28 +118,19 @@ class Structure:
         return [(id(own), signature(hook, sizes=False)) for own in filter(None, self._hooks) for hook in own.values()]
 
 
-@dataclass
 class Guards:
     """What has to be as it was for a run to be about a call."""
 
-    places: list[Place]
-    values: list[Any]
-    held: Held
-    rules: Sequence[Rule] = ()
-    # What the rules are about, and was there.
-    loose: dict[tuple[int, Any], tuple[Place, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], found: Sequence[Place]) -> "Guards":
+    def __init__(self, leaves: Sequence[Any], found: Sequence[Place]) -> None:
         """Those of a run of arguments with these leaves that read what is in these places."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
         own = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
-        places = [*(Place(None, at) for at in own), *found]
-        values = [place.now(leaves) for place in places]
-        own = [x for x in values if not isinstance(x, nn.Module) and not callable(x)]
-        guards = cls(places, values, reach(own))
-        guards._list()
-        return guards
+        self.places = [*(Place(None, at) for at in own), *found]
+        self.values = [place.now(leaves) for place in self.places]
+        self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
+        self.rules: Sequence[Rule] = ()
+        self.loose: dict[tuple[int, Any], tuple[Place, Any]] = {}  # what the rules are about, and was there
+        self._list()
 
     def _list(self) -> None:
         own = [(place, value) for place, value in zip(self.places, self.values, strict=True) if place.table is not None]
@@ -169,9 +149,7 @@ class Guards:
         same = all(map(is_, map(dict.get, self._tables, self._names, repeat(_NOTHING)), self._owned))
         same = same and all(alike(read(value) if now is None else now, held) for value, now, held in self._contents)
         same = same and all(leaves[at] is value or _equal(leaves[at], value, self.held) for at, value in self._leaves)
-        if not same and self.broken(leaves):
-            return False
-        return self.answered(leaves)
+        return (same or not self.broken(leaves)) and self.answered(leaves)
 
     def answered(self, leaves: Sequence[Any]) -> bool:
         """Whether the rules hold."""
@@ -286,49 +264,44 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 class Watch(TorchFunctionMode):
     """Puts numbers and lists that remember what they are asked into some places, in a run without data."""
 
+    _known: Values  # of tensors, in that run
+
     def __init__(self, places: Sequence[Place], leaves: Sequence[Any]) -> None:
         super().__init__()
         self.places = {place.key: (place, place.now(leaves)) for place in places}
         self.rules: list[Rule] = []
         self.asked: set[tuple[int, Any]] = set()  # lists
-        self._known: Values | None = None
+        self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
 
     @staticmethod
     def serves(value: Any) -> bool:
         """Whether it can stand for a value."""
         return type(value) in (int, float, list, dict, set)
 
-    def put(self, bound: Bound, leaves: list[Any], known: Values) -> None:
-        """Put all into the copies, the objects and the leaves of a run."""
+    def put(self, leaves: list[Any], known: Values) -> None:
+        """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
         self._known = known
-        copies = {id(module.__dict__): copy for module, copy in bound.pairs()}
         for place, value in self.places.values():
-            made = self._stand_in(place, copies, value)
+            made = self._stand_in(place, value)
             if place.table is None:
                 leaves[1 + place.name] = made  # after the path of the module that is called
-            elif id(place.table) in copies:
-                copies[id(place.table)].__dict__[place.name] = made
             else:
-                place.table[place.name] = made  # it is put back after the run
+                place.table[place.name] = made
 
-    def _stand_in(self, place: Place, copies: Any, value: Any) -> Any:
+    def _stand_in(self, place: Place, value: Any) -> Any:
         if type(value) in (int, float):
             return _number(self, value, lambda look: look(place))
-        held = copies[id(place.table)].__dict__[place.name] if id(place.table) in copies else value
-        made = _CONTAINERS[type(value)](held)
+        made = _CONTAINERS[type(value)](value)
         made.__dict__["ask"] = lambda: self.asked.add(place.key)
         return made
 
     def __enter__(self) -> Any:
-        self._math = {name: getattr(math, name) for name in _MATH}
-        for name, function in self._math.items():
-            setattr(math, name, _followed(function))
+        self._math.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for name, function in self._math.items():
-            setattr(math, name, function)
+        self._math.stop()
 
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
@@ -336,7 +309,7 @@ class Watch(TorchFunctionMode):
         return answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = any(isinstance(x, Tensor) and self._known is not None and self._known.knows(x) for x in args)
+        known = any(isinstance(x, Tensor) and self._known.of(x) is not None for x in args)
         free = getattr(func, "__name__", "").strip("_").removeprefix("i") in _ARITHMETIC and not known
 
         def plain(x: Any) -> Any:
@@ -360,6 +333,9 @@ class _Number:
         """The value, which something is decided by."""
         return self.watch.note(self.of, self.value)
 
+    def __hash__(self) -> int:
+        return hash(self.ask())
+
     def __getattr__(self, name: str) -> Any:
         if not hasattr(self.value, name):  # torch looks for some
             raise AttributeError(name)
@@ -371,20 +347,9 @@ def _number(watch: Watch, value: Any, of: Callable[[Look], Any]) -> Any:
     return kinds[type(value)](watch, value, of) if type(value) in kinds else watch.note(of, value)
 
 
-def _combined(function: Callable[..., Any]) -> Any:
-    """A method that computes with numbers."""
-
-    def method(self: Any, *others: Any) -> Any:
-        mine = (self, *others)
-        if not all(type(x) in (int, float, bool, _Int, _Float) for x in mine):
-            return NotImplemented
-        return _computed(function, self.watch, mine)
-
-    return method
-
-
-def _computed(function: Callable[..., Any], watch: Watch, given: Sequence[Any]) -> Any:
+def _computed(function: Callable[..., Any], *given: Any) -> Any:
     """What a function makes of numbers; it remembers how."""
+    watch = next(x.watch for x in given if isinstance(x, _Number))
     asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in given]
     value = function(*(x.value if isinstance(x, _Number) else x for x in given))
     return _number(watch, value, lambda look: function(*(of(look) for of in asked)))
@@ -394,21 +359,17 @@ def _followed(function: Callable[..., Any]) -> Any:
     """A function of `math` that also takes numbers that remember; those that C code reads do not."""
 
     def call(*args: Any) -> Any:
-        watched = next((x for x in args if isinstance(x, _Number)), None)
-        return function(*args) if watched is None else _computed(function, watched.watch, args)
+        return _computed(function, *args) if any(isinstance(x, _Number) for x in args) else function(*args)
 
     return call
 
 
-def _asked(name: str) -> Any:
-    return lambda self, *args: getattr(self.ask(), name)(*args)
-
-
 _MATH = ("exp", "log", "sqrt", "pow", "cos", "sin", "tanh", "log1p", "expm1")
-_METHODS = computing(_combined) | converting(lambda number: number.ask())
-_METHODS |= {f"__{name}__": _asked(f"__{name}__") for name in "hash round trunc floor ceil divmod rdivmod".split()}
-_Int: Any = type("_Int", (_Number, torch.SymInt), _METHODS | {"__class__": property(lambda self: int)})
-_Float: Any = type("_Float", (_Number, torch.SymFloat), _METHODS | {"__class__": property(lambda self: float)})
+_Int: Any = type("_Int", (_Number, torch.SymInt), {"__class__": property(lambda self: int)})
+_Float: Any = type("_Float", (_Number, torch.SymFloat), {"__class__": property(lambda self: float)})
+for _kind in (_Int, _Float):
+    for _name, _method in methods(_computed, _Number.ask, (_Int, _Float)).items():
+        setattr(_kind, _name, _method)
 
 
 def _telling(kind: type, silent: str) -> Any:

@@ -63,7 +63,8 @@ class Numbers:
         held = self.values.of(x)
         if held is None or not holds_data(held) or held.numel() > _MOST:
             return self._number("unknown", len(self._known))
-        return self._number("held", held.dtype, tuple(held.shape), _hash_of(held))
+        plain = held.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+        return self._number("held", held.dtype, tuple(held.shape), hash(plain.view(torch.uint8).numpy().tobytes()))
 
     def name(self, x: Tensor, *words: Hashable) -> None:
         """Say what a value is."""
@@ -134,9 +135,3 @@ def _plain(leaf: Any) -> Hashable:
     if isinstance(leaf, float):
         return str(leaf) if isnan(leaf) else leaf
     return leaf if isinstance(leaf, int | str) else str(leaf)
-
-
-def _hash_of(x: Tensor) -> int:
-    """The same number for the same values."""
-    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-    return hash(values.view(torch.uint8).numpy().tobytes())

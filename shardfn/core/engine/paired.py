@@ -14,12 +14,17 @@ plain numbers, so that there is nothing to align afterwards: the same operation 
 Python decides by a size that differs (`if`, `range`, `float`): it goes the way of one process, and the line is noted.
 Whether a rank, which goes its own way, makes the same values is seen in a run of its own; see `values_of_a_rank` in
 trial.py. torch itself decides by one: the function that is running is done in each world by itself.
+
+A number of two worlds, and one that remembers what it was asked (`guards.py`), are numbers for Python: what a sum, a
+comparison or `int()` of one is, `methods` defines once for all methods of such a kind.
 """
 
 import linecache
+import math
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import currentframe
@@ -29,11 +34,44 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
-from shardfn.core.engine.arithmetic import computing, converting
 from shardfn.core.engine.values import tensors_of
+from shardfn.core.underway import holding
 
+_Function = Callable[..., Any]
+_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OF_ONE = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne")  # or comparisons
+_COMPUTING: dict[str, _Function] = {f"__{name}__": getattr(operator, name) for name in (*_OF_TWO, *_OF_ONE)}
+_COMPUTING |= {f"__r{name}__": lambda a, b, name=name: getattr(operator, name)(b, a) for name in _OF_TWO}
+_COMPUTING |= {f"__{function.__name__}__": function for function in (round, math.trunc, math.floor, math.ceil)}
+_CONVERTING = (bool, int, float, complex, operator.index, repr, str, format)
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 World = Literal["both", "rank", "one"]
 ALONE: tuple[World, World] = ("rank", "one")
+
+
+def methods(made: _Function, decided: Callable[[Any], Any], kinds: Collection[type]) -> dict[str, _Function]:
+    """The methods of what Python takes for a number, in terms of plain numbers.
+
+    Args:
+        made: `made(function, *numbers)` is what a function makes of them and of plain ones: a sum, a comparison.
+        decided: the plain number that counts, where something else is made of one: by `int`, `if`, `range`, as text.
+        kinds: their classes.
+    """
+
+    def computing(function: _Function) -> _Function:
+        def method(*numbers: Any) -> Any:
+            known = all(type(x) in (int, float, bool, *kinds) for x in numbers)
+            return made(function, *numbers) if known else NotImplemented
+
+        return method
+
+    def converting(function: _Function) -> _Function:
+        return lambda number, *args: function(decided(number), *args)
+
+    found = {name: computing(function) for name, function in _COMPUTING.items()}
+    found |= {f"__{function.__name__}__": converting(function) for function in _CONVERTING}
+    return found | {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda a, b: (b // a, b % a)}
 
 
 class Apart(BaseException):
@@ -48,7 +86,6 @@ class Decision:
     one: Any
     line: str
     path: str
-    sources: frozenset[str] = frozenset()
 
 
 class Worlds:
@@ -59,7 +96,8 @@ class Worlds:
         self.decided: list[Decision] = []
         self.in_torch = False  # a function of torch is running
         self.path: Callable[[], str] = str  # of the module that is running
-        self.noted: Callable[[Decision], None] = lambda decision: None
+        # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
+        self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
     @contextmanager
     def only(self, world: World) -> Iterator[None]:
@@ -70,14 +108,9 @@ class Worlds:
         finally:
             self.at = before
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[None]:
         """Within it, sizes ask these worlds."""
-        token = _WORLDS.set(self)
-        try:
-            yield
-        finally:
-            _WORLDS.reset(token)
+        return holding(_WORLDS, self)
 
     def decide(self, rank: Any, one: Any, sources: frozenset[str] = frozenset(), in_general: Any = None) -> Any:
         """Which of two values counts; within torch there may be one that is right in general.
@@ -93,10 +126,11 @@ class Worlds:
             return in_general
         if self.in_torch:
             raise Apart
-        decision = Decision(rank, one, _line(), self.path(), sources)
+        decision = Decision(rank, one, _line(), self.path())
         if decision not in self.decided:
             self.decided.append(decision)
-        self.noted(decision)
+        if sources:
+            self.needs_whole(sources, decision.path)
         return one
 
 
@@ -126,7 +160,7 @@ class _Sized(Node):
         return _WORLDS.get().decide(self.rank, self.one, self.sources, in_general)
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
-        return _Sized(rank, one, _sources((self, *others)))
+        return _Sized(rank, one, sources_of((self, *others)))
 
 
 class Size(torch.SymInt):
@@ -143,20 +177,6 @@ class Size(torch.SymInt):
             f"a size of this rank, {self.node.rank}, which is {self.node.one} on one rank, is no key: write int(n)"
         )
 
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return other // self, other % self
-
-    def __trunc__(self) -> Any:
-        return self
-
-    __floor__ = __ceil__ = __trunc__
-
-    def __round__(self, *_: Any) -> Any:
-        return self
-
 
 def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
     """A number that is `rank` and `one`; one that is no integer is decided by."""
@@ -169,22 +189,17 @@ def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
 
 def of_world(x: Any, world: World) -> Any:
     """What one world has of a number."""
-    if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) and isinstance(x.node, Node):
+    if isinstance(x, _SYMBOLS) and isinstance(x.node, Node):
         return x.node.one if world == "one" else x.node.rank
     return x
 
 
-def _combined(function: Callable[..., Any]) -> Any:
-    def method(self: Any, *others: Any) -> Any:
-        if not all(type(x) in (int, float, bool, Size, torch.SymInt) for x in others):
-            return NotImplemented
-        rank, one = (function(*(of_world(x, world) for x in (self, *others))) for world in ALONE)
-        return both(rank, one, sources_of((self, *others)))
-
-    return method
+def _computed(function: Callable[..., Any], *numbers: Any) -> Any:
+    rank, one = (function(*(of_world(x, world) for x in numbers)) for world in ALONE)
+    return both(rank, one, sources_of(numbers))
 
 
-for _name, _method in (computing(_combined) | converting(lambda size: size.node.decided())).items():
+for _name, _method in methods(_computed, lambda size: size.node.decided(), (Size, torch.SymInt)).items():
     setattr(Size, _name, _method)
 
 
@@ -209,7 +224,7 @@ class Paired(Tensor):
             return of_memory(func, args)
         kwargs = kwargs or {}
         local, whole = (func(*taken(args, world), **taken(kwargs, world)) for world in ALONE)
-        return paired(local, whole, tensors_by_local(args))
+        return paired(local, whole, {id(local_of(x)): x for x in tensors_of(args)})
 
     __torch_function__: Any = plainly
 
@@ -255,21 +270,18 @@ def is_paired(tree: Any) -> bool:
         return any(map(is_paired, tree))
     if isinstance(tree, dict):
         return any(map(is_paired, tree.values()))
-    return type(tree) is Paired or (isinstance(tree, torch.SymInt | torch.SymFloat | torch.SymBool))
+    return type(tree) is Paired or isinstance(tree, _SYMBOLS)
 
 
-def sources_of(leaves: Iterable[Any]) -> frozenset[str]:
-    """The modules at which `Policy.acts` splits what sizes among arguments are of."""
-    return _sources(x.node for x in leaves if type(x) in (Size, torch.SymInt))
-
-
-def _sources(nodes: Iterable[Any]) -> frozenset[str]:
+def sources_of(values: Iterable[Any]) -> frozenset[str]:
+    """The modules at which `Policy.acts` splits what sizes among values, or their nodes, are of."""
+    nodes = (x.node if type(x) in (Size, torch.SymInt) else x for x in values)
     return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, _Sized)))
 
 
-def tensors_by_local(tree: Any) -> dict[int, Tensor]:
-    """The tensors among arguments, by the identity of what a rank has of them."""
-    return {id(local_of(x)): x for x in tensors_of(tree)}
+def lie_alike(local: Tensor, whole: Tensor) -> bool:
+    """Whether there may be one tensor in both worlds, if its values are the same."""
+    return (local.shape, local.stride(), local.dtype) == (whole.shape, whole.stride(), whole.dtype)
 
 
 Same = Callable[[Tensor, Tensor], bool]
@@ -289,7 +301,7 @@ def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda
         return local if type(local) is type(whole) and local == whole else _number(local, whole)
     if id(local) in given:
         return given[id(local)]
-    if local.shape == whole.shape and local.stride() == whole.stride() and same(local, whole):
+    if lie_alike(local, whole) and same(local, whole):
         return local
     return Paired(local, whole)
 
@@ -305,17 +317,13 @@ def _number(rank: Any, one: Any) -> Any:
 
 def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
     """What a function of torch returned, with sizes that Python takes for integers."""
-    if type(x) is torch.SymInt:
-        return _size(x, sources)
     if isinstance(x, tuple) and any(type(n) is torch.SymInt for n in x):
-        return type(x)(_size(n, sources) if type(n) is torch.SymInt else n for n in x)
+        return type(x)(sizes_of(n, sources) if type(n) is torch.SymInt else n for n in x)
+    if type(x) is torch.SymInt:
+        worlds = _WORLDS.get()
+        if worlds.at != "both":
+            return of_world(x, worlds.at)
+        return both(x.node.rank, x.node.one, x.node.sources | frozenset(sources))
     if type(x) is torch.SymBool or type(x) is torch.SymFloat:
         return both(of_world(x, "rank"), of_world(x, "one"))
     return x
-
-
-def _size(x: Any, sources: Collection[str]) -> Any:
-    worlds = _WORLDS.get()
-    if worlds.at != "both":
-        return of_world(x, worlds.at)
-    return both(x.node.rank, x.node.one, x.node.sources | frozenset(sources))

@@ -1,8 +1,7 @@
 """What Python code can reach and change that is no tensor: containers, objects, closures and globals. Layer 3.
 
-A run without data goes through the user's code, which may collect outputs in a list that a hook has in its closure, or
-that an object has in an attribute. `undone` puts all of it back. What modules of the tree hold themselves is not here:
-a run without data has copies of them, and of their lists (`binding.py`).
+A run without data goes through the user's modules and code, which assign attributes, or collect outputs in a list that
+a hook has in its closure. `undone` puts all of it back, also what this library puts into modules for such a run.
 """
 
 from collections import OrderedDict, deque
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn._torch import forward_hooks
-from shardfn.core.engine.binding import is_cache
+from shardfn.core.engine.values import is_cache
 from shardfn.core.model import OWN, class_of, unwrapped
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
@@ -30,6 +29,8 @@ _ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are
 
 _CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
 
+_TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
+
 Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
 
 
@@ -38,17 +39,17 @@ class Reached:
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
         self._found: Held = {}
-        # What the last run has put into it that outlives a forward: tensors and whole numbers.
+        # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
         self.collected: list[Any] = []
         modules = [unwrapped(module) for module in model.modules()]
+        self._tables = {id(vars(module)) for module in modules}
         for cls in users_classes(model):
             _follow([x for x in vars(cls).values() if isinstance(x, FunctionType)], _DEPTH, self._found)
         for module in modules:
+            self._found[id(vars(module))] = vars(module), dict(vars(module))
             for name, value in vars(module).items():
-                # Containers of modules are copied for runs without data, and objects in them are not.
-                inner = _items(read(value)) if type(value) in (list, dict, set) else (value,)
-                for item in inner if not name.startswith(OWN) else ():
-                    _follow(item, _DEPTH, self._found)
+                if not name.startswith(OWN):
+                    _follow(value, _DEPTH, self._found)
         for hooks in forward_hooks(model):
             _follow(tuple(hooks.values()), _DEPTH, self._found)
         _follow(roots, _DEPTH, self._found)
@@ -69,8 +70,11 @@ class Reached:
                 now = read(value)
                 if not alike(now, held):
                     before = set(map(id, _items(held)))
-                    new = [item for item in _items(now) if id(item) not in before and id(value) not in self._of_caches]
-                    self.collected += [x for item in new for x in _kept(item, _NEAR)]
+                    if id(value) in self._tables:
+                        self.collected += [x for name, x in now.items() if name not in _TORCHS and id(x) not in before]
+                    elif id(value) not in self._of_caches:
+                        new = [item for item in _items(now) if id(item) not in before]
+                        self.collected += [x for item in new for x in _kept(item, _NEAR)]
                     _write(value, held)
 
 
@@ -94,8 +98,8 @@ def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN
 
 
 def _kept(value: Any, depth: int) -> Iterator[Any]:
-    """The tensors and whole numbers in a value; other numbers, which may be times, are nobody's."""
-    if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
+    """The tensors, whole numbers and words in a value; other numbers, which may be times, are nobody's."""
+    if isinstance(value, Tensor | int | str):
         yield value
     elif depth and not (isinstance(value, _ENDS) or is_cache(value)):
         for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):
@@ -190,16 +194,10 @@ def _base(value: Any) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = {name: getattr(value, name) for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)}
-    try:
-        return found | object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has none
-        return found
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    """Those in its `__dict__` and its slots, as if it had no `__getstate__` of its own."""
+    state: Any = object.__getstate__(value)
+    table, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(slots or {}), **(table or {})}
 
 
 def _is_foreign(kind: Any) -> bool:

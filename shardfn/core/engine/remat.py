@@ -30,9 +30,7 @@ Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Any, Any], Any]
 
 
-def recomputed(
-    module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any, watches: bool = True
-) -> Any:
+def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any, kwargs: Any, watches: bool) -> Any:
     """`run(leaves, args, kwargs)`, which saves only these for its derivatives, and draws the same numbers again.
 
     `watches`: look at every operation, which takes time; what else is wrong is found in any case.
@@ -59,9 +57,8 @@ def recomputed(
             _require_plain("a result", found)
             if kept_tensors(module) != before:
                 raise ShardError(f"{_WHY} keeps a tensor in an attribute or a buffer. {_INSTEAD}")
-            if [id(x) for x in pytree.tree_leaves((a, k)) if isinstance(x, Tensor)] != list(
-                map(id, inputs[len(leaves) :])
-            ):
+            now = [x for x in pytree.tree_leaves((a, k)) if isinstance(x, Tensor)]
+            if [*map(id, now)] != [*map(id, inputs[len(leaves) :])]:
                 raise ShardError(f"{_WHY} changes a list or dict that it was given. {_INSTEAD}")
         made[:] = [None if isinstance(x, Tensor) else (x,) for x in found], shape
         # An input that is passed on as it is must be a tensor of its own.
@@ -100,12 +97,11 @@ def _require_plain(what: str, leaves: Iterable[Any]) -> None:
 
 def kept_tensors(module: nn.Module) -> list[int]:
     """What a module and those in it hold in attributes and buffers, besides numbers."""
-    found: list[int] = []
+    found: list[Any] = []
     for inner in module.modules():
-        own = [value for name, value in vars(inner).items() if not name.startswith("_")]
-        leaves = pytree.tree_leaves((own, list(buffers_of(inner).values())))
-        found += [id(x) for x in leaves if isinstance(x, Tensor)]
-    return found
+        found += [value for name, value in vars(inner).items() if not name.startswith("_")]
+        found += buffers_of(inner).values()
+    return [id(x) for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
 
 
 @contextmanager

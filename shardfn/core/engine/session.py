@@ -32,150 +32,113 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import (
-    after_backward,
-    backward_id,
-    call_parameters,
-    dispatch_modes,
-    has_gradient_hooks,
-    in_selective_checkpoint,
-    in_transform,
-    innermost_transform,
-    out_of_inference_mode,
-    outside_dispatch,
-    outside_transforms,
-    simulated,
-    storage_key,
-    unwrap_local,
-    unwrap_locals,
-    versions_of,
-)
-from shardfn.core.buckets import BucketOnGrid, Flight, GatherBucket, ReduceBucket
+from shardfn import _torch
+from shardfn.core.buckets import BucketOnGrid, GatherBucket, ReduceBucket
+from shardfn.core.collectives import all_gather
+from shardfn.core.compute_axes import Gathers
 from shardfn.core.dropout import Masks
-from shardfn.core.engine.gathered import UNPACKED, Activation, Gathered, Uncopied, saved_hooks
-from shardfn.core.engine.gradients import (
-    Accumulation,
-    Gradients,
-    Reductions,
-    goes_into_grad,
-    hold_back,
-    reduce_held_back,
-    waiting,
-    with_held_back,
-)
-from shardfn.core.engine.order import Event
+from shardfn.core.engine import gradients
+from shardfn.core.engine.gathered import Activation, Gathered, Uncopied, saved_hooks
+from shardfn.core.engine.gradients import Grads
 from shardfn.core.engine.remat import Borrowed
-from shardfn.core.engine.runtime import runtime_of
-from shardfn.core.engine.weights import AsPlaced
-from shardfn.core.errors import ShardError
+from shardfn.core.engine.runtime import AsPlaced, Event, runtime_of
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import Grid
-from shardfn.core.plan import Bucket, Plan, Unit
-from shardfn.core.underway import asks
+from shardfn.core.plan import Unit
+from shardfn.core.tree import Params
+from shardfn.core.underway import asks, having
 
 _first: Callable[[Any], Any] = itemgetter(0)
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
 
-def _never(unit: str) -> bool:
-    return False
-
-
-def _refuse(written: str) -> None:
-    """Raise for a weight that a forward has written in place, unless the forward raises itself."""
-    if sys.exception() is None:
+def _refuse(written: str | None) -> None:
+    """Raise for a weight, if there is one, that a forward has written in place, unless the forward raises itself."""
+    if written is not None and sys.exception() is None:
         raise RuntimeError(
             f"'{written}' was changed in place by the forward, in the copy that was gathered for it: the change is "
             "lost. Make it a buffer, or update the tree of parameters between steps."
         )
 
 
-class CurrentSession:
-    """The session that modules get their weights from, call after call. It knows nothing of them."""
-
-    session: "Session | None" = None
-
-    def weight(self, name: str) -> Tensor:
-        """That of the session."""
-        assert self.session is not None
-        return self.session.weight(name)
-
-
 class Session:
     """Gives a module its weights by parameter name, in the shapes that it computes with."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        grid: Grid,
-        leaves: Mapping[str, Tensor],
-        gradients: Gradients | None,
-        mode: Hashable,
-        in_place: bool = False,
-    ) -> None:
-        """`mode` tells apart calls that may ask for units in different orders; `in_place`: the modules compute."""
-        self.plan, self.grid, self.leaves, self.gradients = plan, grid, leaves, gradients
-        self.in_place = in_place
+    def __init__(self, params: Params, grid: Grid, mode: Hashable, are_parameters: bool = False) -> None:
+        """`mode` tells apart calls that may ask for units in different orders.
+
+        `are_parameters`: weights say of themselves that they are `nn.Parameter`s, as those do that they stand for.
+        """
+        self.plan, self.grid, self.gradients = params.plan, grid, params.gradients
+        self.leaves: Mapping[str, Tensor] = params
+        self._are_parameters = are_parameters
         # What `value_and_grad` made its fresh leaves of: their owner may still change them.
-        self.sources: Mapping[str, Tensor] | None = getattr(leaves, "sources", None)
-        self.holds_back: Callable[[str], bool] = getattr(leaves, "holds_back", None) or _never
-        self.scale_of_gradients: Callable[[str], float] | None = getattr(leaves, "scale_of_gradients", None)
-        self.runtime = runtime_of(plan, grid)
+        self.sources, self.scale_of_gradients = params.sources, params.scale_of_gradients
+        self._holds_back = params.holds_back
+        self.runtime = runtime_of(params.plan, grid)
         self.runtime.begin()
         self._differentiates = torch.is_grad_enabled()
         # A transform wraps the leaves: only an autograd.Function sees the shards.
-        self.in_transform = in_transform()
+        self.in_transform = _torch.in_transform()
         self._only: str | None = None  # the unit that computes again
-        self.keeps: Any = None  # what units that compute again need when the call is over
         self.masks: Masks | None = None  # those of a `dropout_seed`
-        start = mode, self._differentiates
-        self._at: dict[str, Hashable] = {"weights": ("weights", *start), "gradients": ("gradients", *start)}
+        self._at: dict[str, Hashable] = {x: (x, mode, self._differentiates) for x in ("weights", "gradients")}
         self._weights: dict[str, Tensor] = {}  # of all live units
         self._versions: dict[str, int] = {}  # of their whole leaves, when they were gathered
         self._live: set[str] = set()
         self._depth: dict[str, int] = {}
         self._holds = False  # weights until the call ends
-        self._started: dict[Event, Flight] = {}
-        self._by_storage: dict[int, Gathered] = {}
-        self._uncopied: dict[int, list[Uncopied]] = {}  # by storage
-        self._activations: dict[int, Activation] = {}  # of modules that are running, by storage
+        self._started: dict[Event, Gathered] = {}  # which nobody has asked for yet
+        self.by_storage: dict[int, Gathered] = {}
+        self.uncopied: dict[int, list[Uncopied]] = {}  # by storage
+        self.activations: dict[int, Activation] = {}  # of modules that are running, by storage
         # Weak: the graph and its packed views keep these alive, and each keeps the session.
         self._passed: dict[Event, list[weakref.ref[Gathered]]] = {}  # freed by the forward, the last one at the end
         self._regathered: list[weakref.ref[Gathered]] = []
         self._backwards: set[int] = set()  # under way; one that failed is never over
-        self.went_back = False  # whether one is over
         self.ref = weakref.ref(self)
-        self.place: Any = None  # the modules that compute, when those are the user's own and may compute again
-        self._accumulations: dict[int, Accumulation] = {}  # by backward
+        self.place: Any = None  # what the modules do, when they may compute again
+        self.made: list[tuple[int, int, int]] = []  # numbers of the nodes of graphs made by it, and their thread
+        self.buffers: dict[str, Tensor] | None = None  # of the tree; None: the modules' own
+        self.varied: dict[str, WeakIdKeyDictionary] = {}  # see `ComputeAxes.vary`
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def weight(self, name: str) -> Tensor:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
         found = self._weights.get(name)
-        if found is None and innermost_transform() is not None and not self.in_transform:
-            with outside_transforms():  # one that the forward itself has begun, to which weights are constants
+        if found is None and _torch.innermost_transform() is not None and not self.in_transform:
+            with _torch.outside_transforms():  # one that the forward itself has begun, to which weights are constants
                 return self.weight(name)
-        if found is None and dispatch_modes() and in_selective_checkpoint():
-            with outside_dispatch():  # which gathers a weight once, and not again in the same places
+        if found is None and _torch.dispatch_modes() and _torch.in_selective_checkpoint():
+            with _torch.outside_dispatch():  # which gathers a weight once, and not again in the same places
                 return self.weight(name)
         if found is None:
-            unit = self.runtime.unit_of[name]
+            unit = self.plan.layouts[name].unit
             if self._only is not None and unit != self._only:
                 raise Borrowed
             # A unit first read under no_grad, or by a checkpoint that recomputes, is used with gradients afterwards.
-            with out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
+            with _torch.out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
                 with torch.set_grad_enabled(self._differentiates or torch.is_grad_enabled()):
                     gathered = self._gather(self.runtime.units[unit])
-                if self.in_place:
-                    call_parameters(gathered.values())
+                if self._are_parameters:
+                    _torch.call_parameters(gathered.values())
                 self._weights |= gathered
                 self._live.add(unit)
                 if not self.in_transform:
                     self._look_ahead()
             found = self._weights[name]
         return found
+
+    def own(self, value: Any) -> Any:
+        """What a module has in the place of a parameter that is not in the tree: its own."""
+        return value
+
+    def has_weights_of(self, other: "Session") -> bool:
+        """Whether both calls were made with the same leaves."""
+        return [*map(id, self.leaves.values())] == [*map(id, other.leaves.values())]
 
     def hold(self) -> None:
         """Gather everything now, and keep it until the call ends: from here on nothing moves over data axes."""
@@ -192,32 +155,22 @@ class Session:
         """The forward of a unit ends: let go of its weights, also after an exception."""
         self._depth[unit] -= 1
         if self._depth[unit] == 0 and not self._holds:
-            if (written := self._free(unit)) is not None:
-                _refuse(written)
+            _refuse(self._free(unit))
 
     def close(self) -> None:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
         written = next(filter(None, [self._free(unit) for unit in list(self._live)]), None)
         self._started.clear()
         if self.runtime.in_the_air:
-            with out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
+            with _torch.out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
                 self.runtime.settle()
         if self.runtime.host is not None:
             self.runtime.host.settle()
-        if written is not None:
-            _refuse(written)
+        _refuse(written)
 
     def computes_again(self, unit: str) -> bool:
         """Whether the unit saves only inputs and shards for its derivatives: inside transforms, when it can."""
         return self.in_transform and self._only is None and unit in self.runtime.recomputable
-
-    def leaves_of(self, unit: str) -> dict[str, Tensor]:
-        """The stored leaves of a unit."""
-        return {
-            name: x
-            for b in self.runtime.units[unit].buckets
-            for name, x in zip(b.leaves, self._leaves_of(b), strict=True)
-        }
 
     @contextmanager
     def only(self, unit: str, leaves: Mapping[str, Tensor]) -> Iterator[None]:
@@ -226,21 +179,18 @@ class Session:
         Raises:
             Borrowed: it reads the weight of another unit.
         """
-        outer = self.leaves, self._weights, self._live, self._depth, self._only
-        self.leaves, self._weights, self._live, self._depth, self._only = leaves, {}, set(), {}, unit
-        self.enter(unit)
-        try:
-            yield
-        finally:
-            self.leave(unit)
-            self.leaves, self._weights, self._live, self._depth, self._only = outer
+        with having(self, leaves=leaves, _weights={}, _live=set(), _depth={unit: 1}, _only=unit):
+            try:
+                yield
+            finally:
+                self.leave(unit)
 
     def _gather(self, unit: Unit) -> dict[str, Tensor]:
         wholes: dict[str, Tensor] = {}
-        kind = "recompute" if backward_id() != -1 else "gather"
+        kind = "recompute" if _torch.backward_id() != -1 else "gather"
         self._note_backward()
-        for index in range(len(unit.buckets)):
-            wholes |= self._gather_bucket(Event(kind, unit.name, index))
+        for index, bucket in enumerate(unit.buckets):
+            wholes |= zip(bucket.leaves, self._gather_bucket(Event(kind, unit.name, index)), strict=True)
         plain, layouts = self.runtime.plain, self.plan.layouts
         for name in unit.params:
             if not plain.get(name):
@@ -250,55 +200,46 @@ class Session:
                 wholes[name] = AsPlaced.apply(wholes[name], *self.runtime.placed[name])
         return wholes
 
-    def _gather_bucket(self, event: Event) -> dict[str, Tensor]:
+    def _gather_bucket(self, event: Event) -> Sequence[Tensor]:
         spot = self.runtime.spot_of[event[1:]]
         bucket = spot.bucket
-        leaves = self._leaves_of(bucket)
         if self.in_transform:
+            leaves = [*map(self.leaves.__getitem__, bucket.leaves)]
             same = all(leaf.dtype == bucket.dtype for leaf in leaves)
             if spot.idle and same and self.plan.vmaps is not None and self.plan.reduction is not None:
-                return dict(zip(bucket.leaves, leaves, strict=True))
-            wholes = GatherBucket.apply(spot, *leaves)
-            return dict(zip(bucket.leaves, wholes, strict=True))
-        shards = unwrap_locals(leaves)
-        flight = self._started.pop(event, None) or self._start(event, spot, shards)
-        gathered = Gathered(self, event, spot, leaves, shards, flight)
-        wholes = _Gather.apply(gathered, *leaves)
+                return leaves
+            return GatherBucket.apply(spot, *leaves)
+        gathered = self._started.pop(event, None) or self._start(event)
+        wholes = _Gather.apply(gathered, *gathered.leaves)
         if not spot.moves:
-            self._note_uncopied(bucket.leaves, leaves, wholes)
-            return dict(zip(bucket.leaves, wholes, strict=True))
-        versions = versions_of(wholes)
+            self._note_uncopied(bucket.leaves, gathered.leaves, wholes)
+            return wholes
+        versions = _torch.versions_of(wholes)
         self._versions |= zip(bucket.leaves, versions, strict=True)
         first = wholes[0]
         if gathered.frees and first.untyped_storage().nbytes():
             gathered.note(wholes, versions)
-            self._by_storage[gathered.first or storage_key(first)] = gathered
-        return dict(zip(bucket.leaves, wholes, strict=True))
+            self.by_storage[gathered.first or _torch.storage_key(first)] = gathered
+        return wholes
 
     def _note_uncopied(self, names: Sequence[str], leaves: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Weights that are the shards themselves, because nothing is split."""
         if not torch.is_grad_enabled() or self.grid.pure:
             return
         for name, leaf, whole in zip(names, leaves, wholes, strict=True):
-            shard, key = unwrap_local(leaf), storage_key(whole)
-            if key == storage_key(shard):
+            shard, key = _torch.unwrap_local(leaf), _torch.storage_key(whole)
+            if key == _torch.storage_key(shard):
                 begin = whole.data_ptr()
                 counters = (leaf, shard, *((self.sources[name],) if self.sources else ()))
-                self._uncopied.setdefault(key, []).append(Uncopied(begin, begin + whole.nbytes, counters))
+                self.uncopied.setdefault(key, []).append(Uncopied(begin, begin + whole.nbytes, counters))
 
-    def _leaves_of(self, bucket: Bucket) -> list[Tensor]:
-        try:
-            return [*map(self.leaves.__getitem__, bucket.leaves)]
-        except KeyError as missing:
-            where = bucket.unit or "(root)"
-            raise ShardError(f"apply: the tree has no leaf {missing}, which unit {where!r} needs") from None
-
-    def _start(self, event: Event, spot: BucketOnGrid, shards: Sequence[Tensor]) -> Flight | None:
-        """Start the gather of a bucket; None when there is nothing to send."""
-        if not spot.moves:
-            return None
-        self.pass_by("weights", event)
-        return self.runtime.start(spot.gather_steps(shards))
+    def _start(self, event: Event) -> Gathered:
+        """Start the gather of a bucket, if there is something to send."""
+        gathered = Gathered(self, event)
+        if gathered.spot.moves:
+            self.pass_by("weights", event)
+            gathered.start()
+        return gathered
 
     def pass_by(self, chain: str, event: Event) -> None:
         """Check, and remember, that this is what comes now."""
@@ -309,52 +250,41 @@ class Session:
 
     def _look_ahead(self) -> None:
         """Start to gather the unit that comes next, if that is known."""
-        sure, kind = self.runtime.order.sure, "recompute" if backward_id() != -1 else "gather"
+        sure, kind = self.runtime.order.sure, "recompute" if _torch.backward_id() != -1 else "gather"
         event = sure.get(self._at["weights"])
         unit = None if event is None else event.unit
         while event is not None and event.unit == unit and event not in self._started:
             if event.kind == kind and unit not in self._live:
-                spot = self.runtime.spot_of[event[1:]]
-                flight = self._start(event, spot, unwrap_locals(self._leaves_of(spot.bucket)))
-                assert flight is not None
-                self._started[event] = flight
-            elif event.kind == "gather again" and backward_id() in self._backwards:
-                gathered = self._last_passed(event)
-                if gathered is None or not self._start_again(gathered):
+                self._started[event] = self._start(event)
+            elif event.kind == "gather again" and _torch.backward_id() in self._backwards:
+                waiting = self._passed.get(event, [])  # the one whose forward ended last comes first
+                while waiting and waiting[-1]() is None:
+                    waiting.pop()
+                gathered = waiting[-1]() if waiting else None
+                if gathered is None or not gathered.start_again():
                     return
             else:
                 return
             event = sure.get(self._at["weights"])
-
-    def _last_passed(self, again: Event) -> Gathered | None:
-        """The gather whose unit's forward ended last, of those whose backward is still to come."""
-        waiting = self._passed.get(again, [])
-        while waiting and waiting[-1]() is None:
-            waiting.pop()
-        return waiting[-1]() if waiting else None
 
     def _free(self, unit: str) -> str | None:
         """Let go of the weights of a unit; returns one that was written in place since it was gathered."""
         written = None
         if unit in self._live:
             self._live.discard(unit)
-            names = self.runtime.leaves_of[unit]
-            written = self._written_in_place(names)
+            names, known, weights = self.runtime.leaves_of[unit], self._versions, self._weights
+            held = [name for name in names if name in known and name in weights]
+            had, now = [*map(known.pop, held)], _torch.versions_of([*map(weights.__getitem__, held)])
+            if had != now:
+                written = next(name for name, a, b in zip(held, had, now, strict=True) if a != b)
             for name in (*names, *self.runtime.units[unit].params):
-                self._weights.pop(name, None)
-        for at, gathered in list(self._by_storage.items()):
+                weights.pop(name, None)
+        for at, gathered in list(self.by_storage.items()):
             if gathered.event.unit == unit:
-                del self._by_storage[at]
+                del self.by_storage[at]
                 gathered.free()
                 self._passed.setdefault(gathered.again, []).append(weakref.ref(gathered))
         return written
-
-    def _written_in_place(self, names: Sequence[str]) -> str | None:
-        """The first gathered leaf that has another version than it was gathered with."""
-        known, weights = self._versions, self._weights
-        held = [name for name in names if name in known and name in weights]
-        had, now = [*map(known.pop, held)], versions_of([*map(weights.__getitem__, held)])
-        return next((name for name, a, b in zip(held, had, now, strict=True) if a != b), None) if had != now else None
 
     # -- between forward and backward ---------------------------------------------------------------------------------
 
@@ -367,24 +297,22 @@ class Session:
         pure = self.grid.pure  # and what is recorded never changes
         if (pure and not self.runtime.frees) or not torch.is_grad_enabled() or self.in_transform:
             return nullcontext()
-        return saved_hooks(self, self._by_storage, self._uncopied, self._activations, pure, traced)
+        return saved_hooks(self, traced)
 
     @contextmanager
-    def keeps_pieces(self, gathered: Sequence[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
-        """Within it, autograd keeps pieces of activations instead of what was gathered of them.
-
-        Args:
-            gathered: the piece, what was gathered of it, and what gathers it again.
-        """
-        made = {}
-        if torch.is_grad_enabled() and not in_transform() and not simulated():  # whose ranks have storages of their own
-            made = {storage_key(whole): Activation(own, whole, again) for own, whole, again in gathered}
-        self._activations |= made
+    def keeps_pieces(self, gathered: Gathers) -> Iterator[None]:
+        """Within it, autograd keeps pieces of activations instead of what was gathered of them."""
+        made = {}  # simulated ranks have storages of their own
+        if torch.is_grad_enabled() and not _torch.in_transform() and not _torch.simulated():
+            for step, own, whole in gathered:
+                again = partial(all_gather, mesh=self.grid.mesh, axis=step.axis, dim=step.dim)
+                made[_torch.storage_key(whole)] = Activation(own, whole, again)
+        self.activations |= made
         try:
             yield
         finally:
             for key, activation in made.items():
-                self._activations.pop(key)
+                self.activations.pop(key)
                 activation.end()
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -394,9 +322,11 @@ class Session:
 
         After the last one, nothing stays.
         """
-        self._start_again(gathered)
+        gathered.start_again()
         gathered.finish_again()
-        self._keep(gathered)
+        self._regathered = [ref for ref in self._regathered if ref() not in (None, gathered)]
+        self._regathered.append(weakref.ref(gathered))
+        self._release(_UNITS_REGATHERED)
         self._note_backward()
         waiting = self._passed.get(gathered.again, [])
         waiting[:] = [ref for ref in waiting if ref() not in (None, gathered)]
@@ -405,24 +335,14 @@ class Session:
         if following is None or following.kind != "gather again":
             self.runtime.pool.shrink()  # the last unit: from here on there are the most gradients
 
-    def _start_again(self, gathered: Gathered) -> bool:
-        """Start to gather, from shards that must still be those of the forward; False when that is done already."""
-        starts = gathered.may_start_again()
-        if starts:
-            self.pass_by("weights", gathered.again)
-            gathered.start_again()
-        return starts
-
     def _note_backward(self) -> None:
         """A backward runs through the graph of the call."""
-        backward = backward_id()
+        backward = _torch.backward_id()
         if backward != -1 and backward not in self._backwards:
             self._backwards.add(backward)
-            after_backward(partial(self._end_backward, backward))
+            _torch.after_backward(partial(self._end_backward, backward))
 
-    def arrived(
-        self, gathered: Gathered, grads: Sequence[Tensor | None], nodes: Sequence[Any]
-    ) -> Sequence[Tensor | None]:
+    def arrived(self, gathered: Gathered, grads: Grads, nodes: Sequence[Any]) -> Grads:
         """A bucket's gradients are here: let go of its weights and start to reduce.
 
         Returns what autograd gets for the leaves, at whose `nodes` it goes on.
@@ -446,13 +366,8 @@ class Session:
         return [next(values) if need else None for need in needed]
 
     def _reduced(
-        self,
-        event: Event,
-        spot: BucketOnGrid,
-        leaves: Sequence[Tensor],
-        pending: list[Tensor | None],
-        nodes: Sequence[Any],
-    ) -> Sequence[Tensor | None] | None:
+        self, event: Event, spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads, nodes: Sequence[Any]
+    ) -> Grads | None:
         """The gradients of leaves, when autograd itself needs them; None when they are reduced, or held back, later."""
         dtypes = [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]
         if self.scale_of_gradients is not None:
@@ -460,66 +375,51 @@ class Session:
             pending = [None if grad is None else grad * scale for grad in pending]
         names, reduction = spot.bucket.leaves, spot.plan.reduction
         collects = self.gradients is not None and self.gradients.takes(names, leaves)
-        into_grad = not collects and goes_into_grad(nodes)
-        if into_grad and (reduction is None or self.holds_back(event.unit)):
-            hold_back(spot, leaves, pending)
+        into_grad = not collects and gradients.goes_into_grad(nodes)
+        if into_grad and (reduction is None or (self._holds_back is not None and self._holds_back(event.unit))):
+            gradients.hold_back(spot, leaves, pending)
             return None
         if into_grad:
-            pending = with_held_back(leaves, pending)
+            pending = gradients.with_held_back(leaves, pending)
         if reduction is not None:
             self.pass_by("gradients", Event("reduce", event.unit, event.bucket))
-            later = self.gradients if collects else self._reductions(names, leaves, into_grad)
+            adds = into_grad and not any(map(_torch.has_gradient_hooks, leaves))
+            later = self.gradients if collects else self._accumulation(names, leaves) if adds else None
             if later is not None:
                 later.reduce(spot, pending, dtypes, self.runtime.order.explained)
                 return None
         return ReduceBucket.apply(spot, reduction, dtypes, *pending)
 
-    def _reductions(self, names: Sequence[str], leaves: Sequence[Tensor], into_grad: bool) -> Reductions | None:
-        """What takes the gradients of a bucket that nobody collects; None when autograd itself needs them at once.
+    def _accumulation(self, names: Sequence[str], leaves: Sequence[Tensor]) -> gradients.Accumulation:
+        """What takes the gradients of a bucket that nobody collects, and that autograd would only add to `.grad`."""
+        known, key = self.runtime.accumulations, (id(self), _torch.backward_id())
+        if key not in known:
+            known[key] = gradients.Accumulation()
+            _torch.after_backward(partial(self._accumulate, key))
+        known[key].note(names, leaves)
+        return known[key]
 
-        `into_grad`: autograd would only add them to the `.grad` of the leaves.
-        """
-        if not into_grad or any(map(has_gradient_hooks, leaves)):
-            return None
-        backward = backward_id()
-        if backward not in self._accumulations:
-            made = self._accumulations[backward] = Accumulation()
-            self.runtime.accumulations.append(made)
-            after_backward(partial(self._accumulate, backward))
-        self._accumulations[backward].note(names, leaves)
-        return self._accumulations[backward]
-
-    def _accumulate(self, backward: int) -> None:
-        accumulation = self._accumulations.pop(backward)
-        accumulation.finish()
-        self.runtime.accumulations.remove(accumulation)
-        if names := waiting(self.plan, self.leaves):
-            for bucket in (bucket for unit in self.plan.units for bucket in unit.buckets):
-                spot = self.runtime.spots[bucket]
-                reduce_held_back(spot, [self.leaves[name] for name in spot.bucket.leaves], names)
+    def _accumulate(self, key: tuple[int, int]) -> None:
+        self.runtime.accumulations[key].finish()
+        del self.runtime.accumulations[key]
+        gradients.reduce_held_back(self.plan, self.runtime.spot_of.values(), self.leaves)
 
     def _end_backward(self, backward: int) -> None:
         """It is over, and with it those that began in it."""
         self._backwards = {other for other in self._backwards if other < backward}
-        self.went_back, UNPACKED.session = True, None
         for unit in [unit for unit in self._live if not self._depth.get(unit)]:
             self._free(unit)  # which the backward has read by itself
+        if not self._backwards:
+            self._started.clear()  # for nothing
         if self.runtime.in_the_air:
             self.runtime.settle()
-        while self._regathered:
-            self._release_oldest()
+        self._release(0)
 
-    def _keep(self, gathered: Gathered) -> None:
-        """Note a bucket gathered again; the one that came first goes when too many units are whole."""
-        self._regathered = [ref for ref in self._regathered if ref() not in (None, gathered)]
-        self._regathered.append(weakref.ref(gathered))
-        while len({g.event.unit for ref in self._regathered if (g := ref()) is not None}) > _UNITS_REGATHERED:
-            self._release_oldest()
-
-    def _release_oldest(self) -> None:
-        gathered = self._regathered.pop(0)()
-        if gathered is not None:
-            gathered.release()
+    def _release(self, most: int) -> None:
+        """Let go of buckets that were gathered again, those that came first, until so many units at most are whole."""
+        while len({g.event.unit for ref in self._regathered if (g := ref()) is not None}) > most:
+            if (gathered := self._regathered.pop(0)()) is not None:
+                gathered.release()
 
 
 class _Gather(torch.autograd.Function):

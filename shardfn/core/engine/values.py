@@ -18,18 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import (
-    base_name,
-    base_of,
-    holds_data,
-    is_mutable,
-    outside_dispatch,
-    outside_functions,
-    pytree,
-    version_of,
-    without_writing,
-)
-from shardfn.core.engine.binding import is_cache
+from shardfn import _torch
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -69,30 +58,25 @@ class Values:
         if (made or not (real.is_floating_point() or real.is_complex())) and real.numel() <= _LARGEST:
             self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether the values of a tensor are known."""
-        return x in self._known
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without data, and where its inputs are known with values beside it."""
-        name = base_name(func)
+        name = _torch.base_name(func)
         if name in _BY_MASK:
             args = self._by_numbers(args)
         if name == "_grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])  # torch 2.13 wants bfloat16 there
         tensors = tensors_of((args, kwargs))
         if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
-            args, kwargs = without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
+            args, kwargs = _torch.without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
-        draws = torch.Tag.nondeterministic_seeded in func.tags
         if (
-            draws
+            torch.Tag.nondeterministic_seeded in func.tags
             or name in EMPTY
             or any(x not in self._known for x in tensors)
             or (not tensors and not _makes_small_integers(name, args, kwargs))
         ):
             return self._without_values(func, args, kwargs)
-        real_args, real_kwargs = pytree.tree_map(self._real, (args, kwargs))
+        real_args, real_kwargs = _torch.pytree.tree_map(self._real, (args, kwargs))
         try:
             real = func(*real_args, **real_kwargs)
         except (NotImplementedError, RuntimeError):  # not for this dtype on the CPU, or nowhere
@@ -122,7 +106,7 @@ class Values:
 
     def of(self, x: Tensor) -> Tensor | None:
         """The values of a tensor, if they are known."""
-        return self._known.get(x) if x.is_meta or not holds_data(x) else x
+        return self._known.get(x) if x.is_meta or not _torch.holds_data(x) else x
 
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""
@@ -133,10 +117,10 @@ class Values:
         if not isinstance(x, Tensor) or x.is_meta or not x.dim() or x.device.type != "cpu":
             return x
         version, blank = self._moved.get(x) or (None, x)
-        if version != version_of(x):
+        if version != _torch.version_of(x):
             blank = torch.empty_like(x, device="meta")
             self.note(blank, x, made=True)
-            self._moved[x] = version_of(x), blank
+            self._moved[x] = _torch.version_of(x), blank
         return blank
 
     def _by_numbers(self, args: Any) -> Any:
@@ -157,7 +141,7 @@ class Values:
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
-            return pytree.tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, real)
+            return _torch.pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), real)
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -167,16 +151,16 @@ class Values:
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation; what it writes is not known any more."""
         out = func(*args, **kwargs)
-        for x in tensors_of(out) if is_mutable(func) else ():
+        for x in tensors_of(out) if _torch.is_mutable(func) else ():
             self._known.pop(x, None)
-            if (base := base_of(x)) is not None:
+            if (base := _torch.base_of(x)) is not None:
                 self._known.pop(base, None)
         return out
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
     """Whether values are equal, or no numbers in the same places."""
-    with outside_dispatch(), outside_functions():
+    with _torch.outside_dispatch(), _torch.outside_functions():
         if x.shape != other.shape or x.dtype != other.dtype:
             return False
         return bool(((x == other) | ((x != x) & (other != other))).all())
@@ -195,7 +179,7 @@ def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
 
 def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tensor]:
     """Every tensor of a tree, and of the objects in it that torch does not know as containers."""
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in _torch.pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | Callable):
@@ -215,13 +199,13 @@ def to_meta(tree: Any, values: Values | None = None) -> Any:
             return _blank(leaf, values)
         return _copied(leaf, lambda x: _blank(x, values), caches) if is_cache(leaf) else leaf
 
-    return pytree.tree_map(move, tree)
+    return _torch.pytree.tree_map(move, tree)
 
 
 def _blank(x: Tensor, values: Values | None) -> Tensor:
     # Not `empty_like`, whose result would belong to the transform that `x` belongs to.
     blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if values is not None and not x.is_meta and holds_data(x):
+    if values is not None and not x.is_meta and _torch.holds_data(x):
         values.note(blank, x)
     return blank.requires_grad_(x.requires_grad)
 
@@ -245,3 +229,10 @@ class _Copying(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
+    return any(
+        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
+    )

@@ -22,45 +22,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import (
-    OF_MEMORY,
-    TorchDispatchMode,
-    base_name,
-    base_of,
-    has_hooks,
-    is_mutable,
-    named_arguments,
-    outside_dispatch,
-    pytree,
-    storage_number,
-    users_backward,
-)
+from shardfn import _torch
 from shardfn.core.collectives import Moved, watching
 from shardfn.core.compute_axes import Adjustments
-from shardfn.core.engine import padding
+from shardfn.core.engine import padding, paired
 from shardfn.core.engine.numbering import Numbers
-from shardfn.core.engine.paired import (
-    ALONE,
-    Decision,
-    Paired,
-    World,
-    Worlds,
-    both,
-    is_paired,
-    local_of,
-    of_memory,
-    paired,
-    sources_of,
-    taken,
-    tensors_by_local,
-    whole_of,
-)
-from shardfn.core.engine.tags import Kind, Problem, Stuck, Tag
+from shardfn.core.engine.paired import Paired, World, Worlds, local_of, taken, whole_of
 from shardfn.core.engine.values import EMPTY, Values, leaves_of, tensors_of
-from shardfn.core.operations import MOVES, Operation, is_stored, made_here, parts_after
-from shardfn.core.parts import SAME, Cure, Part, Shape, after_collective, even
+from shardfn.core.operations import MOVES, Operation, Shapes, is_stored, made_here, parts_after
+from shardfn.core.parts import SAME, Cure, Kind, Part, Problem, Shape, Stuck, Tag, after_collective, even
 
-_COPYING = {"expand", "repeat", "unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "_to_copy", "clone", "alias"}
 _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
 _CUTS = {"slice", "narrow"}
@@ -69,6 +40,8 @@ _SIZES = set(
     "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
     "normalized_shape num_classes self_size input_sizes".split()
 )
+_NEVER_SEEN = Tag(), 0  # and before anything was written
+_Made = list[dict[str, Part]]  # by axis, what each result of an operation is
 
 
 class _Done(NamedTuple):
@@ -76,10 +49,14 @@ class _Done(NamedTuple):
 
     name: str
     given: tuple[Any, Any]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
 
 
-class Variance(TorchDispatchMode):
+def _shapes(tree: Any) -> Shapes:
+    return tuple(tuple(x.shape) for x in tensors_of(tree))
+
+
+class Variance(_torch.TorchDispatchMode):
     """Follows tags through the operations of a forward."""
 
     def __init__(
@@ -106,7 +83,7 @@ class Variance(TorchDispatchMode):
         super().__init__()
         self.sizes = dict(sizes)
         self.worlds, self._pairs = Worlds(world), world == "both"
-        self.worlds.path, self.worlds.noted = lambda: self._path[-1], self._decided
+        self.worlds.path = lambda: self._path[-1]
         self.values, self.numbers = numbers.values if numbers is not None else Values(on_cpu), numbers
         self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
@@ -114,17 +91,14 @@ class Variance(TorchDispatchMode):
         self.failed_at = ""  # the path of the module in which the run failed; empty for the model itself
         self._instead: Tensor | None = None  # what the next copy gives
         self._done: list[_Done] | None = None  # by a function in one process
-        self._expected: Iterator[_Done] | None = None  # the same, for a rank, as long as it does the same operations
-        self._apart = False  # a rank does what one process has done before
-        self._tags = WeakIdKeyDictionary()
-        self._zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
+        self._expected: Iterator[_Done] | None = None  # the same, when a rank does it after that
+        self._tags = WeakIdKeyDictionary()  # tensor -> its tag, and how many writes there were when that was made
+        self.zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
         self._writes = 0  # of values that are split otherwise than what they replace
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
-        self._seen = WeakIdKeyDictionary()  # how many there were when its tag was made
         self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
         self.found, self.problems = Adjustments(), list[Problem]()  # what is missing, and what nothing can mend
-        self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
         self.stuck: Stuck | None = None
         self.losses: list[Problem] = []  # where parts were lost, in order
         self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
@@ -133,9 +107,9 @@ class Variance(TorchDispatchMode):
 
     def tag(self, tensor: Tensor) -> Tag:
         """What is known; a tensor never seen is invariant."""
-        known: Tag = self._tags.get(tensor) or Tag()
-        written = self._written.get(storage_number(local_of(tensor))) if self._written else None
-        if written is not None and written[1] > (self._seen.get(tensor) or 0):
+        known, seen = self._tags.get(tensor) or _NEVER_SEEN
+        written = self._written.get(_torch.storage_number(local_of(tensor))) if self._written else None
+        if written is not None and written[1] > seen:
             why = "another view of its memory was written with values that are split otherwise"
             return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
         return known
@@ -146,28 +120,18 @@ class Variance(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
-        self._tags[tensor] = tag
-        if self._written:
-            self._seen[tensor] = self._writes
-
-    def is_zero(self, x: Tensor) -> bool:
-        """Whether x is known to hold nothing but zeros."""
-        return x in self._zeros
+        self._tags[tensor] = tag, self._writes
 
     def as_list(self, x: Tensor) -> Any:
         """The values of a tensor; None when they are not known."""
-        found = {world: self.values.as_list(taken(x, world)) for world in ALONE}
-        return None if None in found.values() else both(found["rank"], found["one"])
+        rank, one = self.values.as_list(local_of(x)), self.values.as_list(whole_of(x))
+        return None if rank is None or one is None else paired.both(rank, one)
 
     def read(self, *values: Tensor) -> None:
         """Python reads these: refuse what is made of a rank's sizes, of which both worlds have one memory."""
         for x in values:
             if not x.is_meta and self.worlds.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
                 self.refuse("the forward reads a value that is made of this rank's sizes", "sizes", x)
-
-    def sources(self, args: Any) -> Collection[str]:
-        """Where `Policy.acts` splits what a function is given first."""
-        return self.tag(args[0]).by_acts if args and type(args[0]) is Paired else ()
 
     # -- where the run is ---------------------------------------------------------------------------------------------
 
@@ -207,12 +171,12 @@ class Variance(TorchDispatchMode):
         self._done = []
         with self.worlds.only("one"), torch.no_grad():
             whole = done()
-        self._expected, self._done, self._apart = iter(self._done), None, True
+        self._expected, self._done = iter(self._done), None
         with self.worlds.only("rank"):
             mine = done()
-        self._expected, self._apart = None, False
+        self._expected = None
         out = self.packed(mine, whole)
-        results, why = tensors_of(pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
+        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
         if why:
             self._lose(results, why, "pads")
         for x in results:
@@ -225,12 +189,12 @@ class Variance(TorchDispatchMode):
 
     def packed(self, mine: Any, whole: Any) -> Any:
         """What a rank has, and what one process has in its place, as one."""
-        leaves, structure = pytree.tree_flatten(mine)
-        others, other = pytree.tree_flatten(whole)
+        leaves, structure = _torch.pytree.tree_flatten(mine)
+        others, other = _torch.pytree.tree_flatten(whole)
         if len(leaves) != len(others) or structure != other:
             self._lose(tensors_of(leaves), f"{len(leaves)} values are made here, and {len(others)} on one rank")
             return mine
-        return pytree.tree_unflatten([self._pack(a, b) for a, b in zip(leaves, others, strict=True)], structure)
+        return _torch.pytree.tree_unflatten([self._pack(a, b) for a, b in zip(leaves, others, strict=True)], structure)
 
     def beside(self, x: Tensor, whole: Tensor) -> Tensor:
         """What a rank has, beside what one process has in its place."""
@@ -241,17 +205,17 @@ class Variance(TorchDispatchMode):
             return type(mine)(self._pack(a, b) for a, b in zip(mine, whole, strict=True))
         if not (isinstance(mine, Tensor) and isinstance(whole, Tensor)):
             plain = isinstance(mine, int | float | str | list | range | torch.dtype)
-            return both(mine, whole) if plain and type(mine) is type(whole) else mine
+            return paired.both(mine, whole) if plain and type(mine) is type(whole) else mine
         if mine is whole:
             return mine
         local, other = local_of(mine), whole_of(whole)
         if local.dim() != other.dim():
             self._lose([mine], f"a value has shape {tuple(local.shape)} here and {tuple(other.shape)} on one rank")
             return mine
-        if type(mine) is not Paired and self._same(local, other, held=True):
+        if type(mine) is not Paired and paired.lie_alike(local, other) and self.values.agree(local, other, held=True):
             return mine
         tag = self.tag(mine)
-        with outside_dispatch():
+        with _torch.outside_dispatch():
             made = Paired(local.detach(), other.detach())  # another tensor, of the same memory
         for old, new in ((local, made.local), (other, made.whole)):
             self.values.same(new, old)
@@ -265,15 +229,6 @@ class Variance(TorchDispatchMode):
         if not tag.parts and not self.values.agree(local, other, held=True):
             self._lose([out], "a value is made of this rank's sizes")
         return out
-
-    def _same(self, local: Tensor, whole: Tensor, held: bool = False) -> bool:
-        """Whether there is one tensor in both worlds, as far as that is known."""
-        return (
-            local.shape == whole.shape
-            and local.stride() == whole.stride()
-            and local.dtype == whole.dtype
-            and self.values.agree(local, whole, held)
-        )
 
     def _place(self, x: Tensor, whole: Shape) -> None:
         """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
@@ -293,10 +248,6 @@ class Variance(TorchDispatchMode):
         """Lose the parts of the results of an operation."""
         for own in results:
             own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure=cure)))
-
-    def _decided(self, decision: Decision) -> None:
-        if decision.sources:
-            self.needs_whole(decision.sources, self._path[-1])
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -321,17 +272,15 @@ class Variance(TorchDispatchMode):
                 f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)",
                 "twice",
             )
-        lost = before is not None and before.kind == "lost" and not self._is_made_within(before)
-        part = before if lost else after_collective(moved.kind, before, tuple(local_of(out).shape), moved.dims)
+        # What was lost in a parallel forward that is running: its author knows what is done with it.
+        theirs = before is not None and before.where in self._path and before.where in self._ours
+        lost = before is not None and before.kind == "lost" and not theirs
+        part = before if lost else after_collective(moved.kind, local_of(out).shape, moved.dims)
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
         still_split = any(part.split for part in parts.values())
         self.mark(out, Tag(parts, wants, frozenset(), known.split_by if still_split else frozenset()))
-
-    def _is_made_within(self, part: Part) -> bool:
-        """Whether a part was lost in a parallel forward that is running, whose author knows what is done with it."""
-        return part.where is not None and part.where in self._path and part.where in self._ours
 
     # -- problems -----------------------------------------------------------------------------------------------------
 
@@ -343,71 +292,68 @@ class Variance(TorchDispatchMode):
         if lost is not None:
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
-        what = f"in {path or '(the model)'!r}: {why}{where}"
-        self.problems.append(Problem(what, kind, known.split_by, here))
+        self.problems.append(Problem(f"in {path or '(the model)'!r}: {why}{where}", kind, known.split_by, here))
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in OF_MEMORY:
-            return of_memory(func, args)
-        kwargs = kwargs or {}
+        if func in _torch.OF_MEMORY:
+            return paired.of_memory(func, args)
+        given = args, kwargs or {}
         if self._instead is not None:
             out, self._instead = self._instead, None
             return out
         world = self.worlds.at if watching() or self.worlds.at == "one" else "rank"
         self.stuck = None
-        pairs = is_paired(args) or is_paired(kwargs)
+        pairs = paired.is_paired(given)
         if world == "one":
-            return self._alone(func, args, kwargs) if pairs else self._of_one(func, args, kwargs)
-        done = func
-        if pairs and base_name(func) in _VIEWS:
-            done, args = torch.ops.aten.reshape.default, args[:2]
-        mine = taken((args, kwargs), "rank") if pairs else (args, kwargs)
+            return self._alone(func, given) if pairs else self._of_one(func, given)
+        done, name = func, _torch.base_name(func)
+        if pairs and name in _VIEWS:
+            done, given = torch.ops.aten.reshape.default, (args[:2], given[1])
+        mine = taken(given, "rank") if pairs else given
         try:
             out = local = whole = self.values.run(done, *mine)
             if pairs and world == "both":
-                whole = self.values.run(done, *taken((args, kwargs), "one"))
+                whole = self.values.run(done, *taken(given, "one"))
         except Exception:
-            tensors = tensors_of((args, kwargs))
-            self.stuck = Stuck(base_name(func), tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors))
+            self.stuck = Stuck(name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(given)))
             raise
         if pairs:
-            given = tensors_by_local((args, kwargs))
-            out = paired(local, whole, given, self._same) if world == "both" else paired(local, local, given)
+            out = paired.paired(local, whole, {id(local_of(x)): x for x in tensors_of(given)}, self.values.agree)
         if not watching():
             return out  # within a collective, which says itself what it made
         self._note_draws(func, args, out)
-        if base_name(func) == "_local_scalar_dense":
+        if name == "_local_scalar_dense":
             self.read(args[0])
-        self._follow(func, args, kwargs, mine, out, local, whole if world == "both" else None)
+        self._follow(func, given, mine, out, local, whole if world == "both" else None)
         if self.numbers is not None:
             self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
-            self.numbers.writes += tensors_of(out) if is_mutable(func) else []
+            self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
         return out
 
-    def _alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _alone(self, func: Any, given: Any) -> Any:
         """An operation in one process; what it writes is what it was given."""
-        given = {id(whole_of(x)): x for x in tensors_of((args, kwargs))}
-        out = self._of_one(func, *taken((args, kwargs), "one"))
-        return paired(out, out, given)
+        out = self._of_one(func, taken(given, "one"))
+        return paired.paired(out, out, {id(whole_of(x)): x for x in tensors_of(given)})
 
-    def _of_one(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = self.values.run(func, args, kwargs)
+    def _of_one(self, func: Any, given: Any) -> Any:
+        out = self.values.run(func, *given)
         if self._done is not None:
-            self._done.append(_Done(base_name(func), (args, kwargs), tuple(tuple(x.shape) for x in tensors_of(out))))
+            self._done.append(_Done(_torch.base_name(func), given, _shapes(out)))
         return out
 
-    def _in_one(self, func: Any) -> "_Done | None":
+    def _in_one(self, func: Any) -> _Done | None:
         """The same operation in one process, of a function that is done in each world by itself."""
         done = next(self._expected, None) if self._expected is not None else None
-        same = done is not None and done.name == base_name(func)
-        self._expected = self._expected if same else None
-        return done if same else None
+        if done is None or done.name == _torch.base_name(func):
+            return done
+        self._expected = iter(())  # it does others from here on
+        return None
 
     def _note_draws(self, func: Any, args: Any, out: Any) -> None:
         """Refuse decisions by random values: each way would need a run of its own."""
-        name = base_name(func)
+        name = _torch.base_name(func)
         results = [x for x in tensors_of(out) if not x.is_meta]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._drawn.update(dict.fromkeys(results, name in ("rand", "rand_like")))
@@ -423,7 +369,7 @@ class Variance(TorchDispatchMode):
             )
         certain = all(drawn) and name in ("lt", "le", "gt", "ge") and isinstance(args[1], int | float)
         if not (certain and not 0 < args[1] < 1):
-            self._drawn.update(dict.fromkeys(results, all(drawn) and name in _COPYING))
+            self._drawn.update(dict.fromkeys(results, all(drawn) and name in MOVES))
 
     def hooked(self, x: Tensor) -> None:
         """Something will be called with the gradient of x: refuse that where it is a part of it."""
@@ -435,25 +381,22 @@ class Variance(TorchDispatchMode):
     def note_backwards(self, values: Sequence[Tensor]) -> None:
         """Remember those that ranks use in shares, and that were made by what has a backward of the user's."""
         for x in values:
-            if has_hooks(x):
+            if _torch.has_hooks(x):
                 self.hooked(x)
-            elif users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
+            elif _torch.users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
                 self.with_backwards.setdefault(id(x), (x, self._path[-1]))
 
-    def _follow(
-        self, func: Any, args: Any, kwargs: Any, mine: tuple[Any, Any], out: Any, local: Any, whole: Any
-    ) -> None:
-        inputs, results = tensors_of((args, kwargs)), tensors_of(out)
+    def _follow(self, func: Any, given: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
+        inputs, results, made = tensors_of(given), tensors_of(out), tensors_of(local)
         self.note_backwards(inputs)
-        name = base_name(func)
-        done = self._in_one(func) if self._apart else None
-        shapes = tuple(tuple(x.shape) for x in tensors_of(whole)) if whole is not None else done and done.shapes
-        parts = self._parts(func, inputs, *mine, tensors_of(local), shapes)
-        if self._apart and (is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
+        name = _torch.base_name(func)
+        done, apart = self._in_one(func), self._expected is not None
+        shapes = _shapes(whole) if whole is not None else done and done.shapes
+        parts = self._parts(func, inputs, mine, made, shapes)
+        if apart and (_torch.is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
             self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
         if whole is not None:
-            other, sources = taken((args, kwargs), "one"), sources_of(leaves_of((args, kwargs)))
-            self._compare(func, mine, other, tensors_of(local), tensors_of(whole), parts, sources)
+            self._compare(func, given, mine, made, whole, parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
                 self._lose_all([own for own in parts if own], why, "pads")
         self._require_alike(func, inputs, parts)
@@ -468,17 +411,20 @@ class Variance(TorchDispatchMode):
         for result, own in zip(results, parts, strict=True):
             splits = frozenset(axis for axis, part in own.items() if part.split)
             tag = replace(known, parts=own, weight=weight, empty=empty & splits)
-            if is_mutable(func):
+            if _torch.is_mutable(func):
                 if own and not result.is_meta and not inputs[0].is_meta:
                     self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
-                self._note_written(result, own)
+                if self.tag(result).parts != own:  # other views of its memory know nothing of what is in it now
+                    self._writes += 1
+                    memory = local_of(result)
+                    self._written[_torch.storage_number(memory)] = memory.untyped_storage(), self._writes
                 self._tag_base(result, tag)
             if inputs or own:
                 self.mark(result, tag)
         for x in inputs:  # viewed, or written into
-            self._zeros.pop(x, None)
-        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and args[0] == 0)
-        self._zeros.update(dict.fromkeys(results if zeros else [], True))
+            self.zeros.pop(x, None)
+        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and given[0][0] == 0)
+        self.zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
@@ -491,76 +437,41 @@ class Variance(TorchDispatchMode):
                 func, *mine, lambda x, axis=axis: axis in of[id(x)], lambda x: asks[id(x)], self._asked_for
             )
             if breaks:
-                name = base_name(func).rstrip("_")
+                name = _torch.base_name(func).rstrip("_")
                 self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
             found.update([axis] if stays else [])
         return frozenset(found)
 
-    def _need_whole(self, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
+    def _need_whole(self, inputs: list[Tensor], parts: _Made) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
         lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
         for tag in map(self.tag, inputs) if lost else ():
             if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
-                self.needs_whole(tag.by_acts, self._path[-1])
+                self.worlds.needs_whole(tag.by_acts, self._path[-1])
 
-    def _parts(
-        self,
-        func: Any,
-        inputs: Sequence[Tensor],
-        args: Any,
-        kwargs: Any,
-        results: list[Tensor],
-        shapes: tuple[tuple[int, ...], ...] | None,
-    ) -> list[dict[str, Part]]:
-        """By axis, the parts of each result; `shapes`: of these in one process."""
-        name = base_name(func)
+    def _parts(self, func: Any, inputs: list[Tensor], mine: Any, results: list[Tensor], shapes: Shapes | None) -> _Made:
+        """What each result is; `shapes`: of these in one process."""
         shapes = shapes if shapes is not None and len(shapes) == len(results) else None
-        found: list[dict[str, Part]] = [{} for _ in results]
         tags = {id(local_of(x)): self.tag(x) for x in inputs}
-        zeros = {id(local_of(x)) for x in inputs if x in self._zeros}
-
-        def seen_from(axis: str) -> Operation:
-            return Operation(
-                name,
-                args,
-                kwargs,
-                tuple(results),
-                lambda x: tags[id(x)].parts.get(axis),
-                self.sizes[axis],
-                torch.Tag.pointwise in func.tags,
-                shapes,
-                lambda x: id(x) in zeros,
-                self._padded,
-                lambda x: tags[id(x)].weight,
-            )
-
-        operations = {axis: seen_from(axis) for axis in self.sizes}
+        zeros = {id(local_of(x)) for x in inputs if x in self.zeros}
+        args, kwargs = mine
+        call = _torch.base_name(func), args, kwargs, results, [local_of(x) for x in inputs]
+        known = tags, zeros, torch.Tag.pointwise in func.tags, shapes, self._padded
+        operations = {axis: Operation(*call, *known, axis, size) for axis, size in self.sizes.items()}
         varied = [axis for axis in operations if any(axis in tag.parts for tag in tags.values())]
         made = {axis: parts_after(operations[axis]) for axis in varied}
         if not varied and shapes is not None:
             made = made_here(operations)
-        for axis, parts in made.items():
-            for own, part in zip(found, parts, strict=True):
-                if part is not None:
-                    own[axis] = part
-        return found
+        each = range(len(results))
+        return [{axis: part for axis, parts in made.items() if (part := parts[at]) is not None} for at in each]
 
-    def _compare(
-        self,
-        func: Any,
-        mine: tuple[Any, Any],
-        other: tuple[Any, Any],
-        results: list[Tensor],
-        wholes: list[Tensor],
-        found: list[dict[str, Part]],
-        sources: frozenset[str],
-    ) -> None:
-        """Lose what is not the part of the whole result that it is said to be; `sources`: of sizes that it is given."""
-        name = base_name(func)
+    def _compare(self, func: Any, given: Any, mine: Any, results: list[Tensor], whole: Any, found: _Made) -> None:
+        """Lose what is not the part of the whole result that it is said to be."""
+        name, wholes = _torch.base_name(func), tensors_of(whole)
         if len(wholes) != len(results):
             self._lose_all(found, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
             return
-        numbers = mine is other or self._numbers_agree(func, mine, other)
+        numbers = mine is given or self._numbers_agree(func, mine, taken(given, "one"))
         problem = ""
         for result, whole, own in zip(results, wholes, found, strict=True):
             if any(part.kind == "lost" for part in own.values()):
@@ -576,14 +487,14 @@ class Variance(TorchDispatchMode):
                 problem = f"{name} is given numbers made of this rank's sizes"
         if problem:
             self._lose_all(found, problem)  # one wrong result tells of the others
-            if sources:
-                self.needs_whole(sources, self._path[-1])
+            if sources := paired.sources_of(leaves_of(given)):
+                self.worlds.needs_whole(sources, self._path[-1])
 
     def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
         """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
-        name = base_name(func)
+        name = _torch.base_name(func)
         sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
-        named, whole = named_arguments(func, *mine), named_arguments(func, *other)
+        named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)
         for key, value in named.items():
             if key in sizes:
                 continue
@@ -616,23 +527,19 @@ class Variance(TorchDispatchMode):
             return ""
         return "heads are not repeated as on one rank: pad queries and keys alike"
 
-    def _require_alike(self, func: Any, inputs: list[Tensor], parts: list[dict[str, Part]]) -> None:
+    def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
         """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
-        if any(self.tag(x).by_acts for x in inputs):
-            for own in parts:
-                split = {axis for axis, part in own.items() if part.second is not None}
-                own.update(dict.fromkeys(split, Part("lost", why=f"{base_name(func)} makes two split dims of one")))
+        lost = Part("lost", why=f"{_torch.base_name(func)} makes two split dims of one")
+        for own in parts if any(self.tag(x).by_acts for x in inputs) else ():
+            own.update({axis: lost for axis, part in own.items() if part.second is not None})
 
     def require_varied(self, x: Tensor, axis: str, path: str) -> None:
         """Have an input of a module varied where it is made, since those of other calls are."""
         known = self.tag(x)
         if known.wants or x.requires_grad:
+            why = f"it is called with a value that ranks of '{axis}' use in shares and with one that they share"
             with self.inside(path):
-                self._vary(
-                    known,
-                    axis,
-                    f"it is called with a value that ranks of '{axis}' use in shares and with one that they share",
-                )
+                self._vary(known, axis, why)
 
     def _vary(self, shared: Tag, axis: str, why: str) -> None:
         """Have a value varied where it is made; that it is not, is refused where this is not known."""
@@ -640,19 +547,12 @@ class Variance(TorchDispatchMode):
         if not shared.sources:
             self.refuse(why, "gradient")
 
-    def _note_written(self, written: Tensor, parts: dict[str, Part]) -> None:
-        """Other views of the same memory know nothing of what is in it now."""
-        if self.tag(written).parts != parts:
-            self._writes += 1
-            memory = local_of(written)
-            self._written[storage_number(memory)] = memory.untyped_storage(), self._writes
-
     def _tag_base(self, written: Tensor, tag: Tag) -> None:
         """What is written into a view is in the tensor that it views."""
-        base = base_of(written)
+        base = _torch.base_of(written)
         if base is None or not tag.parts:
             return
-        known, fresh = self._tags.get(base) or Tag(), base in self._fresh
+        (known, _), fresh = self._tags.get(base) or _NEVER_SEEN, base in self._fresh
         parts, have, new = dict(known.parts), local_of(base).shape, local_of(written).shape
         for axis, part in tag.parts.items():
             fits = len(have) == len(new) and have[part.dim] == new[part.dim] if part.split else 0
@@ -665,18 +565,15 @@ class Variance(TorchDispatchMode):
         self._fresh.pop(base, None)
         self.mark(base, Tag(parts, known.wants or tag.wants, frozenset(), known.split_by | tag.split_by))
 
-    def _joined(self, inputs: list[Tensor], parts: list[dict[str, Part]], operation: str) -> Tag:
+    def _joined(self, inputs: list[Tensor], parts: _Made, operation: str) -> Tag:
         """What results have of their inputs besides parts."""
         tags = [(tensor, self.tag(tensor)) for tensor in inputs]
         axes = frozenset[str]().union(*(tag.parts for _, tag in tags), *parts)
         grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
         for tag in grads:
             for axis in sorted(axes - tag.parts.keys()):
-                self._vary(
-                    tag,
-                    axis,
-                    f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it",
-                )
+                why = f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
+                self._vary(tag, axis, why)
         sources = frozenset[str]()
         if all(tag.sources for tag in grads):
             sources = sources.union(*(tag.sources for tag in grads))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -14,16 +15,16 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from shardfn._torch import foreach, fused, has_no_memory, unwrap_local, unwrap_locals, with_local
 from shardfn.core.errors import raise_problems
-from shardfn.core.optim import trees
-from shardfn.core.optim.base import Groups, Optimizer, Options, Rate, at_step, require_options
-from shardfn.core.optim.trees import Tree
-from shardfn.core.pattern import matches
+from shardfn.core.optim import base
+from shardfn.core.optim.base import Groups, Optimizer, Options, Rate, Tree
+from shardfn.core.policy import matches
 from shardfn.core.storage import map_runs, merged, portions
 
 _Members = list[tuple[Options, list[str]]]  # (options, names of leaves) of groups
 _CHUNK = 2**24  # elements that are widened at a time
 LeafUpdate: TypeAlias = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]  # (grad, param, *slots) -> (update, new slots)
 Tensors: TypeAlias = list[Tensor]
+_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 
 
@@ -118,17 +119,9 @@ def _sgd_update(options: Options, step: Tensor) -> LeafUpdate:
 
 def _sgd_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, slots: list[Tensors]) -> None:
     fused = _is_fusable(params, slots)
+    dense = [grad.contiguous() for grad in grads] if fused else grads
     buffers: list[Tensor | None] = [*slots[0]] if slots else [None] * len(params)
-    torch_sgd(
-        params,
-        [grad.contiguous() for grad in grads] if fused else grads,
-        buffers,
-        fused=fused,
-        foreach=not fused,
-        dampening=0.0,
-        maximize=False,
-        **options,
-    )
+    torch_sgd(params, dense, buffers, fused=fused, foreach=not fused, dampening=0.0, maximize=False, **options)
 
 
 def _lion_update(options: Options, step: Tensor) -> LeafUpdate:
@@ -154,15 +147,9 @@ def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, 
 
 
 ADAMW = Rule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
-SGD = Rule(
-    "sgd",
-    SGDState,
-    lambda options: ("momentum",) * bool(options["momentum"]),
-    _sgd_update,
-    _sgd_step,
-    # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
-    least={"cpu": torch.float32},
-)
+# torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
+_CPU_FLOAT = {"cpu": torch.float32}
+SGD = Rule("sgd", SGDState, lambda o: ("momentum",) if o["momentum"] else (), _sgd_update, _sgd_step, _CPU_FLOAT)
 # foreach would round halves between operations, and a sign turns rounding into a whole step.
 LION = Rule(
     "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32)
@@ -180,12 +167,11 @@ class _Elementwise:
 
     def init(self, params: Tree) -> Any:
         verb = f"{self.rule.name}.init"
-        trees.require_tensors(verb, params)
-        trees.require_some(verb, params)
-        names = [model_name for name in params for model_name in trees.model_names(params, name)]
+        base.require_some(verb, params)
+        names = [model_name for name in params for model_name in base.model_names(params, name)]
         known = f"There are {', '.join(names[:3])}{', ...' if len(names) > 3 else '.'}"
-        raise_problems(verb, [f"groups: {problem} {known}" for problem in trees.dead_patterns(self.groups, params)])
-        for name in trees.trainable(params):
+        raise_problems(verb, [f"groups: {problem} {known}" for problem in base.dead_patterns(self.groups, params)])
+        for name in base.trainable(params):
             if params[name].is_complex():
                 raise TypeError(
                     f"{verb}: params[{name!r}] is complex, which {self.rule.name} has no rule for; use from_torch"
@@ -194,46 +180,43 @@ class _Elementwise:
         for options, names in self._members(params):
             for slot in self.rule.slots(options):
                 wanted[slot].update(names)
-        slots = [self._zeros(params, [name for name in params if name in names]) for names in wanted.values()]
+        slots, zeros_like = list[Tree](), partial(torch.zeros_like, dtype=self.state_dtype)
+        for chosen in wanted.values():
+            names = [name for name in params if name in chosen]
+            leaves = [params[name] for name in names]
+            zeros = map_runs(
+                lambda own: list(map(zeros_like, own)), unwrap_locals(leaves)
+            )  # so `step` merges these too
+            slots.append(base.slot_like(params, dict(zip(names, map(with_local, leaves, zeros), strict=True))))
         return self.rule.state(torch.zeros((), dtype=torch.int64), *slots)
-
-    def _zeros(self, params: Tree, names: Sequence[str]) -> Tree:
-        """A slot, which lies in memory as its parameters do, so that `step` merges both."""
-        leaves = [params[name] for name in names]
-        locals_ = map_runs(
-            lambda tensors: [torch.zeros_like(x, dtype=self.state_dtype) for x in tensors], unwrap_locals(leaves)
-        )
-        made = [with_local(leaf, zeros) for leaf, zeros in zip(leaves, locals_, strict=True)]
-        return trees.slot_like(params, dict(zip(names, made, strict=True)))
 
     def _members(self, params: Tree) -> _Members:
         """(options, names of trainable leaves) of every group that has some."""
         if not self.groups:
-            names = trees.trainable(params)
+            names = base.trainable(params)
             return [(self.options, names)] if names else []
         patterns = tuple(self.groups)
         found: dict[str | None, list[str]] = {}
-        for name in trees.trainable(params):
-            found.setdefault(trees.pattern_of(patterns, trees.model_names(params, name)), []).append(name)
+        for name in base.trainable(params):
+            found.setdefault(base.pattern_of(patterns, base.model_names(params, name)), []).append(name)
         return [({**self.options, **self.groups.get(pattern or "", {})}, names) for pattern, names in found.items()]
 
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> _Members:
         """The members with this step's learning rates, once everything fits together."""
         members = self._members(params)
-        trees.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
+        base.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
         if not isinstance(state, self.rule.state):
-            raise trees.other_state(verb, state, f"{self.rule.name}.init(params)")
+            raise base.other_state(verb, state, f"{self.rule.name}.init(params)")
         for slot in state._fields[1:]:
             names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
-            trees.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
-        return [(at_step(verb, options, state.step), names) for options, names in members]
+            base.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
+        return [({**own, "lr": base.rate_at(verb, "lr", own["lr"], state.step)}, names) for own, names in members]
 
     def update(self, grads: Tree, state: Any, params: Tree, checked: _Members | None = None) -> tuple[Tree, Any]:
         """Leaf by leaf; `checked`: what `_checked` has returned already."""
         members = checked if checked is not None else self._checked(f"{self.rule.name}.update", params, grads, state)
         old = {slot: getattr(state, slot) for slot in state._fields[1:]}
-        everyone = [name for _, names in members for name in names]
-        local, wrap = trees.views(params, grads, *old.values(), names=everyone)
+        local, wrap = base.views(params, grads, *old.values(), names=[name for _, names in members for name in names])
         step = state.step + 1
         updates: dict[str, Tensor] = {}
         new = {slot: dict(tree) for slot, tree in old.items()}
@@ -242,48 +225,35 @@ class _Elementwise:
             slots = self.rule.slots(options)
             for name in names:
                 param, own = local(params[name]), [local(old[slot][name]) for slot in slots]
-                wide = _promoted([param, *own], torch.float32)
+                wide = reduce(torch.promote_types, map(_dtype_of, (param, *own)), torch.float32)
                 result, states = rule(*(x.to(wide) for x in (local(grads[name]), param, *own)))
                 updates[name] = wrap(params[name], result)
                 for slot, before, value in zip(slots, own, states, strict=True):
                     new[slot][name] = wrap(params[name], value.to(before.dtype))
         ordered = {name: updates[name] for name in params if name in updates}
-        after = (trees.slot_like(params, tree) for tree in new.values())
-        return trees.slot_like(params, ordered), self.rule.state(step, *after)
+        after = (base.slot_like(params, tree) for tree in new.values())
+        return base.slot_like(params, ordered), self.rule.state(step, *after)
 
     def step(self, params: Tree, grads: Tree, state: Any) -> tuple[Tree, Any]:
         members = self._checked(f"{self.rule.name}.step", params, grads, state)
-        trees.require_outside(f"{self.rule.name}.step", params, grads)
-        if has_no_memory():
-            self._step_recorded(members, params, grads, state)
-            return params, state._replace(step=state.step + 1)
+        base.require_outside(f"{self.rule.name}.step", params, grads)
         with torch.no_grad():
+            if has_no_memory():  # leaf by leaf, in operations that a compiler may fuse
+                updates, after = self.update(grads, state, params, members)
+                for name, update in updates.items():
+                    unwrap_local(params[name]).add_(unwrap_local(update))
+                for before, tree in zip(state[1:], after[1:], strict=True):
+                    for name, slot in tree.items():
+                        unwrap_local(before[name]).copy_(unwrap_local(slot))
+                return params, state._replace(step=state.step + 1)
             for options, names in members:
                 slots = [getattr(state, slot) for slot in self.rule.slots(options)]
-                columns = [unwrap_locals(trees.leaves_of(tree, names)) for tree in (params, grads, *slots)]
+                columns = [unwrap_locals(base.leaves_of(tree, names)) for tree in (params, grads, *slots)]
                 for same in in_one_dtype(merged(columns), self.rule.least):
                     self.rule.step(options, state.step, same[0], same[1], same[2:])
                 for written in (columns[0], *columns[2:]):
                     increment_version(written)
         return params, state._replace(step=state.step + 1)
-
-    @torch.no_grad()
-    def _step_recorded(self, members: _Members, params: Tree, grads: Tree, state: Any) -> None:
-        """`step` leaf by leaf, in operations that a compiler may fuse."""
-        updates, after = self.update(grads, state, params, members)
-        for name, update in updates.items():
-            unwrap_local(params[name]).add_(unwrap_local(update))
-        for before, tree in zip(state[1:], after[1:], strict=True):
-            for name, slot in tree.items():
-                unwrap_local(before[name]).copy_(unwrap_local(slot))
-
-
-def _promoted(tensors: Sequence[Tensor], least: torch.dtype | None) -> torch.dtype:
-    """The dtype to compute in: no tensor's values are rounded, and none is narrower than `least`."""
-    wide = least or tensors[0].dtype
-    for tensor in tensors:
-        wide = torch.promote_types(wide, tensor.dtype)
-    return wide
 
 
 def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> Iterator[list[list[Tensor]]]:
@@ -291,21 +261,15 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
 
     What has to be widened for that is copied, a bounded number of elements at a time, and written back afterwards.
     """
-    if _are_alike(columns, least):
-        yield columns
-        return
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[list[Tensor]]] = {}  # whether all have that dtype
-    known: dict[tuple[torch.dtype, ...], torch.dtype] = {}
-    for param, grad, *slots in zip(*columns, strict=True):
-        if not param.numel():
-            continue
-        dtypes = (param.dtype, *(slot.dtype for slot in slots))
-        wide = known.get(dtypes) or known.setdefault(dtypes, _promoted([param, *slots], least.get(param.device.type)))
-        row = [param, grad if grad.dtype == wide else grad.to(wide), *slots]
-        groups.setdefault((param.device, wide, all(dtype == wide for dtype in dtypes)), []).append(row)
-    for (_, wide, alike), rows in groups.items():
-        if alike:
-            yield _transposed(rows)
+    groups: dict[tuple[Any, ...], list[Sequence[Tensor]]] = {}
+    for row in zip(*columns, strict=True):
+        if row[0].numel():
+            groups.setdefault((row[0].device, *map(_dtype_of, row)), []).append(row)
+    for (device, of_param, of_grad, *of_slots), rows in groups.items():
+        wide = reduce(torch.promote_types, (of_param, *of_slots), least.get(device.type, of_param))
+        if {of_param, *of_slots} == {wide}:
+            params, grads, *slots = _transposed(rows)
+            yield [params, grads if of_grad == wide else [grad.to(wide) for grad in grads], *slots]
             continue
         for some in portions(chain.from_iterable(map(_pieces, rows)), lambda row: row[0].numel(), _CHUNK):
             widened = [[x.to(wide) for x in row] for row in some]
@@ -315,29 +279,18 @@ def in_one_dtype(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) 
                     target.copy_(result)
 
 
-def _are_alike(columns: list[list[Tensor]], least: Mapping[str, torch.dtype]) -> bool:
-    """Whether there is one device and one dtype, which is wide enough, and no row is empty."""
-    if not all(map(Tensor.numel, columns[0])):
-        return False
-    dtypes = {dtype for column in columns for dtype in map(attrgetter("dtype"), column)}
-    devices = set(map(attrgetter("device"), columns[0]))
-    return len(dtypes) == len(devices) == 1 and all(
-        _promoted(columns[0][:1], least.get(device.type)) in dtypes for device in devices
-    )
-
-
 def _transposed(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _pieces(row: list[Tensor]) -> Iterable[list[Tensor]]:
+def _pieces(row: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
     """Rows of at most `_CHUNK` elements over the same memory, where it lies in one piece."""
     if row[0].numel() <= _CHUNK or not all(x.is_contiguous() for x in row):
         return [row]
     return _transposed([x.view(-1).split(_CHUNK) for x in row])
 
 
-def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtype: torch.dtype | None) -> Optimizer:
+def _elementwise(rule: Rule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
     """The optimizer of a rule, once its options make sense."""
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
         raise TypeError(
@@ -345,13 +298,13 @@ def _elementwise(rule: Rule, options: Options, groups: Groups | None, state_dtyp
         )
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"{rule.name}(groups=...) takes a mapping of pattern -> options, not {type(groups).__name__}")
-    require_options(rule.name, options, options)
+    base.require_options(rule.name, options, options)
     for pattern, own in (groups or {}).items():
         where = f"{rule.name}: groups[{pattern!r}]"
         if not isinstance(own, Mapping):
             raise TypeError(f"{where} is {own!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
         matches(pattern, "")  # a pattern that cannot be read is an error here
-        require_options(where, own, options)
+        base.require_options(where, own, options)
     made = _Elementwise(rule, options, dict(groups or {}), state_dtype)
     return Optimizer(made.init, made.update, made.step)
 
@@ -397,8 +350,7 @@ def adamw(
 
     Communication: none.
     """
-    options = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return _elementwise(ADAMW, options, groups, state_dtype)
+    return _elementwise(ADAMW, groups, state_dtype, lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
 def sgd(
@@ -438,7 +390,7 @@ def sgd(
     Communication: none.
     """
     options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    return _elementwise(SGD, options, groups, state_dtype)
+    return _elementwise(SGD, groups, state_dtype, **options)
 
 
 def lion(
@@ -477,4 +429,4 @@ def lion(
 
     Communication: none.
     """
-    return _elementwise(LION, {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}, groups, state_dtype)
+    return _elementwise(LION, groups, state_dtype, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay)

@@ -1,30 +1,20 @@
 """The norm of a whole tree, clipping by it, and inner products: the only collectives of optimizers. Layer 4."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from shardfn._torch import (
-    DTensorSpec,
-    foreach,
-    in_transform,
-    on_each_rank,
-    pytree,
-    simulated,
-    spec_of,
-    unwrap_locals,
-    vmap_depth,
-    with_locals,
-)
+from shardfn import _torch
 from shardfn.core.collectives import into_losses, psum_of_trees, pvary, sum_flat_
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower
 from shardfn.core.mesh import grid
-from shardfn.core.optim.trees import Tree, leaves_of, require_match, trainable
+from shardfn.core.optim import base
+from shardfn.core.optim.base import Optimizer, Tree
 from shardfn.core.storage import map_runs, merged
 from shardfn.core.tree import Params
 from shardfn.core.tree import map as map_tree
@@ -53,9 +43,9 @@ def global_norm(tree: Tree) -> Tensor:
     Communication: one all-reduce of a scalar when the mesh covers all ranks, else one an axis; none for plain tensors.
     """
     if isinstance(tree, Params) and _differentiated(tree):
-        lowered = lower(tree, vmap_depth())
+        lowered = lower(tree, _torch.vmap_depth())
         return into_losses(_norm_of_parts(lowered), lowered.mesh, lowered.plan.roles.data)
-    return _norm("global_norm", [leaf for leaf in pytree.tree_leaves(tree) if may_be_differentiated(leaf)])
+    return _norm("global_norm", [leaf for leaf in _torch.pytree.tree_leaves(tree) if may_be_differentiated(leaf)])
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
@@ -82,14 +72,14 @@ def dot(a: Tree, b: Tree) -> Tensor:
         pairs: list[tuple[Tensor, Tensor]] = []
         map_tree(lambda x, y: pairs.append((x, y)) if may_be_differentiated(x) else None, a, b)
         return _products([x for x, _ in pairs], [y for _, y in pairs], _wide([x for pair in pairs for x in pair]))
-    require_match("tree.dot", "the second tree", a, list(a), b)
+    base.require_match("tree.dot", "the second tree", a, list(a), b)
     if _differentiated(a) or _differentiated(b):
-        x, y = lower(a, vmap_depth()), lower(b, vmap_depth())
+        x, y = lower(a, _torch.vmap_depth()), lower(b, _torch.vmap_depth())
         wide = _wide([*x.values(), *y.values()])
         total = _sum_of_parts(x, lambda names: _products([x[n] for n in names], [y[n] for n in names], wide))
         return into_losses(total, x.mesh, x.plan.roles.data)
     names = [name for name, leaf in a.items() if may_be_differentiated(leaf)]
-    xs, ys = (unwrap_locals([tree[name] for name in names]) for tree in (a, b))
+    xs, ys = (_torch.unwrap_locals([tree[name] for name in names]) for tree in (a, b))
     leaves, wide = [a[name] for name in names], _wide([*xs, *ys])  # of all: a rank may have nothing to add
     return _summed("tree.dot", leaves, lambda mine: _products([xs[i] for i in mine], [ys[i] for i in mine], wide))
 
@@ -102,13 +92,12 @@ def _products(xs: Sequence[Tensor], ys: Sequence[Tensor], wide: torch.dtype) -> 
 
 def _differentiated(tree: Params) -> bool:
     """Whether a derivative may flow through the leaves: arithmetic on their local parts would lose it."""
-    return in_transform() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values()))
+    return _torch.in_transform() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values()))
 
 
 def _norm_of_parts(tree: Params) -> Tensor:
     """Of a lowered tree, the same on all ranks."""
-    wide = _wide(list(tree.values()))
-    return _sum_of_parts(tree, lambda names: _square_sum([tree[name] for name in names], wide, None)).sqrt()
+    return _sum_of_parts(tree, lambda names: _square_sum([tree[n] for n in names], _wide(list(tree.values())))).sqrt()
 
 
 def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) -> Tensor:
@@ -133,22 +122,23 @@ def _wide(leaves: Sequence[Tensor]) -> torch.dtype:
 
 
 def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
-    locals_ = unwrap_locals(leaves)
+    locals_ = _torch.unwrap_locals(leaves)
     wide = _wide(locals_)
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     if not sharded or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in sharded)):
-        return _square_sum(leaves, wide, None).sqrt()
+        return _square_sum(leaves, wide).sqrt()
     if len(sharded) < len(leaves):
         raise ShardError(
             f"{verb}: the tree mixes DTensors and plain tensors; is a plain one a part or the whole? Shard all"
         )
-    device = locals_[0].device
-    return _summed(verb, sharded, lambda mine: _square_sum(_pieces([locals_[i] for i in mine]), wide, device)).sqrt()
+    return _summed(verb, sharded, lambda mine: _square_sum(_pieces([locals_[i] for i in mine]), wide)).sqrt()
 
 
 def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[int]], Tensor]) -> Tensor:
     """A sum over leaves, of which every rank adds those, by index, that count there; outside autograd."""
-    specs = list(map(spec_of, leaves))
+    if not leaves:
+        return of_leaves(())
+    specs = list(map(_torch.spec_of, leaves))
     mesh = specs[0].mesh
     if any(spec.mesh is not mesh and spec.mesh != mesh for spec in specs):
         raise ShardError(f"{verb}: the leaves live on several meshes; sf.reshard them to one")
@@ -156,30 +146,25 @@ def _summed(verb: str, leaves: Sequence[DTensor], of_leaves: Callable[[Sequence[
     if at is None:
         raise ShardError(f"{verb}: rank {dist.get_rank()} is not part of the leaves' mesh")
     with torch.no_grad():
-        if simulated():
-            total = _simulated_sum(verb, specs, of_leaves)
+        if _torch.simulated():
+            places = mesh.mesh
+
+            def own(rank: int, each: list[Tensor]) -> list[Tensor]:
+                there = tuple((places == rank).nonzero()[0].tolist())
+                counted = [x for x, spec in zip(each, specs, strict=True) if _counts_on(verb, spec, there)]
+                return [torch.stack(counted).sum() if counted else torch.zeros_like(each[0])]
+
+            total = _torch.on_each_rank(own, [of_leaves([i]) for i in range(len(specs))])[0]
         else:
-            total = of_leaves([i for i, spec in enumerate(specs) if _counts_here(verb, spec, tuple(at))])
+            total = of_leaves([i for i, spec in enumerate(specs) if _counts_on(verb, spec, tuple(at))])
         moved = total.to(mesh.device_type)  # from the host, when gradients live there
         for group in _groups_of(leaves[0]):
             sum_flat_(moved, group)
-    return moved.to(total.device)
+    return moved.to(leaves[0].device)  # a rank that adds nothing has a total on the host
 
 
-def _simulated_sum(verb: str, specs: Sequence[DTensorSpec], of_leaves: Callable[[Sequence[int]], Tensor]) -> Tensor:
-    """What every simulated rank adds, in one tensor of all of them."""
-    places = specs[0].mesh.mesh
-
-    def own(rank: int, each: list[Tensor]) -> list[Tensor]:
-        at = tuple((places == rank).nonzero()[0].tolist())
-        counted = [x for x, spec in zip(each, specs, strict=True) if _counts_here(verb, spec, at)]
-        return [torch.stack(counted).sum() if counted else torch.zeros_like(each[0])]
-
-    return on_each_rank(own, [of_leaves([i]) for i in range(len(specs))])[0]
-
-
-def _counts_here(verb: str, spec: DTensorSpec, at: tuple[int, ...]) -> bool:
-    """Whether this rank adds a leaf to the sum."""
+def _counts_on(verb: str, spec: _torch.DTensorSpec, at: tuple[int, ...]) -> bool:
+    """Whether the rank at a coordinate adds a leaf to the sum."""
     counts = _is_first(spec.placements, at)
     if counts is None:
         raise ShardError(
@@ -219,14 +204,14 @@ def _groups_of(leaf: DTensor) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in axes]
 
 
-def _square_sum(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def _square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
     if not real:
-        return torch.zeros((), dtype=dtype, device=device)
-    if in_transform():  # foreach has no batching rules
+        return torch.zeros((), dtype=dtype)
+    if _torch.in_transform():  # foreach has no batching rules
         norms = [torch.linalg.vector_norm(x, dtype=dtype) for x in real]
     else:
-        norms = list(foreach("norm")(real, 2, dtype=dtype))
+        norms = _torch.foreach("norm")(real, 2, dtype=dtype)
     return torch.stack(norms).square().sum()
 
 
@@ -256,30 +241,28 @@ def clip(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:
     """
     require_positive("clip", max_norm)
     if isinstance(grads, Params):
-        names = trainable(grads)
+        names = base.trainable(grads)
         if _differentiated(grads):
             return _clip_parts(grads, names, max_norm)
-        wanted = leaves_of(grads, names)
+        wanted = base.leaves_of(grads, names)
         norm = _norm("clip", wanted)
         return grads.like({**grads, **dict(zip(names, _clipped(wanted, norm, max_norm), strict=True))}), norm
-    leaves, structure = pytree.tree_flatten(grads)
+    leaves, structure = _torch.pytree.tree_flatten(grads)
     chosen = [i for i, leaf in enumerate(leaves) if may_be_differentiated(leaf)]
     norm = _norm("clip", [leaves[i] for i in chosen])
     for i, leaf in zip(chosen, _clipped([leaves[i] for i in chosen], norm, max_norm), strict=True):
         leaves[i] = leaf
-    return pytree.tree_unflatten(leaves, structure), norm
+    return _torch.pytree.tree_unflatten(leaves, structure), norm
 
 
 def _clip_parts(grads: Params, names: Sequence[str], max_norm: float) -> tuple[Params, Tensor]:
     """`clip` of a tree through which a derivative flows."""
-    lowered = lower(grads, vmap_depth())
+    lowered = lower(grads, _torch.vmap_depth())
     norm = _norm_of_parts(lowered.like((name, lowered[name]) for name in names))
-    factors: dict[tuple[str, ...], Tensor] = {(): _factor(norm, max_norm)}
 
+    @cache
     def factor_for(axes: tuple[str, ...]) -> Tensor:
-        if axes not in factors:
-            factors[axes] = pvary(factor_for(axes[:-1]), lowered.mesh, axes[-1])
-        return factors[axes]
+        return pvary(factor_for(axes[:-1]), lowered.mesh, axes[-1]) if axes else _factor(norm, max_norm)
 
     scaled = {
         name: lowered[name] * factor_for(lowered.plan.leaves[name][1].axes).to(lowered[name].dtype) for name in names
@@ -293,15 +276,42 @@ def require_positive(verb: str, max_norm: float) -> None:
         raise ValueError(f"{verb}: max_norm={max_norm!r} is not a positive number; math.inf only measures")
 
 
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Scale gradients down so that their global norm is at most `max_norm`; goes before the optimizer in a `chain`.
+
+        >>> import torch, shardfn as sf
+        >>> opt = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.sgd(1.0))
+        >>> params = {"w": torch.zeros(2)}
+        >>> params, state = opt.step(params, {"w": torch.tensor([3.0, 4.0])}, opt.init(params))
+        >>> params["w"]
+        tensor([-0.6000, -0.8000])
+
+    The same as `clip`, which also returns the norm.
+
+    Args:
+        max_norm: the largest norm.
+
+    Returns:
+        a transform without state.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+
+    Communication: that of one `global_norm` an update.
+    """
+    require_positive("clip_by_global_norm", max_norm)
+    return base.transform("clip_by_global_norm", tuple, lambda grads, state, _: (clip(grads, max_norm)[0], state))
+
+
 def _factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _clipped(leaves: Sequence[Tensor], norm: Tensor, max_norm: float) -> list[Tensor]:
     factor = _factor(norm, max_norm)
-    if not leaves or in_transform() or any(leaf.grad_fn is not None for leaf in leaves):
+    if not leaves or _torch.in_transform() or any(leaf.grad_fn is not None for leaf in leaves):
         return [leaf * factor.to(leaf.dtype) for leaf in leaves]
     if not all(isinstance(leaf, DTensor) for leaf in leaves):  # plain ones may carry a derivative
-        return list(foreach("mul")(leaves, factor))
-    scaled = map_runs(lambda tensors: foreach("mul")(tensors, factor), unwrap_locals(leaves))
-    return with_locals(leaves, scaled)
+        return list(_torch.foreach("mul")(leaves, factor))
+    scaled = map_runs(lambda tensors: _torch.foreach("mul")(tensors, factor), _torch.unwrap_locals(leaves))
+    return _torch.with_locals(leaves, scaled)

@@ -7,28 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from shardfn._torch import unwrap_local, with_local
 from shardfn.core.errors import ShardError
-from shardfn.core.optim import trees
-from shardfn.core.optim.base import Optimizer, no_option, rate_at
-from shardfn.core.optim.trees import Tree
+from shardfn.core.optim import base
+from shardfn.core.optim.base import Optimizer, Tree
 from shardfn.core.tree import Params
 
 # What they do to an element does not depend on other elements, so that a shard can be updated alone.
-ELEMENTWISE = (
-    optim.Adam,
-    optim.AdamW,
-    optim.SGD,
-    optim.RMSprop,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.ASGD,
-    optim.Rprop,
-)
+ELEMENTWISE = Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, NAdam, RAdam, Adamax, ASGD, Rprop
 # What they do to matrices DTensor computes, as one process does.
 WHOLE = (optim.Muon,)
 REFUSED = {
@@ -94,7 +82,7 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
     known = [name for name in inspect.signature(cls).parameters if name != "params"]
     for name in kwargs:
         if name not in known:
-            raise TypeError(no_option(f"from_torch: {cls.__name__}", name, known))
+            raise TypeError(base.no_option(f"from_torch: {cls.__name__}", name, known))
     if kwargs.get("differentiable"):
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
@@ -107,15 +95,12 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
 def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
     """Whether a class is one of these, or a subclass with no methods of its own but `__init__`."""
 
-    def methods(of: type) -> list[Any]:
+    def is_alike(one: type) -> bool:
+        pairs = [(getattr(cls, name), getattr(one, name)) for name in dir(one) if not name.startswith("__")]
         # Torch puts a wrapper around `step` when the first instance is made.
-        return [inspect.unwrap(getattr(of, name)) for name in names if callable(getattr(of, name))]
+        return all(inspect.unwrap(a) == inspect.unwrap(b) for a, b in pairs if callable(a) or callable(b))
 
-    for one in known:
-        names = [name for name in dir(one) if not name.startswith("__")]
-        if issubclass(cls, one) and methods(cls) == methods(one):
-            return True
-    return False
+    return any(issubclass(cls, one) and is_alike(one) for one in known)
 
 
 def _outside_tensors(optimizer: optim.Optimizer) -> dict[Any, Any]:
@@ -143,28 +128,27 @@ class _FromTorch:
 
     def make(self, weights: Sequence[Tensor], step: Tensor) -> optim.Optimizer:
         kwargs: dict[str, Any] = dict(self.kwargs)
-        if callable(kwargs.get("lr")):
-            kwargs["lr"] = rate_at(f"from_torch({self.cls.__name__})", "lr", kwargs["lr"], step)
+        if "lr" in kwargs:
+            kwargs["lr"] = base.rate_at(f"from_torch({self.cls.__name__})", "lr", kwargs["lr"], step)
         return self.cls(weights, **kwargs)
 
     def init(self, params: Tree) -> TorchState:
-        trees.require_tensors("from_torch.init", params)
-        trees.require_some("from_torch.init", params)
+        base.require_some("from_torch.init", params)
         step = torch.zeros((), dtype=torch.int64)
         found: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
-        for name in trees.trainable(params):
+        for name in base.trainable(params):
             for key, value in self._template(params, name).items():
                 if self.elementwise and not value.ndim:
                     scalars[key] = torch.zeros_like(value)
                 else:
                     leaf = params[name] if self.elementwise else value
-                    zeros = with_local(leaf, torch.zeros_like(unwrap_local(leaf), dtype=value.dtype))
-                    found.setdefault(key, {})[name] = zeros
+                    zeros = torch.zeros_like(unwrap_local(leaf), dtype=value.dtype)
+                    found.setdefault(key, {})[name] = with_local(leaf, zeros)
         return TorchState(step, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)
 
     def _slot(self, params: Tree, leaves: dict[str, Tensor]) -> Tree:
-        return trees.slot_like(params, leaves) if self.elementwise else leaves
+        return base.slot_like(params, leaves) if self.elementwise else leaves
 
     def _template(self, params: Tree, name: str) -> dict[str, Tensor]:
         """What torch remembers about a leaf, from one update of zeros: small ones where the shape does not matter."""
@@ -184,7 +168,7 @@ class _FromTorch:
             return self._tried(torch.zeros_like(params[name]).detach())
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ShardError(
-                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {trees.kind_of(params[name])} of "
+                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {base.kind_of(params[name])} of "
                 f"shape {tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with "
                 "masked(...)."
             ) from error
@@ -211,13 +195,13 @@ class _FromTorch:
         with torch.no_grad():
             weights = {name: self._view(params[name]).clone() for name in names}
             after = self._advance(params, grads, state, weights, pure=True)
-            new = {name: weights[name] - self._view(params[name]) for name in names}
-            updates = {name: with_local(params[name], unwrap_local(leaf)) for name, leaf in new.items()}
-        return trees.slot_like(params, updates), after
+            for name, weight in weights.items():
+                weights[name] = with_local(params[name], unwrap_local(weight - self._view(params[name])))
+        return base.slot_like(params, weights), after
 
     def step(self, params: Tree, grads: Tree, state: TorchState) -> tuple[Tree, TorchState]:
         names = self._checked("from_torch.step", params, grads, state)
-        trees.require_outside("from_torch.step", params, grads)
+        base.require_outside("from_torch.step", params, grads)
         with torch.no_grad():
             weights = {name: self._view(params[name]) for name in names}
             return params, self._advance(params, grads, state, weights, pure=False)
@@ -227,12 +211,12 @@ class _FromTorch:
         return (unwrap_local(leaf) if self.elementwise else leaf).detach()
 
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> list[str]:
-        names = trees.trainable(params)
-        trees.require_match(verb, "grads", params, names, grads)
+        names = base.trainable(params)
+        base.require_match(verb, "grads", params, names, grads)
         if not isinstance(state, TorchState):
-            raise trees.other_state(verb, state, "from_torch(...).init(params)")
+            raise base.other_state(verb, state, "from_torch(...).init(params)")
         for key, tree in state.slots.items() if self.elementwise else ():
-            trees.require_match(verb, f"state.slots[{key!r}]", params, names, tree)
+            base.require_match(verb, f"state.slots[{key!r}]", params, names, tree)
         return names
 
     def _advance(

@@ -1,4 +1,6 @@
-"""How a run without data ends: parts that leave it, by outputs or in modules; what users' backwards get. Layer 3.
+"""What a run without data looks at beside operations: functions of torch, what leaves it, users' backwards. Layer 3.
+
+Parts leave it by outputs or in modules, and numbers that are made of a rank's sizes may, too.
 
 [Note: backwards of users]
 Where ranks use a shared value in shares, the gradient of each is a part of a sum, which is added up where the value
@@ -7,25 +9,94 @@ of an `autograd.Function` may be anything. So it runs without data, on a gradien
 that forwards follow: a clamp of it is lost.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import blank_gradients, has_hooks, outside_dispatch, pytree, ran_backward, users_backward
+from shardfn import _torch
+from shardfn._torch import pytree
 from shardfn.core.collectives import watched
 from shardfn.core.compute_axes import Adjustments
 from shardfn.core.engine.numbering import Numbers
-from shardfn.core.engine.paired import Size, local_of, of_world, whole_of
-from shardfn.core.engine.tags import Problem, Tag
+from shardfn.core.engine.paired import Apart, Paired, Size, local_of, of_world, sizes_of, whole_of
 from shardfn.core.engine.values import tensors_in, tensors_of
 from shardfn.core.engine.variance import Variance
-from shardfn.core.parts import SUM, Part
+from shardfn.core.parts import SUM, Part, Problem, Tag
 
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _AXIS = ""  # any
 _PLAIN = (Number, str, range, torch.dtype)
+
+
+class Functions(TorchFunctionMode):
+    """Does a function in each world by itself where torch decides by a size that differs; see [Note: paired sizes].
+
+    What is made of numbers begins on the CPU, so that a run without data sees of which. Lists become known tensors, and
+    known tensors lists. A hook is told of.
+    """
+
+    def __init__(self, run: Variance) -> None:
+        super().__init__()
+        self._run, self._worlds = run, run.worlds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _torch.HOOKING:
+            self._run.hooked(args[0])
+        if func in _READING:
+            self._run.read(*args[: 1 + (func is torch.equal)])
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
+            args = (args[0], _of_tensors(args[1]), *args[2:])
+        if func is Tensor.is_contiguous and self._worlds.at == "both":
+            return self._apart(func, args, kwargs)
+        numbers = self._run.numbers if self._worlds.at != "one" else None
+        draws = numbers.draws if numbers is not None else 0
+        before, self._worlds.in_torch = self._worlds.in_torch, True
+        try:
+            out = self._done(func, args, kwargs)
+        except Apart:
+            self._worlds.in_torch = before
+            out = self._apart(func, args, kwargs)
+        finally:
+            self._worlds.in_torch = before
+        if numbers is not None:
+            numbers.note(func, args, kwargs, out, draws)
+        if type(out) in (Tensor, bool):
+            return out
+        return sizes_of(out, self._run.tag(args[0]).by_acts if args and type(args[0]) is Paired else ())
+
+    def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.function_in_each_world(partial(self._done, func, args, kwargs), (args, kwargs))
+
+    def _done(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func is Tensor.tolist and (known := self._run.as_list(args[0])) is not None:
+            return known
+        where = args[0].device if func is Tensor.new_tensor else kwargs.get("device")
+        numbers = func in _OF_NUMBERS and not (func is not Tensor.new_tensor and args and isinstance(args[0], Tensor))
+        if not numbers or where is None or torch.device(where).type != "meta":
+            return func(*args, **kwargs)
+        plain = {key: x for key, x in kwargs.items() if key != "requires_grad"} | {"device": "cpu"}
+        held = func(*args, **plain)
+        out = held.to("meta")
+        self._run.values.note(out, held, made=True)
+        return out.requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _of_tensors(index: Any) -> Any:
+    """An index with tensors for the lists of numbers in it, of which a run without data sees what is in them."""
+    if isinstance(index, tuple):
+        return tuple(_of_tensors(at) if isinstance(at, list) else at for at in index)
+    plain = bool(index) and all(type(at) is int for at in index)
+    return torch.tensor(index).to("meta") if plain else index
+
+
+# -- what leaves a run ------------------------------------------------------------------------------------------------
 
 
 def check_kept(variance: Variance, values: Any) -> None:
@@ -134,23 +205,23 @@ def check_backwards(variance: Variance, output: Any) -> None:
 
 def acts_on_gradient(x: Tensor) -> bool:
     """Whether something of the user's is given the gradient of x that may not be given a part of it."""
-    return has_hooks(x) or bool(why_not_linear(x))
+    return _torch.has_hooks(x) or bool(why_not_linear(x))
 
 
 def why_not_linear(x: Tensor) -> str:
     """Why what a user wrote may not be given parts of the gradient of x; empty when it may, or there is nothing."""
-    function = users_backward(x)
+    function = _torch.users_backward(x)
     if function is None:
         return ""
     name, run = function.__qualname__, Variance({_AXIS: 2}, "rank")
-    grads = blank_gradients(x)
+    grads = _torch.blank_gradients(x)
     for grad in grads:
         run.mark(grad, Tag({_AXIS: SUM}))
     try:
-        with outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
-            found = tensors_of(ran_backward(x, grads))
+        with _torch.outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
+            found = tensors_of(_torch.ran_backward(x, grads))
     except Exception as error:
         return f"the backward of {name} cannot be run without data ({error})"
-    parts = [run.tag(grad).parts.get(_AXIS) for grad in found if not run.is_zero(grad)]
+    parts = [run.tag(grad).parts.get(_AXIS) for grad in found if grad not in run.zeros]
     why = next((part.why if part is not None else "it adds numbers to it" for part in parts if part != SUM), None)
     return "" if why is None else f"the backward of {name} is not linear in it ({why})"

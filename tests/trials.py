@@ -1,0 +1,29 @@
+"""What runs without data have found, of each model: for tests that look at it when the call, or the tree, is gone."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from shardfn.core import apply
+from shardfn.core.compute_axes import Adjustments
+
+_FOUND: "WeakKeyDictionary[nn.Module, list[Adjustments]]" = WeakKeyDictionary()
+
+
+class _Noting(apply.Trial):
+    """A run without data that says what it has found."""
+
+    def adjustments(self, *args: Any, **kwargs: Any) -> Adjustments:
+        """As ever."""
+        found = super().adjustments(*args, **kwargs)
+        _FOUND.setdefault(self.model, []).append(found)
+        return found
+
+
+def found_of(model: nn.Module) -> Adjustments:
+    """What the first run without data of a model has found."""
+    return _FOUND[model][0]
+
+
+apply.Trial = _Noting  # in each process that runs such tests
