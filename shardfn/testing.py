@@ -583,6 +583,7 @@ def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, d
     """The main function of a rank: join the group, then answer until the parent goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stack = open(_stack_path(directory, rank), "w")  # open for as long as the process lives
+    faulthandler.enable(file=stack)  # on SIGABRT, SIGSEGV and their like
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     _this_rank.append(rank)
@@ -710,7 +711,9 @@ class _Team:
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         error = ChildProcessError(f"the process of rank {rank} {how} before it answered")
-        return _Failure.of(error, text=str(error))
+        path = _stack_path(self.directory, rank)
+        stack = _stack_of(path.read_text()) if path.exists() else ""
+        return _Failure.of(error, text=f"{error}; the rank was here:\n{stack}" if stack else str(error))
 
     def _hung(self, late: Sequence[int], seconds: float) -> dict[int, _Answer]:
         for rank in late:
@@ -746,8 +749,14 @@ def _read_stack(path: Path) -> str:
         previous, text = text, path.read_text()
         if text and text == previous:
             break
+    return _stack_of(text) or "(no stack: the process is stopped, or blocks signals)"
+
+
+def _stack_of(text: str) -> str:
+    """What faulthandler wrote, without addresses, names of extensions, and what this file does."""
     threads = (thread.partition(f'  File "{__file__}"')[0].rstrip() for thread in text.split("\n\n"))
-    return re.sub(r"0x\w+ ", "", "\n".join(threads)) or "(no stack: the process is stopped, or blocks signals)"
+    threads = (thread for thread in threads if not thread.startswith("Extension modules:"))
+    return re.sub(r"0x\w+ ", "", "\n".join(threads))
 
 
 # One team per group size, made on demand; they live as long as the interpreter.

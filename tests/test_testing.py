@@ -141,7 +141,7 @@ def die_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
         if how == "exit":
             os._exit(7)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGABRT)
     dist.barrier()
 
 
@@ -382,13 +382,18 @@ def test_a_hang_shows_where() -> None:
     assert run(group_size, ranks=3) == [(0, 3), (1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(("how", "text"), [("exit", "ended with exit code 7"), ("kill", "was killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("exit", "ended with exit code 7"), ("kill", "was killed by SIGKILL"), ("abort", "was killed by SIGABRT")],
+)
 def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=f"die_on failed on rank 2 of 4: .*the process of rank 2 {text}") as info:
         run(die_on, 2, how, timeout=100)
     assert time.monotonic() - started < 50
     assert isinstance(info.value.__cause__, ChildProcessError)
+    where = str(info.value).partition("Fatal Python error: Aborted")[2].partition("---")[0]
+    assert ("in die_on" in where) == (how == "abort")
 
 
 def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
