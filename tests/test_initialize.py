@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardfn as sf
-from shardfn.testing import run
+from shardfn.testing import run, run_raises
 
 
 class Rotary(nn.Module):
@@ -132,6 +132,16 @@ def test_what_init_may_not_do() -> None:
         (("raises",), RuntimeError, r"no values"),
     ]
     assert_all_raise(bad_init, table, ranks=2)
+
+
+def complex_left_unfilled() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2, dtype=torch.complex64)
+    sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy(), init=lambda module: nn.init.ones_(module.weight))
+
+
+def test_complex_tensors_that_init_leaves_are_named() -> None:
+    run_raises(sf.ShardError, complex_left_unfilled, match="init left 'bias' unfilled", ranks=1)
 
 
 def half_meta_on_a_rank() -> None:

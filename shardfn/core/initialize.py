@@ -25,6 +25,7 @@ from shardfn.core.plan import Plan
 from shardfn.core.planning import plan
 from shardfn.core.policy import Policy
 from shardfn.core.tree import Params
+from shardfn.core.underway import may_be_differentiated
 
 Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
 
@@ -248,7 +249,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
     if tensor.is_meta or isinstance(tensor, DTensor):
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
-        blank = torch.full_like(like, float("nan") if like.is_floating_point() else 0, device=device)
+        blank = torch.full_like(like, float("nan") if may_be_differentiated(like) else 0, device=device)
     else:
         blank = tensor.detach().to(device, copy=True)
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
@@ -256,7 +257,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:
     """What `init` made of a meta tensor, if it is one that can stand for it."""
-    if tensor is None or tensor.is_meta or (tensor.is_floating_point() and bool(tensor.isnan().any())):
+    if tensor is None or tensor.is_meta or (may_be_differentiated(tensor) and bool(tensor.isnan().any())):
         raise ShardError(f"shard: init left '{name}' unfilled; it must fill every tensor of the module it is given")
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         was, now = (f"{tuple(x.shape)} {x.dtype}" for x in (meta, tensor))

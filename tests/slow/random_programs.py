@@ -54,6 +54,7 @@ import shardfn.compat.fsdp2
 import shardfn.compat.hfai
 import shardfn.compat.megatron
 from shardfn._torch import pytree
+from shardfn.core.buckets import whole
 from shardfn.core.check import agrees
 from shardfn.testing import RankError, run
 
@@ -153,7 +154,7 @@ class _Ranks:
 
 
 def _full(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    return whole(value) if isinstance(value, DTensor) else value.detach()  # `full_tensor` may die; see there
 
 
 def _flat(tree: Any) -> dict[str, Tensor]:
