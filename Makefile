@@ -22,7 +22,7 @@ test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
 	$(PY) -m pytest --numprocesses 2 --dist loadfile -m slow $(ARGS)
 
-bench: .venv/.with-progress,plot ## run every benchmark, 18 minutes: ARGS=--quick, ARGS="--only step host"
+bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)
 
 docs: .venv/.with-docs ## build the documentation into site/
