@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
+from shardfn.core import buckets
 from shardfn.testing import assert_close, run
 
 
@@ -80,7 +81,7 @@ def _children_named_like_properties() -> None:
         model(x).square().mean().backward()
         plain(whole).square().mean().backward()
         for name, parameter in plain.named_parameters():
-            assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+            assert_close(buckets.whole(_at(model, name).grad), parameter.grad, rtol=1e-10, atol=1e-12)
         assert list(model.state_dict()) == list(plain.state_dict())
         assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
         assert model.module is not model and isinstance(model.module, Nested)
@@ -141,7 +142,7 @@ def _decides_when_the_gradient_comes() -> None:
     loss.backward()
     plain(whole).square().mean().backward()
     for name, parameter in plain.named_parameters():
-        assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+        assert_close(buckets.whole(_at(model, name).grad), parameter.grad, rtol=1e-10, atol=1e-12)
     with model.no_sync():
         model(x).square().mean().backward()
         with pytest.raises(sf.ShardError, match="never reduced"):
@@ -170,7 +171,7 @@ def _checkpointed() -> None:
         assert list(model.state_dict()) == list(plain.state_dict())
         for name, parameter in plain.named_parameters():
             own = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
-            assert_close(own[name].grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+            assert_close(buckets.whole(own[name].grad), parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_activation_checkpointing_around_and_inside_of_units() -> None:
@@ -212,7 +213,7 @@ def _compiles() -> None:
             plain(whole).square().mean().backward()
     assert len(graphs) == 1, "both blocks share one graph"
     for name, parameter in plain.named_parameters():
-        assert_close(_at(model, name).grad.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12)
+        assert_close(buckets.whole(_at(model, name).grad), parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_torch_compile_makes_a_graph_of_every_unit() -> None:
@@ -388,7 +389,7 @@ def _own_attributes_come_first(cls: Any) -> None:
     for each in (fsdp, plain):
         each(x).square().mean().backward()
     assert first.inner.flag and first.inner.tag == plain.emb.inner.tag == "own seen"
-    assert_close(_at(fsdp, "emb.inner.fc.weight").grad.full_tensor(), plain.emb.inner.fc.weight.grad)
+    assert_close(buckets.whole(_at(fsdp, "emb.inner.fc.weight").grad), plain.emb.inner.fc.weight.grad)
     unit: Any = fsdp.layers[0]
     unit.size = 3
     assert unit.size == unit.module.size == 3 and unit.cached is unit.cached is unit.module.cached

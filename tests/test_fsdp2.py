@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardfn as sf
 from shardfn.compat.fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardfn.compat.sharded import held_now
+from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 
@@ -85,7 +86,7 @@ def _trained(kind: str, **given: Any) -> None:
         if step == 1:
             continue
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
-        assert_close(norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0], norms[1])
+        assert_close(whole(norms[0]) if isinstance(norms[0], DTensor) else norms[0], norms[1])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -135,7 +136,7 @@ def _divided() -> None:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(factor)
         model(ids).square().mean().backward()
-        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        found.append({name: whole(p.grad) for name, p in model.named_parameters()})
         model.zero_grad()
     assert_trees_close({name: 2 * grad for name, grad in found[0].items()}, found[1])
 
@@ -231,7 +232,7 @@ def _in_graphs() -> None:
             run_step(ids).backward()
             graphs = sum(torch._dynamo.utils.counters["stats"].values())
             assert (graphs > 0) == (way != "eager"), way
-            found.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+            found.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
     for each in found[1:]:
         assert_trees_close(each, found[0], rtol=0, atol=1e-12)
 
@@ -249,10 +250,10 @@ def _after_unshard() -> None:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert all(one is two for one, two in zip(model.blocks[0].parameters(), held, strict=True))
-    before = [parameter.full_tensor() for parameter in held]
+    before = [whole(parameter) for parameter in held]
     model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
     optimizer.step()
-    assert not any(torch.equal(p.full_tensor(), was) for p, was in zip(held, before, strict=True))
+    assert not any(torch.equal(whole(p), was) for p, was in zip(held, before, strict=True))
 
 
 def test_a_module_inside_that_is_whole() -> None:
@@ -634,7 +635,7 @@ def test_tied_weights_stay_tied_when_others_take_their_place(how: str) -> None:
 def _pickled(folder: Path, own: bool, assign: bool) -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Linear(4, 2, bias=False))
-    before = model.weight.full_tensor()
+    before = whole(model.weight)
     torch.save(model.state_dict(), folder / str(dist.get_rank()))
     dist.barrier()
     state = torch.load(folder / (str(dist.get_rank()) if own else "0"), weights_only=False)
@@ -643,7 +644,7 @@ def _pickled(folder: Path, own: bool, assign: bool) -> None:
     with nullcontext() if is_own else pytest.raises((sf.ShardError, RuntimeError), match=words):
         model.load_state_dict(state, assign=assign)
     if not assign:
-        assert torch.equal(model.weight.full_tensor(), before)
+        assert torch.equal(whole(model.weight), before)
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
+from shardfn.core import buckets
 from shardfn.core.buckets import leaf_spec
 from shardfn.core.layout import compute_view, local_slice, to_leaves
 from shardfn.core.mesh import Grid, grid
@@ -195,7 +196,9 @@ def test_shard_keeps_the_model_and_only_this_ranks_part(mesh: DeviceMesh) -> Non
         assert tuple(local.shape) == params.plan.local_shape(name, coords)
         assert local.untyped_storage().nbytes() == local.numel() * local.itemsize, "more than the shard is kept alive"
         assert leaf.device_mesh.mesh_dim_names == ("tp", "fsdp")
-        assert_same_bits(leaf.full_tensor(), params.plan.leaves[name][0] and whole_leaf(params.plan, name, model), name)
+        assert_same_bits(
+            buckets.whole(leaf), params.plan.leaves[name][0] and whole_leaf(params.plan, name, model), name
+        )
     up = as_dtensor(params["blocks.0.up.weight"])
     assert up.placements == (Shard(0), Shard(1))
     assert as_dtensor(params["scale"]).placements == (Replicate(), Replicate())
@@ -433,7 +436,7 @@ def shard_on_user_meshes() -> None:
         params = sf.shard(model, mesh, policy)
         assert_full(params, model)
         assert params.mesh is mesh
-        assert as_dtensor(params["emb.weight"]).full_tensor().equal(model.emb.weight)
+        assert buckets.whole(as_dtensor(params["emb.weight"])).equal(model.emb.weight)
         assert_same_tree(sf.reshard(params, policy), params)
 
 

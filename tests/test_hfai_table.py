@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import ShardError
 from shardfn.compat import hfai
 from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
+from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
 TABLE = Table()
@@ -96,7 +97,7 @@ def plain_trained(steps: int = 2) -> Net:
 
 
 def values(model: Any) -> dict[str, Tensor]:
-    return {n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+    return {n: whole(p).detach() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
 
 
 def trains(model: Any, steps: int = 2) -> None:
@@ -249,7 +250,7 @@ def trains_by_a_plain_optimizer() -> None:
     model(mine(batch())).square().mean().backward()
     plain(batch()).square().mean().backward()
     for name, parameter in plain.named_parameters():
-        assert_close(untyped(model.get_parameter(name).grad).full_tensor(), untyped(parameter.grad), rtol=0, atol=1e-12)
+        assert_close(whole(untyped(model.get_parameter(name).grad)), untyped(parameter.grad), rtol=0, atol=1e-12)
     trains(wrapped(), 3)
 
 
@@ -442,8 +443,8 @@ def clips() -> None:
     model(mine(batch())).square().mean().backward()
     plain(batch()).square().mean().backward()
     norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, plain)]
-    assert_close(untyped(norms[0]).full_tensor(), norms[1], rtol=0, atol=1e-12)
-    grads = {n: untyped(p.grad).full_tensor() for n, p in model.named_parameters()}
+    assert_close(whole(untyped(norms[0])), norms[1], rtol=0, atol=1e-12)
+    grads = {n: whole(untyped(p.grad)) for n, p in model.named_parameters()}
     assert_trees_close(grads, {n: p.grad for n, p in plain.named_parameters()}, rtol=0, atol=1e-12)
 
 

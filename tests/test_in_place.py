@@ -25,6 +25,7 @@ from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard, register_fsdp_forward_method
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
+from shardfn.core import buckets
 from shardfn.core.errors import ShardError
 from shardfn.testing import assert_close, on_meshes, run
 
@@ -433,7 +434,7 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
             assert p.grad is None, name
         else:
             assert isinstance(p.grad, DTensor), name
-            assert_close(p.grad.full_tensor(), expected)
+            assert_close(buckets.whole(p.grad), expected)
 
 
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
@@ -892,7 +893,7 @@ def test_a_selective_checkpoint_of_functions(mesh: DeviceMesh) -> None:
     model(rows).mean().backward()
     for name, p in model.named_parameters():
         assert p.grad is not None
-        assert_close(grads[name].full_tensor(), p.grad)
+        assert_close(buckets.whole(grads[name]), p.grad)
 
 
 @on_meshes({"fsdp": 2})
@@ -992,7 +993,7 @@ def _require_like_one_process(
         found = gradients(own)
         for name, p in plain.named_parameters():
             want = torch.zeros_like(p) if p.grad is None else p.grad
-            assert_close(found[name].full_tensor() if found[name] is not None else torch.zeros_like(p), want)
+            assert_close(buckets.whole(found[name]) if found[name] is not None else torch.zeros_like(p), want)
     assert [each is model for each in model.seen] == [True] * len(plain.seen)
     assert [getattr(b, "calls", 0) for b in model.modules()] == [getattr(b, "calls", 0) for b in plain.modules()]
 
@@ -1081,7 +1082,7 @@ def _two_trees(axes: dict[str, int]) -> None:
     ((first.square() * second).sum() + plain(first.repeat(1, 2)).sum()).backward()
     for tree, each in zip(found, (plain, doubled), strict=True):
         for name, p in each.named_parameters():
-            assert_close(tree[name].full_tensor(), p.grad)
+            assert_close(buckets.whole(tree[name]), p.grad)
 
 
 @on_meshes({"fsdp": 2})
@@ -1111,7 +1112,7 @@ def test_a_checkpoint_in_a_call_within_another_one_has_the_inner_tree(mesh: Devi
     found = sf.grad(lambda p: sf.apply(model, p, (x * p["block.fc.bias"].full_tensor().sum())).sum())(own)
     plain(x * plain.block.fc.bias.sum()).sum().backward()
     for name, p in plain.block.named_parameters():
-        assert_close(found[f"block.{name}"].full_tensor(), p.grad)
+        assert_close(buckets.whole(found[f"block.{name}"]), p.grad)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner one's, the first time
@@ -1133,7 +1134,7 @@ def test_a_checkpoint_in_a_checkpoint_is_told_when_its_tree_is_unknown(mesh: Dev
     sf.apply(model, trees[0], own).mean().backward()
     plain(rows).mean().backward()
     for name, p in plain.named_parameters():
-        assert_close(trees[0][name].grad.full_tensor(), p.grad)
+        assert_close(buckets.whole(trees[0][name].grad), p.grad)
 
 
 @pytest.mark.parametrize("net", [Net, Norms])
@@ -1186,7 +1187,7 @@ def test_a_weight_of_several_shards_is_one_in_a_forward(mesh: DeviceMesh) -> Non
     trainer(rows).square().mean().backward()
     plain(rows).square().mean().backward()
     assert model.names == names
-    own = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    own = {name: buckets.whole(p.grad) for name, p in model.named_parameters()}
     for name, p in plain.named_parameters():
         parts = [own[f"{name}[{part}]"] for part in ("gate", "up")] if f"{name}[up]" in own else [own[name]]
         assert_close(torch.cat(parts), p.grad)

@@ -27,6 +27,7 @@ from shardfn import ShardError
 from shardfn.compat import fsdp2
 from shardfn.compat.fsdp2 import FSDPModule
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
+from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
 TABLE = Table()
@@ -75,13 +76,13 @@ def mine(x: Tensor) -> Tensor:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name.removeprefix("module."): p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        name.removeprefix("module."): whole(p).detach() if isinstance(p, DTensor) else p.detach()
         for name, p in model.named_parameters()
     }
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n.removeprefix("module."): untyped(p.grad).full_tensor() for n, p in model.named_parameters()}
+    return {n.removeprefix("module."): whole(untyped(p.grad)) for n, p in model.named_parameters()}
 
 
 def plain_gradients(*steps: int) -> dict[str, Tensor]:
@@ -461,7 +462,7 @@ def gives_the_models_state_dict() -> None:
     assert model.state_dict(keep_vars=True)["special.weight"] is model.module.special.weight
     given: dict[str, Any] = {}
     assert model.state_dict(destination=given) is given and list(given) == list(state)
-    shards = {n: v.full_tensor() for n, v in state.items() if isinstance(v, DTensor)}
+    shards = {n: whole(v) for n, v in state.items() if isinstance(v, DTensor)}
     assert_trees_close(shards, values(plain), rtol=0, atol=0)
 
 

@@ -28,6 +28,7 @@ import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy
 from shardfn.compat.fsdp2 import fully_shard
+from shardfn.core import buckets
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 
@@ -422,7 +423,7 @@ def test_second_derivatives_of_a_parallelized_model(mesh: DeviceMesh) -> None:
         grads = torch.autograd.grad(each(x).square().mean(), parameters, create_graph=True)
         squares = [(grad.full_tensor() if isinstance(grad, DTensor) else grad).square().sum() for grad in grads]
         torch.stack(squares).sum().backward()
-        found.append([p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters])
+        found.append([buckets.whole(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters])
     assert_trees_close(found[0], found[1])
 
 
@@ -452,7 +453,7 @@ def test_a_penalty_on_the_gradient_by_an_input_behind_which_blocks_are_paralleli
         model = sf.Trainer(model, mesh) if kind == "Trainer" else fully_shard(model, mesh=mesh["fsdp"])
         penalty(model).backward()
         grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-        found = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        found = {n: buckets.whole(g) if isinstance(g, DTensor) else g for n, g in grads.items()}
         found = {name: torch.zeros_like(wanted[name]) if g is None else g for name, g in found.items()}
     assert_trees_close(found, wanted)
 

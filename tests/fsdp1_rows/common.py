@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import StateDictType, wrap
+from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -67,12 +68,12 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Name -> whole value of the parameters, without any API of FSDP."""
-    return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+    return {n: whole(p) if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
     named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in named}
+    return {n: whole(g) if isinstance(g, DTensor) else g for n, g in named}
 
 
 def trained(

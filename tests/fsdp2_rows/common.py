@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardfn.compat import fsdp2
+from shardfn.core import buckets
 from shardfn.testing import assert_trees_close
 
 TABLE = Table()
@@ -105,7 +106,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return buckets.whole(value) if isinstance(value, DTensor) else value
 
 
 def whole_tree(tree: Any) -> Any:
