@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
-from shardfn.core import apply, buckets, checkpoint, initialize
+from shardfn.core import buckets, checkpoint, initialize
+from shardfn.core.apply import apply
 from shardfn.core.engine.in_place import with_tables
 from shardfn.core.errors import ShardError, raise_problems
 from shardfn.core.layout import Layout
@@ -85,7 +86,7 @@ class Held:
             params = self._params_of_whole(model)
         self.lend(params)
         self._of_modules = params.buffers
-        return apply.apply(model, params, *args, method=method, **kwargs)
+        return apply(model, params, *args, method=method, **kwargs)
 
     def lend(self, params: Params) -> None:
         """Have calls with a tree that `params` made compute with the buffers of the module itself.

@@ -24,6 +24,7 @@ from shardfn import _torch
 from shardfn.core import direct, underway
 from shardfn.core.errors import ShardError, did_you_mean
 from shardfn.core.mesh import MeshSpec, axes_of
+from shardfn.core.model import may_be_differentiated
 from shardfn.core.storage import Buffers, FreshBuffers
 
 # Movers: flat tensors in, flat tensors out. W is the size of the group, n the length of one part.
@@ -534,7 +535,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
-    return x if factor == 1 or not underway.may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
+    return x if factor == 1 or not may_be_differentiated(x) else _Weighed.apply(x, 1, factor)
 
 
 class _OfRank(_Weighed):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn.core import collectives
+from shardfn.core.engine.gathered import Gathers
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.parts import Part, Runs, even
 
@@ -80,9 +81,6 @@ class Adjustments:
     def axes_of(self, source: str) -> list[str]:
         """The axes over which a source needs a `pvary`."""
         return sorted(axis for name, axis in self.vary if name == source)
-
-
-Gathers = Sequence[tuple[Step, Tensor, Tensor]]  # the step, what was gathered, the whole
 
 
 class ComputeAxes:

@@ -20,12 +20,11 @@ from shardfn.core.buckets import empty_shards, leaf_spec, whole
 from shardfn.core.errors import ShardError
 from shardfn.core.layout import Layout, own_parts, to_leaves
 from shardfn.core.mesh import Grid, grid
-from shardfn.core.model import by_all_names, named_buffers, named_parameters, shallow_copy
+from shardfn.core.model import by_all_names, may_be_differentiated, named_buffers, named_parameters, shallow_copy
 from shardfn.core.plan import Plan
 from shardfn.core.planning import plan
 from shardfn.core.policy import Policy
 from shardfn.core.tree import Params
-from shardfn.core.underway import may_be_differentiated
 
 Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
 

@@ -9,7 +9,7 @@ the caller's model is never changed, and an exception leaves nothing bound.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import children_of, convolves_plainly, parameters_of, set_tables
 from shardfn.core.errors import ShardError
-from shardfn.core.underway import may_be_differentiated
 
 OWN = "_shardfn_"  # attributes that begin so are this library's
 WRAPPED = f"{OWN}wrapped_module"
@@ -76,6 +75,16 @@ class ModelInfo:
     def module(self, path: str) -> ModuleInfo | None:
         """The module at a path."""
         return next((module for module in self.modules if module.name == path), None)
+
+
+def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of real or complex numbers, which has derivatives."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def has_derivatives(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are real or complex."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def class_name(cls: type) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.core.model import has_derivatives
 from shardfn.core.parts import SAME, SUM, Lost, Part, Tag, even, in_two_dims, reshaped, sliced
-from shardfn.core.underway import has_derivatives
 
 Parts = list["Part | None"]
 Shapes = tuple[tuple[int, ...], ...]

@@ -22,9 +22,10 @@ from shardfn.core.collectives import Moved, RankIndex, of_rank, pvary, watched, 
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
 from shardfn.core.lowering import Across
 from shardfn.core.mesh import axes_of
+from shardfn.core.model import may_be_differentiated
 from shardfn.core.policy import is_batch_axis
 from shardfn.core.spec import Spec, parse
-from shardfn.core.underway import axes_of_losses, mapped_axes, may_be_differentiated, several_losses
+from shardfn.core.underway import axes_of_losses, mapped_axes, several_losses
 
 
 def shard_map(spec: str, mesh: DeviceMesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

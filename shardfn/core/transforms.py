@@ -23,6 +23,7 @@ from shardfn.core.errors import ShardError
 from shardfn.core.foreign import ours_only
 from shardfn.core.lowering import entered
 from shardfn.core.mesh import Grid, grid
+from shardfn.core.model import has_derivatives, may_be_differentiated
 from shardfn.core.plan import Plan
 from shardfn.core.plan import Reduction as PlanReduction
 from shardfn.core.storage import FreshBuffers
@@ -111,7 +112,7 @@ def differentiator(
         flat, structure, places = [args[position] for position in chosen], None, [*range(len(chosen))]
         if set(map(type, flat)) != {Params}:  # not the usual case
             flat, structure = _torch.pytree.tree_flatten(flat, is_leaf=is_tree)
-            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or underway.may_be_differentiated(leaf)]
+            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or may_be_differentiated(leaf)]
         inside = _torch.in_transform()
         function = ours_only("grad", loss_fn) if inside else loss_fn
 
@@ -307,7 +308,7 @@ def _wanted_of(tree: Any) -> Any:
     if not isinstance(tree, Params):
         return tree
     trains = _trained(tree.plan)
-    return {name: leaf for name, leaf in tree.items() if name in trains and underway.may_be_differentiated(leaf)}
+    return {name: leaf for name, leaf in tree.items() if name in trains and may_be_differentiated(leaf)}
 
 
 def _gradients_of(tree: Any, found: Any) -> Any:
@@ -323,7 +324,7 @@ def _trained(plan: Plan) -> frozenset[str]:
 
     def found() -> frozenset[str]:
         rows = plan.leaves.items()
-        return frozenset(name for name, (x, _) in rows if x.trainable and underway.has_derivatives(x.dtype))
+        return frozenset(name for name, (x, _) in rows if x.trainable and has_derivatives(x.dtype))
 
     return plan.home.once("trained", found)
 

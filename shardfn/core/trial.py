@@ -37,12 +37,12 @@ from shardfn.core.errors import ShardError, of_like_layers
 from shardfn.core.flow import Flow, TracedAxes
 from shardfn.core.layout import compute_view
 from shardfn.core.mesh import MeshSpec
-from shardfn.core.model import class_of, submodule, unwrapped
+from shardfn.core.model import class_of, has_derivatives, submodule, unwrapped
 from shardfn.core.parts import Problem, Tag
 from shardfn.core.plan import Plan
 from shardfn.core.policy import Policy, is_in, matches, modules_above
 from shardfn.core.tensor_parallel import kept_by_acts, others_forwards, weight_parts
-from shardfn.core.underway import derivatives_asked_for, has_derivatives
+from shardfn.core.underway import derivatives_asked_for
 from shardfn.core.wiring import cast_inputs, chained, owned_names, shared_alone, shared_parts, unit_casts, wire
 
 _TRIES = 16  # how many further runs may look for what to write when one fails

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,6 @@ def mapped_over(axes: Iterable[str]) -> AbstractContextManager[None]:
 # -- losses that run to be differentiated ------------------------------------------------------------------------------
 
 asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
-
-
-def may_be_differentiated(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of real or complex numbers, which has derivatives."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def has_derivatives(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype are real or complex."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def leaves_that_ask(trees: Sequence[Any]) -> list[Tensor]:

@@ -32,14 +32,13 @@ from shardfn._torch import Compiler, pytree
 from shardfn.core.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.core.engine.in_place import Around, Forward, Wiring, weight_now
 from shardfn.core.errors import ShardError
-from shardfn.core.model import describe, kind_of, submodule
+from shardfn.core.model import describe, kind_of, may_be_differentiated, submodule
 from shardfn.core.parallel_layers import parallel_forwards
 from shardfn.core.parts import Part
 from shardfn.core.plan import Plan
 from shardfn.core.policy import is_in, modules_above
 from shardfn.core.spec import parse
 from shardfn.core.tensor_parallel import others_forwards, splits
-from shardfn.core.underway import may_be_differentiated
 
 Decision = Callable[[list[Any]], Sequence[Step]]  # which steps the leaves of inputs or outputs need
 
@@ -257,19 +256,19 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
     """What slices or gathers the inputs and outputs of a module."""
 
-    def moved(tree: Any, decide: Decision) -> tuple[Any, list[tuple[Step, Tensor, Tensor]]]:
+    def moved(tree: Any, decide: Decision) -> tuple[Any, list[tuple[str, int, Tensor, Tensor]]]:
         leaves, structure = pytree.tree_flatten(tree)
-        done = []
-        for step in decide(leaves):
-            before = leaves[step.at]
-            leaves[step.at] = axes.step(before, step)
-            done.append((step, before, leaves[step.at]))
-        return (pytree.tree_unflatten(leaves, structure), done) if done else (tree, done)
+        gathered, steps = [], decide(leaves)
+        for step in steps:
+            before, leaves[step.at] = leaves[step.at], axes.step(leaves[step.at], step)
+            if step.how in ("gather", "join"):
+                gathered.append((step.axis, step.dim, before, leaves[step.at]))
+        return pytree.tree_unflatten(leaves, structure) if steps else tree, gathered
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            (args, kwargs), done = moved((args, kwargs), inputs)
-            with axes.gathers_again([own for own in done if own[0].how in ("gather", "join")]):
+            (args, kwargs), gathered = moved((args, kwargs), inputs)
+            with axes.gathers_again(gathered):
                 out = inner(*args, **kwargs)
             return moved(out, outputs)[0]
 

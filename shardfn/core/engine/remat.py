@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn._torch import Level, buffers_of, from_outside, innermost, materialized, pull_back, pytree
 from shardfn.core.engine.compiled import as_they_are
 from shardfn.core.errors import ShardError
-from shardfn.core.underway import may_be_differentiated
+from shardfn.core.model import may_be_differentiated
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Sequence[Tensor], Any, Any], Any]

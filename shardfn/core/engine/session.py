@@ -37,10 +37,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn import _torch
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, ReduceBucket
 from shardfn.core.collectives import all_gather
-from shardfn.core.compute_axes import Gathers
 from shardfn.core.dropout import Masks
 from shardfn.core.engine import gradients
-from shardfn.core.engine.gathered import Activation, Gathered, Uncopied, saved_hooks
+from shardfn.core.engine.gathered import Activation, Gathered, Gathers, Uncopied, saved_hooks
 from shardfn.core.engine.gradients import Grads
 from shardfn.core.engine.remat import Borrowed
 from shardfn.core.engine.runtime import AsPlaced, Event, runtime_of
@@ -304,8 +303,8 @@ class Session:
         """Within it, autograd keeps pieces of activations instead of what was gathered of them."""
         made = {}  # simulated ranks have storages of their own
         if torch.is_grad_enabled() and not _torch.in_transform() and not _torch.simulated():
-            for step, own, whole in gathered:
-                again = partial(all_gather, mesh=self.grid.mesh, axis=step.axis, dim=step.dim)
+            for axis, dim, own, whole in gathered:
+                again = partial(all_gather, mesh=self.grid.mesh, axis=axis, dim=dim)
                 made[_torch.storage_key(whole)] = Activation(own, whole, again)
         self.activations |= made
         try:

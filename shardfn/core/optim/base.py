@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import dtypes_of, foreach, in_transform, same_layouts, unwrap_local, with_local
 from shardfn.core.errors import ShardError, did_you_mean, raise_problems
+from shardfn.core.model import has_derivatives
 from shardfn.core.policy import first_match, matches
 from shardfn.core.tree import Params, data_axes_of, leaves
-from shardfn.core.underway import has_derivatives, is_differentiated, recording
+from shardfn.core.underway import is_differentiated, recording
 
 Tree: TypeAlias = Any  # Params, or a plain dict of tensors
 Options: TypeAlias = Mapping[str, Any]

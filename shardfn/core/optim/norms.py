@@ -13,12 +13,12 @@ from shardfn.core.collectives import into_losses, psum_of_trees, pvary, sum_flat
 from shardfn.core.errors import ShardError
 from shardfn.core.lowering import left, lower
 from shardfn.core.mesh import grid
+from shardfn.core.model import may_be_differentiated
 from shardfn.core.optim import base
 from shardfn.core.optim.base import Optimizer, Tree
 from shardfn.core.storage import map_runs, merged
 from shardfn.core.tree import Params
 from shardfn.core.tree import map as map_tree
-from shardfn.core.underway import may_be_differentiated
 
 _PIECE = 2**17  # elements that are squared and added in one go
 
