@@ -139,6 +139,7 @@ Steps = Generator[Works, None, list[Tensor]]
 
 
 Explain = Callable[[RuntimeError], Exception]  # what an error of a communication comes from
+Gathers = Sequence[tuple[str, int, Tensor, Tensor]]  # axis, dim, what was gathered, the whole
 
 
 class Flight:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn.core import collectives
-from shardfn.core.engine.gathered import Gathers
 from shardfn.core.mesh import MeshSpec
 from shardfn.core.parts import Part, Runs, even
 
@@ -94,7 +93,7 @@ class ComputeAxes:
     def __init__(self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
         self.mesh, self.sizes, self.coords = mesh, sizes, coords
         self.adjust = Adjustments()  # what the run without data added, once modules are wired
-        self.gathers_again: Callable[[Gathers], AbstractContextManager[Any]] = nullcontext
+        self.gathers_again: Callable[[collectives.Gathers], AbstractContextManager[Any]] = nullcontext
         self.drops: Callable[[str, Tensor, float, Sequence[str]], Tensor] | None = None  # scores, under a dropout_seed
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.

@@ -39,8 +39,6 @@ from shardfn.core.engine.runtime import Event, Neighbours, Runtime
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
 
-Gathers = Sequence[tuple[str, int, Tensor, Tensor]]  # axis, dim, what was gathered, the whole
-
 
 class View(NamedTuple):
     """What autograd keeps of a view of what was gathered, without the storage."""

@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from shardfn import _torch
 from shardfn.core.engine.compiled import Forward, GraphBreak, compiled, own_code
-from shardfn.core.engine.session import Session
 from shardfn.core.errors import ShardError
 from shardfn.core.model import StandIn, class_of, patched_forward, unwrapped
 
@@ -143,7 +142,7 @@ def _varied(place: "Place", session: Any, name: str) -> Tensor:
 _CALL: "ContextVar[Call | None]" = ContextVar("call", default=None)
 _GOING_ON: list[Call] = []  # calls in any thread, the latest last
 _MOST_THREADS = 2  # with the weights of one call: its own, which waits for the other one
-_WAITING: list[weakref.ref[Session]] = []  # sessions of calls whose graph is there, the latest last
+_WAITING: list[weakref.ref[Any]] = []  # sessions of calls whose graph is there, the latest last
 
 
 def call_now() -> Call:
@@ -472,7 +471,7 @@ class Place:
 
         _torch.after_backward(put_back)
 
-    def wait(self, session: Session, output: Any) -> None:
+    def wait(self, session: Any, output: Any) -> None:
         """The call is over, and a backward may compute again.
 
         Raises:

@@ -36,10 +36,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn.core.buckets import BucketOnGrid, GatherBucket, ReduceBucket
-from shardfn.core.collectives import all_gather
+from shardfn.core.collectives import Gathers, all_gather
 from shardfn.core.dropout import Masks
 from shardfn.core.engine import gradients
-from shardfn.core.engine.gathered import Activation, Gathered, Gathers, Uncopied, saved_hooks
+from shardfn.core.engine.gathered import Activation, Gathered, Uncopied, saved_hooks
 from shardfn.core.engine.gradients import Grads
 from shardfn.core.engine.remat import Borrowed
 from shardfn.core.engine.runtime import AsPlaced, Event, runtime_of
