@@ -4,23 +4,14 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from shardfn import checkpoint, collectives, data, optim, policies, tree
-from shardfn.core.apply import apply
-from shardfn.core.check import Report, check, simulate
-from shardfn.core.errors import ShardError
-from shardfn.core.functional import gather, reduce_grads, reshard, shard
-from shardfn.core.inspect import typeof, visualize
-from shardfn.core.jit import jit
-from shardfn.core.loss import cross_entropy
-from shardfn.core.mesh import MeshSpec, make_mesh
-from shardfn.core.model import register
-from shardfn.core.plan import Plan
-from shardfn.core.policy import Policy
-from shardfn.core.shard_map import shard_map
-from shardfn.core.torch_func import hvp, jvp, vjp, vmap
-from shardfn.core.transforms import grad, value_and_grad
-from shardfn.core.tree import Params
-from shardfn.core.trial import plan
-from shardfn.trainer import Trainer
+from shardfn.inspect import Report, check, simulate, typeof, visualize
+from shardfn.layout import MeshSpec, Plan, Policy, make_mesh, register
+from shardfn.notation import ShardError
+from shardfn.parallel import cross_entropy
+from shardfn.params import Params, gather, reduce_grads, reshard, shard
+from shardfn.stateful import Trainer
+from shardfn.trace import plan
+from shardfn.transforms import apply, grad, hvp, jit, jvp, shard_map, value_and_grad, vjp, vmap
 
 __all__ = [
     "MeshSpec",

@@ -1,6 +1,6 @@
 """`sf.data`: which part of a batch a rank works on, and dropout by sample. Layer 5."""
 
-from shardfn.core.data import Mean, local_batch, rank
-from shardfn.core.dropout import dropout, dropout_seed
+from shardfn.params import Mean, local_batch, rank
+from shardfn.random import dropout, dropout_seed
 
 __all__ = ["Mean", "dropout", "dropout_seed", "local_batch", "rank"]

@@ -52,8 +52,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import LAZY_MODULES, TorchDispatchMode, pytree
-from shardfn.core.buckets import whole
-from shardfn.core.mesh import make_mesh
+from shardfn.comm import whole
+from shardfn.layout import make_mesh
 
 __all__ = ["Collectives", "RankError", "assert_close", "assert_parity", "assert_trees_close", "count_collectives"]
 __all__ += ["on_meshes", "run", "run_raises", "shutdown"]

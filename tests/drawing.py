@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import unwrap_local
-from shardfn.core.mesh import roles
-from shardfn.core.policy import BATCH_AXES
+from shardfn.layout.mesh import roles
+from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -34,7 +34,7 @@ from trials import found_of
 
 import shardfn as sf
 from shardfn._torch import pytree
-from shardfn.core.wiring import boundaries
+from shardfn.parallel.wiring import boundaries
 from shardfn.testing import RankError, run
 
 MESH = {"fsdp": 2, "tp": 2}

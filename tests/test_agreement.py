@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
-from shardfn.core.agreement import agree, check_batch, wrong_inputs
-from shardfn.core.mesh import grid
+from shardfn.comm.agreement import agree, check_batch, wrong_inputs
+from shardfn.layout.mesh import grid
 from shardfn.testing import count_collectives, run
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.core.crossing import Crossing
+from shardfn.comm.packing import Crossing
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1)))

@@ -12,12 +12,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
-from shardfn.core import crossing
-from shardfn.core.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
-from shardfn.core.collectives import Flight
-from shardfn.core.crossing import Crossing
-from shardfn.core.mesh import Grid, grid
-from shardfn.core.storage import BufferPool, FreshBuffers
+from shardfn.comm import packing
+from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.comm.collectives import Flight
+from shardfn.comm.packing import Crossing
+from shardfn.comm.storage import BufferPool, FreshBuffers
+from shardfn.layout.mesh import Grid, grid
 from shardfn.testing import count_collectives, run
 
 SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0), "e": (9, 2), "f": (3,)}
@@ -38,8 +38,8 @@ def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.
 def in_place(message: int | None) -> None:
     """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
     limits = (2**20, 2**19) if message is None else (0, message)
-    crossing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
-    crossing.way_of.cache_clear()
+    packing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
+    packing.way_of.cache_clear()
 
 
 def move_on_a_rank(message: int | None) -> None:
@@ -92,14 +92,14 @@ def spot_of(rule: str, dtype: torch.dtype) -> tuple[Tensor, BucketOnGrid]:
 def sent_on_a_rank(dtype: torch.dtype, travels_as: torch.dtype) -> None:
     weight, spot = spot_of("x@fsdp _", dtype)
     sent: list[torch.dtype] = []
-    gathers = crossing.all_gather_single
+    gathers = packing.all_gather_single
 
     def noting(into: Tensor, own: Tensor, **how: Any) -> Any:
         sent.extend([into.dtype, own.dtype])
         return gathers(into, own, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossing, "all_gather_single", noting)
+        patch.setattr(packing, "all_gather_single", noting)
         (whole,) = spot.gather([weight.chunk(2)[dist.get_rank()].clone()])
     assert sent == [travels_as, travels_as]
     assert whole.dtype == dtype and torch.equal(whole.view(torch.uint8), weight.view(torch.uint8))

@@ -12,8 +12,8 @@ from models import Attention, Decoder, decoder, policy, token_loss, tokens
 from torch import Tensor, nn
 
 import shardfn as sf
-from shardfn.core.check import check
-from shardfn.core.model import register
+from shardfn.inspect.check import check
+from shardfn.layout.model import register
 
 MESH = sf.MeshSpec(fsdp=2, tp=2)
 MLP_RULES = {"up.weight": "ff@tp c@fsdp", "up.bias": "ff@tp", "down.weight": "c@fsdp ff@tp"}

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.func import grad, hessian, jvp, vjp, vmap
 
-from shardfn.core import collectives as sfc
-from shardfn.core import direct
-from shardfn.core.errors import ShardError
-from shardfn.core.mesh import MeshSpec
+from shardfn.comm import collectives as sfc
+from shardfn.comm import point_to_point
+from shardfn.layout.mesh import MeshSpec
+from shardfn.notation.errors import ShardError
 from shardfn.testing import count_collectives, run
 
 # torch's own forward mode scripts a few decompositions when it is first used.
@@ -52,7 +52,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def movers_on_a_rank(largest: int) -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
-    direct._LARGEST = largest
+    point_to_point._LARGEST = largest
     for dtype in (*FLOATS, *INTS, *OTHERS):
         for n in (0, 1, 3):
             each = [torch.arange(n * size).add(7 * r).to(dtype) for r in range(size)]  # one [W*n] per rank
@@ -76,7 +76,7 @@ def test_movers_move_and_add_every_dtype(ranks: int, largest: int) -> None:
 def small_ones_on_a_rank() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    largest = direct._LARGEST // 3 // 4  # numbers that a rank can send to the three others
+    largest = point_to_point._LARGEST // 3 // 4  # numbers that a rank can send to the three others
     for numel, way in ((largest, "shardfn"), (largest + 1, "c10d")):
         x = torch.full((numel,), 1.0 + rank)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -106,7 +106,7 @@ def test_sums_are_wide_views_are_reached_and_errors_come_first(largest: int) -> 
 def wide_sums_on_a_rank(largest: int) -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    direct._LARGEST = largest
+    point_to_point._LARGEST = largest
     # In bfloat16 256 + 1 is 256: only a float32 sum reaches 259, which then rounds to 260.
     x = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     assert sfc.scatter_sum_flat(x, group).item() == 260

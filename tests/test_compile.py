@@ -12,8 +12,8 @@ from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.core.engine.runtime import runtime_of
-from shardfn.core.mesh import grid
+from shardfn.engine.runtime import runtime_of
+from shardfn.layout.mesh import grid
 from shardfn.testing import on_meshes
 
 WIDTH = 8

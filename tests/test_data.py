@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import shardfn as sf
-from shardfn.core import data
+from shardfn.params import batches
 from shardfn.testing import count_collectives, on_meshes, run
 
 
@@ -23,8 +23,8 @@ def test_tp_neighbours_load_the_same_samples(mesh: DeviceMesh) -> None:
     ways = math.prod(size for axis, size in sizes.items() if axis != "tp")
     batch = {"x": torch.arange(24).view(12, 2), "y": [torch.arange(12), "text", 3, None], "empty": torch.zeros(0, 2)}
     with count_collectives() as counts:
-        index, count = data.rank(mesh)
-        mine = data.local_batch(batch, mesh)
+        index, count = batches.rank(mesh)
+        mine = batches.local_batch(batch, mesh)
     assert counts.total == 0 and count == ways
     expected = 0  # counted along the data axes, outermost first
     for axis, size in sizes.items():
@@ -41,7 +41,7 @@ def test_tp_neighbours_load_the_same_samples(mesh: DeviceMesh) -> None:
 def ranks_of_any_mesh() -> tuple[tuple[int, int], ...]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     both = sf.Policy(batch=["rows", "columns"])
-    return data.rank(mesh), data.rank(mesh, sf.Policy(batch=["col*"])), data.rank(mesh, both)
+    return batches.rank(mesh), batches.rank(mesh, sf.Policy(batch=["col*"])), batches.rank(mesh, both)
 
 
 def test_the_policy_says_which_axes_split_the_batch() -> None:
@@ -54,33 +54,33 @@ def test_the_policy_says_which_axes_split_the_batch() -> None:
 @on_meshes({"fsdp": 4})
 def test_batches_that_cannot_be_split(mesh: DeviceMesh) -> None:
     with pytest.raises(sf.ShardError, match="local_batch: 2 problems") as error:
-        data.local_batch({"x": torch.zeros(10, 3), "y": torch.zeros(4), "z": [torch.zeros(())]}, mesh)
+        batches.local_batch({"x": torch.zeros(10, 3), "y": torch.zeros(4), "z": [torch.zeros(())]}, mesh)
     assert "1. batch['x'] has shape (10, 3); dim 0 is split over 4 data ranks, 10 % 4 = 2. Use 8 or 12" in str(
         error.value
     )
     assert "2. batch['z'][0] has no dims" in str(error.value)
     with pytest.raises(sf.ShardError, match=r"3 % 4 = 3\. Use 4 or"):
-        data.local_batch(torch.zeros(3), mesh)
+        batches.local_batch(torch.zeros(3), mesh)
     part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
     if part.get_coordinate() is None:
         with pytest.raises(sf.ShardError, match="this process is not part of the mesh"):
-            data.rank(part)
+            batches.rank(part)
     else:
-        assert data.rank(part) == (dist.get_rank(), 2)
+        assert batches.rank(part) == (dist.get_rank(), 2)
 
 
 def one_rank() -> None:
-    loose: Any = data
+    loose: Any = batches
     mesh = sf.make_mesh("cpu", fsdp=1)
     for wrong in (np.zeros(4), sf.shard({"x": torch.zeros(4)}, mesh, sf.Policy())["x"]):
         with pytest.raises(TypeError, match=r"batch\[0\] is a \w+; expected plain tensors"):
-            data.local_batch([wrong], mesh)
+            batches.local_batch([wrong], mesh)
     with pytest.raises(TypeError, match="expected a DeviceMesh, got MeshSpec"):
         loose.rank(sf.MeshSpec(fsdp=1))
     with pytest.raises(TypeError, match="expected a Policy, got str"):
         loose.rank(mesh, "fsdp")
     with pytest.raises(ValueError, match="mesh_dim_names"):
-        data.rank(init_device_mesh("cpu", (1,)))
+        batches.rank(init_device_mesh("cpu", (1,)))
 
 
 def test_bad_arguments() -> None:
@@ -88,7 +88,7 @@ def test_bad_arguments() -> None:
 
 
 def test_mean_is_a_pytree() -> None:
-    mean = data.Mean(torch.tensor(6.0, requires_grad=True), 3)
+    mean = batches.Mean(torch.tensor(6.0, requires_grad=True), 3)
     assert (mean.total / mean.count).item() == 2.0
     doubled = pytree.tree_map(lambda leaf: leaf * 2, mean)
-    assert isinstance(doubled, data.Mean) and doubled.count == 6 and doubled.total.requires_grad
+    assert isinstance(doubled, batches.Mean) and doubled.count == 6 and doubled.total.requires_grad

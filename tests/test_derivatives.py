@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
-from shardfn.core.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormulas
 from shardfn.testing import assert_parity, on_meshes
+from shardfn.transforms.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormulas
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
 Tree = dict[str, Tensor]

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.core import storage
-from shardfn.core.engine import gradients, runtime
-from shardfn.core.engine.runtime import runtime_of
-from shardfn.core.mesh import grid
+from shardfn.comm import storage
+from shardfn.engine import reductions, runtime
+from shardfn.engine.runtime import runtime_of
+from shardfn.layout.mesh import grid
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 WIDTH = 6
@@ -272,14 +272,14 @@ def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
     _, want = step(params, x)
     tree = working(params)
     in_the_air: list[int] = []
-    reduce = gradients.Reductions.reduce
+    reduce = reductions.Reductions.reduce
 
     def noted(self: Any, *args: Any) -> None:
         in_the_air.append(len(self._flights))
         reduce(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients.Reductions, "reduce", noted)
+        patch.setattr(reductions.Reductions, "reduce", noted)
         for times in (1, 2):
             sf.apply(model, tree, x).square().mean().backward()
             for name, leaf in tree.items():

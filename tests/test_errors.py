@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardfn.core.errors import ShardError, caret, did_you_mean, raise_problems
+from shardfn.notation.errors import ShardError, caret, did_you_mean, raise_problems
 
 
 def test_caret_points_at_the_span() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.core.collectives import all_to_all_rows
+from shardfn.comm.collectives import all_to_all_rows
 from shardfn.testing import assert_close, assert_parity, count_collectives, on_meshes, run, run_raises
 
 WIDTH, HIDDEN, EXPERTS = 12, 20, 8

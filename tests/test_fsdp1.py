@@ -20,9 +20,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardfn as sf
+from shardfn.comm import buckets
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
-from shardfn.core import buckets
 from shardfn.testing import assert_close, run
 
 

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardfn as sf
+from shardfn.comm.buckets import whole
+from shardfn.compat.common.sharded_module import held_now
 from shardfn.compat.fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardfn.compat.sharded import held_now
-from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
-from shardfn.core import buckets
-from shardfn.core.buckets import leaf_spec
-from shardfn.core.layout import compute_view, local_slice, to_leaves
-from shardfn.core.mesh import Grid, grid
-from shardfn.core.policy import BATCH_AXES
+from shardfn.comm import buckets
+from shardfn.comm.buckets import leaf_spec
+from shardfn.layout.layout import compute_view, local_slice, to_leaves
+from shardfn.layout.mesh import Grid, grid
+from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import count_collectives, on_meshes, run
 
 # Laws

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.core.trial import Trial
 from shardfn.testing import assert_parity, on_meshes
+from shardfn.trace.shape_trace import Trial
 
 RULES = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
 

@@ -23,9 +23,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as torchs_po
 from torch.distributed.tensor import DTensor
 
 from shardfn import ShardError
+from shardfn.comm.buckets import whole
 from shardfn.compat import hfai
 from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
-from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
 TABLE = Table()

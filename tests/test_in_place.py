@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardfn as sf
+from shardfn.comm import buckets
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard, register_fsdp_forward_method
 from shardfn.compat.hfai import FullyShardedDataParallel as HFAI
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
-from shardfn.core import buckets
-from shardfn.core.errors import ShardError
+from shardfn.notation.errors import ShardError
 from shardfn.testing import assert_close, on_meshes, run
 
 KINDS = ["trainer", "fsdp1", "fsdp2", "hfai", "megatron"]

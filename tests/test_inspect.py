@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfn as sf
-from shardfn.core import inspect
-from shardfn.core.inspect import dtype_text, names_text, owners, ranks_text, segments, typeof, visualize
-from shardfn.core.mesh import nested_chunk
-from shardfn.core.spec import parse
+from shardfn.inspect import inspect
+from shardfn.inspect.inspect import dtype_text, names_text, owners, ranks_text, segments, typeof, visualize
+from shardfn.layout.mesh import nested_chunk
+from shardfn.notation.spec import parse
 from shardfn.testing import count_collectives, on_meshes, run
 
 

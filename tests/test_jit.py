@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import backend_for_graphs
-from shardfn.core.jit import jit
 from shardfn.testing import assert_trees_close, on_meshes
+from shardfn.transforms.jit import jit
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.core.layout import (
+from shardfn.layout.layout import (
     clear_padding_,
     compute_view,
     compute_view_shape,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardfn as sf
-from shardfn.core.loss import SplitLogits
+from shardfn.parallel.loss import SplitLogits
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run_raises
 
 ON_TP = ({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4})

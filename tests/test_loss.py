@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardfn as sf
-from shardfn.core import loss as loss_module
-from shardfn.core.loss import SplitLogits
+from shardfn.parallel import loss as loss_module
+from shardfn.parallel.loss import SplitLogits
 from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 
 SPLITS = ({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 2, "tp": 2})

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
+from shardfn.comm import buckets
+from shardfn.compat.common.sharded_module import held_now
 from shardfn.compat.fsdp2 import FSDPModule
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
-from shardfn.compat.sharded import held_now
-from shardfn.core import buckets
 from shardfn.testing import assert_trees_close, run
 
 CONFIG = SimpleNamespace(transformer_impl="transformer_engine", recompute_granularity=None)

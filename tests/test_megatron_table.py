@@ -24,10 +24,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn import ShardError
+from shardfn.comm.buckets import whole
 from shardfn.compat import fsdp2
 from shardfn.compat.fsdp2 import FSDPModule
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
-from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
 TABLE = Table()

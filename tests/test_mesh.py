@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
-from shardfn.core.mesh import axes_of, chunk, grid, nested_chunk, roles
-from shardfn.core.policy import BATCH_AXES
+from shardfn.layout.mesh import axes_of, chunk, grid, nested_chunk, roles
+from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
 
 # MeshSpec and roles

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
-from shardfn.core.inspect import typeof
-from shardfn.core.spec import Block, Dim, Factor, Spec, parse
+from shardfn.inspect.inspect import typeof
+from shardfn.notation.spec import Block, Dim, Factor, Spec, parse
 from shardfn.testing import on_meshes
 
 # Drawing: first the rule, then a way to write it

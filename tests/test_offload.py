@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.core import buckets, crossing
-from shardfn.core.collectives import Steps
-from shardfn.core.engine import runtime
+from shardfn.comm import buckets, packing
+from shardfn.comm.collectives import Steps
+from shardfn.engine import runtime
 from shardfn.testing import assert_parity, on_meshes
 
 
-class CountingHost(crossing.Host):
+class CountingHost(packing.Host):
     """Counts what goes to the device and what comes back."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ def a_device_of_its_own() -> Iterator[CountingHost]:
     """Offloaded trees treat the CPU as a device that has other memory than the host."""
     host = CountingHost()
 
-    def host_of(policy: sf.Policy, device: torch.device) -> crossing.Host | None:
+    def host_of(policy: sf.Policy, device: torch.device) -> packing.Host | None:
         return host if policy.offload == "cpu" else None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (crossing, buckets, runtime):
+        for module in (packing, buckets, runtime):
             patch.setattr(module, "host_of", host_of)
         yield host
 
@@ -114,5 +114,5 @@ def test_the_other_functions(mesh: DeviceMesh) -> None:
 @on_meshes({"fsdp": 2})
 def test_a_mesh_of_cpus_has_one_memory(mesh: DeviceMesh) -> None:
     params = sf.shard(decoder(), mesh, sf.Policy(offload="cpu"))
-    assert crossing.host_of(params.plan.policy, torch.device("cpu")) is None
-    assert crossing.stored_on(params.plan.policy, torch.device("cpu")) == torch.device("cpu")
+    assert packing.host_of(params.plan.policy, torch.device("cpu")) is None
+    assert packing.stored_on(params.plan.policy, torch.device("cpu")) == torch.device("cpu")

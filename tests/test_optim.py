@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 import shardfn as sf
 from shardfn import optim as sfo
 from shardfn._torch import unwrap_local, version_of, with_local, wrap_local
-from shardfn.core.buckets import leaf_spec
-from shardfn.core.layout import local_slice, to_leaves
-from shardfn.core.mesh import grid
-from shardfn.core.optim import elementwise, torch_classes
-from shardfn.core.optim.base import Optimizer
-from shardfn.core.storage import empty_flat, merged
+from shardfn.comm.buckets import leaf_spec
+from shardfn.comm.storage import empty_flat, merged
+from shardfn.layout.layout import local_slice, to_leaves
+from shardfn.layout.mesh import grid
+from shardfn.optim import elementwise, torch_classes
+from shardfn.optim.base import Optimizer
 from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
 
 MESHES = ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1})
@@ -111,7 +111,7 @@ def clipped_adamw(lr: float) -> Optimizer:
 
 def torch_groups(model: nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Torch's spelling of `groups=`: one group per parameter."""
-    from shardfn.core.policy import first_match
+    from shardfn.layout.policy import first_match
 
     groups = []
     for name, p in model.named_parameters():
@@ -1094,9 +1094,9 @@ def torch_update_with_grad(params: dict[str, Tensor]) -> None:
 
 def test_namespaces() -> None:
     from shardfn import collectives, data, optim, tree
-    from shardfn.core import collectives as core_collectives
-    from shardfn.core import data as core_data
-    from shardfn.core import tree as core_tree
+    from shardfn.comm import collectives as core_collectives
+    from shardfn.params import batches as core_data
+    from shardfn.params import tree as core_tree
 
     for name in "adamw sgd lion chain clip clip_by_global_norm masked schedule from_torch global_norm".split():
         assert getattr(optim, name) is getattr(sfo, name)

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations, parametrize
 
 import shardfn as sf
-from shardfn.core import wiring
-from shardfn.core.engine.variance import Variance
-from shardfn.core.flow import TracedAxes
+from shardfn.parallel import wiring
 from shardfn.testing import assert_parity, count_collectives, on_meshes
+from shardfn.trace.interpreter import Variance
+from shardfn.trace.traced_axes import TracedAxes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 SPLIT = {"{q,k,v}": "c@fsdp heads@tp d", "o": "heads@tp d c@fsdp", "up": "c@fsdp ff@tp", "down": "ff@tp c@fsdp"}

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
-from shardfn.core.engine import padding
 from shardfn.testing import assert_parity, on_meshes
+from shardfn.trace import padding
 
 Change = Callable[[Tensor], Tensor]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardfn.core.parts import Lost, Part, even, reshaped, sliced
+from shardfn.layout.partition import Lost, Part, even, reshaped, sliced
 
 FUSED = Part("split", 0, ((3, 2),))  # (3 x@tp): three blocks of two
 

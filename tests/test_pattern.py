@@ -5,8 +5,8 @@ from drawing import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.core.errors import ShardError
-from shardfn.core.policy import compile_pattern, first_match, matches
+from shardfn.layout.policy import compile_pattern, first_match, matches
+from shardfn.notation.errors import ShardError
 
 
 @pytest.mark.parametrize(

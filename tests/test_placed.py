@@ -25,10 +25,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.func import functional_call
 
 import shardfn as sf
+from shardfn.comm import buckets
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import MixedPrecision, ShardingStrategy
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.core import buckets
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardfn as sf
-from shardfn.core.planning import replace_units
+from shardfn.layout.planning import replace_units
 from shardfn.policies import ddp, from_parallelize_plan, from_wrap_policy, fsdp, gathered, hsdp, zero2
 from shardfn.testing import assert_parity, count_collectives, on_meshes
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardfn as sf
-from shardfn.core.functional import steps
-from shardfn.core.spec import parse
+from shardfn.notation.spec import parse
+from shardfn.params.functional import steps
 from shardfn.testing import count_collectives, run
 
 LAYOUTS = (

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 import shardfn as sf
-from shardfn.core.crossing import Crossing
+from shardfn.comm.packing import Crossing
 from shardfn.testing import assert_parity, on_meshes, run
 
 LAYERS, WIDTH = 12, 64

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from trials import found_of
 
 import shardfn as sf
-from shardfn.core import buckets
+from shardfn.comm import buckets
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -370,7 +370,7 @@ def _kept(tp: int, sequence: bool) -> int:
     patch = pytest.MonkeyPatch()
     made = saved_tensors_hooks
     patch.setattr(
-        "shardfn.core.engine.gathered.saved_tensors_hooks", lambda pack, unpack: made(lambda x: kept(pack(x)), unpack)
+        "shardfn.engine.saved_tensors.saved_tensors_hooks", lambda pack, unpack: made(lambda x: kept(pack(x)), unpack)
     )
     try:
         out = sf.apply(model, params, input_ids=ids).logits  # alive, so that no address is used twice

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardfn as sf
-from shardfn.core.shard_map import shard_map
 from shardfn.testing import assert_parity, on_meshes
+from shardfn.transforms.shard_map import shard_map
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))
 

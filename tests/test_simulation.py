@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import part_of_rank, pytree
-from shardfn.core.check import simulate
+from shardfn.inspect.check import simulate
 from shardfn.testing import assert_parity, assert_trees_close, on_meshes
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

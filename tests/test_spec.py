@@ -5,8 +5,8 @@ from drawing import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.core.errors import ShardError
-from shardfn.core.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
+from shardfn.notation.errors import ShardError
+from shardfn.notation.spec import Block, Dim, Factor, Sizes, Spec, parse, repeated_axes
 
 # Law: parse(str(parse(rule))) == parse(rule)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from shardfn._torch import version_of
-from shardfn.core.storage import empty_flat, map_runs, merged, split_flat
+from shardfn.comm.storage import empty_flat, map_runs, merged, split_flat
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
+from shardfn.comm.storage import merged
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard
-from shardfn.core.storage import merged
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import shardfn as sf
 from shardfn._torch import unwrap_local
-from shardfn.core import tree as sft
+from shardfn.params import tree as sft
 from shardfn.testing import count_collectives, on_meshes, run
 
 POLICY = sf.Policy(rules={"0.weight": "o@tp c@fsdp"})

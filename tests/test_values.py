@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.core.engine.beside_operations import Functions
-from shardfn.core.engine.values import Values, to_meta
-from shardfn.core.engine.variance import Variance
 from shardfn.testing import assert_close, assert_trees_close, on_meshes
+from shardfn.trace.interpreter import Variance
+from shardfn.trace.side_effects import Functions
+from shardfn.trace.values import Values, to_meta
 
 
 def _run() -> tuple[Variance, Tensor]:

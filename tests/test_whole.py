@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfn as sf
-from shardfn.core.buckets import whole
+from shardfn.comm.buckets import whole
 from shardfn.testing import on_meshes, run
 
 SHAPES = [(0,), (1,), (3,), (5, 3), (4, 4), (1, 7), (2, 0, 3), (17, 2)]

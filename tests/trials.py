@@ -5,13 +5,13 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from shardfn.core import apply
-from shardfn.core.compute_axes import Adjustments
+from shardfn.parallel.compute_axes import Adjustments
+from shardfn.transforms import module_call
 
 _FOUND: "WeakKeyDictionary[nn.Module, list[Adjustments]]" = WeakKeyDictionary()
 
 
-class _Noting(apply.Trial):
+class _Noting(module_call.Trial):
     """A run without data that says what it has found."""
 
     def adjustments(self, *args: Any, **kwargs: Any) -> Adjustments:
@@ -26,4 +26,4 @@ def found_of(model: nn.Module) -> Adjustments:
     return _FOUND[model][0]
 
 
-apply.Trial = _Noting  # in each process that runs such tests
+module_call.Trial = _Noting  # in each process that runs such tests

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.compat.fsdp2.fully_sharded import Group, fully_shard
-from shardfn.core.errors import ShardError
-from shardfn.core.mesh import default_device_type
-from shardfn.core.model import class_of
+from shardfn.layout import class_of, default_device_type
+from shardfn.notation import ShardError
 
 # Where Megatron has the classes that become units by default.
 _DEFAULTS = (

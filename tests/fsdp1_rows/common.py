@@ -14,9 +14,9 @@ from rows import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardfn.comm.buckets import whole
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp1 import StateDictType, wrap
-from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shardfn.comm import buckets
 from shardfn.compat import fsdp2
-from shardfn.core import buckets
 from shardfn.testing import assert_trees_close
 
 TABLE = Table()

@@ -34,8 +34,8 @@ from fsdp2_rows.common import (
     values,
 )
 from shardfn import ShardError
+from shardfn.comm.buckets import whole
 from shardfn.compat.fsdp2 import FSDPModule, UnshardHandle
-from shardfn.core.buckets import whole
 from shardfn.testing import assert_close, assert_trees_close, count_collectives
 
 

@@ -54,8 +54,8 @@ import shardfn.compat.fsdp2
 import shardfn.compat.hfai
 import shardfn.compat.megatron
 from shardfn._torch import pytree
-from shardfn.core.buckets import whole
-from shardfn.core.check import agrees
+from shardfn.comm.buckets import whole
+from shardfn.inspect.check import agrees
 from shardfn.testing import RankError, run
 
 TOLERANCE = 1e-8

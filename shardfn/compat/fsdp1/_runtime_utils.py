@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.compat.sharded import held_now
+from shardfn.compat.common import held_now
 
 
 def _lazy_init(state: nn.Module, root_module: nn.Module) -> Any:

@@ -18,12 +18,11 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import buffers_of, parameters_of
-from shardfn.compat.sharded import Sharded, Tree, own_modules, put_shards, spread_inside
-from shardfn.core.agreement import exchange_numbers
-from shardfn.core.errors import ShardError
-from shardfn.core.model import shards_in
-from shardfn.core.policy import exactly
-from shardfn.torch_optimizers import REPLACED
+from shardfn.comm import exchange_numbers
+from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
+from shardfn.layout import exactly, shards_in
+from shardfn.notation import ShardError
+from shardfn.stateful import REPLACED
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _CONFIGS: dict[StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimStateDictConfig]]] = {

@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardfn._torch import pytree
+from shardfn.comm import buckets
+from shardfn.compat.common import laid_out, whole_of
 from shardfn.compat.fsdp1.instance import Instance
 from shardfn.compat.fsdp1.state_dicts import on_host
-from shardfn.compat.sharded import laid_out, whole_of
-from shardfn.core import buckets, initialize, mesh
-from shardfn.core.errors import ShardError, did_you_mean
+from shardfn.layout import mesh
+from shardfn.notation import ShardError, did_you_mean
+from shardfn.params import initialize
 
 _OptimInput = Iterable[Any] | None
 _warn_legacy = partial(TorchFSDP._warn_legacy_optim_state_dict, stacklevel=2)

@@ -28,14 +28,14 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
+from shardfn.checkpoint import directories
+from shardfn.compat.common import CopiesIntoShards, held_now, laid_out, own_modules, whole_of
 from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
-from shardfn.compat.sharded import CopiesIntoShards, held_now, laid_out, own_modules, whole_of
-from shardfn.core import checkpoint, functional
-from shardfn.core.errors import ShardError
-from shardfn.core.model import WRAPPED, unwrapped
-from shardfn.core.tree import Params
-from shardfn.core.underway import having, holding
-from shardfn.held import whole_in_place
+from shardfn.context import having, holding
+from shardfn.layout import WRAPPED, unwrapped
+from shardfn.notation import ShardError
+from shardfn.params import Params, functional
+from shardfn.stateful import whole_in_place
 
 _DEPRECATED = (
     "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
@@ -422,10 +422,10 @@ def _whole_parameters(
             yield
         # what is not split at all is changed in any case, as in torch
         kept = {name: p for name, p in made.items() if writeback or not held.plan.layouts[name].axes}
-        held.copy_in(checkpoint.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
+        held.copy_in(directories.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
         if with_grads:
             now = {name: p.grad.detach() for name, p in kept.items() if p.grad is not None}
-            for name, grad in checkpoint.from_state_dict(tree, now).items():
+            for name, grad in directories.from_state_dict(tree, now).items():
                 if tree[name].grad is None:
                     tree[name].grad = grad
                 else:

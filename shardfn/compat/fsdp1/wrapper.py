@@ -34,17 +34,16 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
-from shardfn.compat import meshes
+from shardfn.binding import is_computing
+from shardfn.compat.common import RECORD, compile_units, held_now, meshes, run
 from shardfn.compat.fsdp1 import instance
 from shardfn.compat.fsdp1.instance import NOT_GIVEN, Instance, Settings
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
 from shardfn.compat.fsdp1.state_dicts import OnClassOrInstance, StateDicts, summon_full_params
-from shardfn.compat.sharded import RECORD, compile_units, held_now, run
-from shardfn.core.engine.in_place import is_computing
-from shardfn.core.errors import ShardError
-from shardfn.core.model import WRAPPED, unwrapped
-from shardfn.core.underway import having, holding
-from shardfn.torch_optimizers import refuse_held_back
+from shardfn.context import having, holding
+from shardfn.layout import WRAPPED, unwrapped
+from shardfn.notation import ShardError
+from shardfn.stateful import refuse_held_back
 
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))

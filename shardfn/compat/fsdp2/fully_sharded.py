@@ -23,21 +23,19 @@ from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deep
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import move_to_mesh
-from shardfn.compat import meshes, sharded
-from shardfn.core import functional
-from shardfn.core.engine import gradients, in_place
-from shardfn.core.errors import ShardError
-from shardfn.core.mesh import device_of
-from shardfn.core.model import CLASS, shards_in
-from shardfn.core.policy import exactly
-from shardfn.held import whole_in_place
-from shardfn.torch_optimizers import REPLACED
+from shardfn.binding import module_tables
+from shardfn.compat.common import meshes, sharded_module
+from shardfn.engine import reductions
+from shardfn.layout import CLASS, device_of, exactly, shards_in
+from shardfn.notation import ShardError
+from shardfn.params import functional
+from shardfn.stateful import REPLACED, whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
 
 @dataclass(eq=False, kw_only=True)
-class Group(sharded.Sharded):
+class Group(sharded_module.Sharded):
     """One call of `fully_shard`: what it was asked, and how things stand; all its modules know it.
 
     Axes of the mesh that are not `data` are those of DTensors that `parallelize_module` made.
@@ -57,7 +55,7 @@ class Group(sharded.Sharded):
             ValueError: scalar parameters; parameters that are shared with modules sharded before.
             ShardError: as `shard`.
         """
-        left = shards_in(module) | {id(p) for p in self.ignored_params} | sharded.ignored_in(module, Group)
+        left = shards_in(module) | {id(p) for p in self.ignored_params} | sharded_module.ignored_in(module, Group)
         for name, parameter in module.named_parameters():
             if id(parameter) in left:
                 continue
@@ -68,7 +66,7 @@ class Group(sharded.Sharded):
                     "shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP "
                     "group."
                 )
-        sharded.spread_inside(module, self)
+        sharded_module.spread_inside(module, self)
         for _, inside, inner in Group.all_in(module):
             if inner.mesh != self.mesh and inner.placed is None and inner.mesh.mesh.equal(self.mesh.mesh):
                 _move((p for p in _dtensors(inside) if p.device_mesh == inner.mesh), self.mesh)
@@ -79,7 +77,7 @@ class Group(sharded.Sharded):
         renamed = [p for p in _dtensors(module) if id(p) not in left] if has_whole else []
         _move(renamed, self.mesh)
         try:
-            sharded.put_shards(module, self, later=True)
+            sharded_module.put_shards(module, self, later=True)
         except Exception:
             if self.placed is not None:
                 _move(renamed, self.placed)
@@ -90,7 +88,7 @@ class Group(sharded.Sharded):
             unsharded, self.unsharded = self.unsharded, None
             unsharded.close()
 
-    def begin(self, module: nn.Module, tree: sharded.Tree) -> None:
+    def begin(self, module: nn.Module, tree: sharded_module.Tree) -> None:
         """The first forward decides who is the root: the module that it goes through.
 
         Raises:
@@ -208,7 +206,7 @@ def fully_shard(
         if not isinstance(value, nn.Parameter):
             raise TypeError(f"fully_shard: ignored_params has {value!r}, which is no parameter")
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)  # one module that holds them all
-    leave = {id(p) for p in ignored} | sharded.ignored_in(tree, Group)
+    leave = {id(p) for p in ignored} | sharded_module.ignored_in(tree, Group)
     for _, _, inner in Group.all_in(tree):
         inner.put_back()
     placed = meshes.placed_mesh("fully_shard", tree, leave, data, (inner.placed for _, _, inner in Group.all_in(tree)))
@@ -230,11 +228,11 @@ def fully_shard(
         placed=placed,
     )
     own.shard(tree)
-    together = sharded.StayTogether(modules)
+    together = sharded_module.StayTogether(modules)
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
         one.register_load_state_dict_post_hook(together.after)
-        one.__dict__[sharded.RECORD] = own
+        one.__dict__[sharded_module.RECORD] = own
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
@@ -345,18 +343,18 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
-        return sharded.run(self, "__call__", args, kwargs)
+        return sharded_module.run(self, "__call__", args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` the forward of every group that holds no other; gathers stay outside of the graphs."""
         if len(list(Group.all_in(self))) > 1:
-            sharded.compile_units(self, *args, **kwargs)
+            sharded_module.compile_units(self, *args, **kwargs)
         else:
             super().compile(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module; whole tensors are cut into this rank's parts."""
-        with sharded.CopiesIntoShards():
+        with sharded_module.CopiesIntoShards():
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -373,8 +371,8 @@ class FSDPModule(nn.Module):
         Communication: one all-gather.
         """
         own = Group.of(self)
-        if own.unsharded is None and not in_place.is_computing(self):
-            held = sharded.held_now(self)
+        if own.unsharded is None and not module_tables.is_computing(self):
+            held = sharded_module.held_now(self)
             params, root, dtypes = held.params(self), held.plan.units[0], held.plan.compute_dtypes
             names = root.params if root.name == "" else ()
             full = functional.gather(params.like((name, params[name]) for name in names))
@@ -418,7 +416,7 @@ class FSDPModule(nn.Module):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.reshard()
         for parameter in self.parameters():
-            if gradients.is_held_back(parameter.grad):
+            if reductions.is_held_back(parameter.grad):
                 parameter.grad = None
 
     # -- when weights are freed ---------------------------------------------------------------------------------------
@@ -545,7 +543,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(getattr(type(module), method_name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return sharded.run(self, method_name, args, kwargs)
+        return sharded_module.run(self, method_name, args, kwargs)
 
     now: Any = type(module)
     module.__class__ = type(now)(now.__name__, (now,), {method_name: method})

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDict
 from torch.distributed.fsdp._common_utils import TrainingState
 
 from shardfn._torch import group_of
+from shardfn.comm import failing_together
 from shardfn.compat import fsdp1
+from shardfn.compat.common import HYBRID, OWN_AXES
 from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
-from shardfn.compat.meshes import HYBRID, OWN_AXES
-from shardfn.core.agreement import failing_together
-from shardfn.core.errors import ShardError
+from shardfn.notation import ShardError
 
 _ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them
 PART = "shardfn"  # in the metadata of a state dict: which part it is

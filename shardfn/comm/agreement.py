@@ -1,0 +1,259 @@
+"""Ranks tell each other what they are about to do, before they do it. Layer 3.
+
+An error on one rank only is a hang on the others. Whatever a rank alone can see (its own model, policy, batch) is
+exchanged once, and every rank raises when one of them has to.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import part_of_rank, pytree, simulated
+from shardfn.comm.collectives import gather_flat
+from shardfn.layout import Grid, Plan, axes_of, not_in_mesh
+from shardfn.notation import ShardError
+
+VALUES = "values of"  # how a fact about values begins
+
+
+def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), verb: str = "shard") -> int:
+    """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
+
+    `facts` are further lines that must be equal, such as `"src=0"`; `verb` is the name of the function in messages.
+
+    Raises:
+        ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
+    """
+    problem = made if isinstance(made, Exception) else None
+    named = isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names is not None
+    if problem is not None and (not named or mesh.get_coordinate() is None or simulated()):
+        raise problem  # nobody to tell it
+    if mesh.get_coordinate() is None:
+        raise not_in_mesh(mesh)
+    if simulated():  # one process, which cannot disagree with itself
+        return part_of_rank(torch.initial_seed(), 0)
+    lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
+    rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
+    if len({made for made, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
+        described = [] if isinstance(made, Exception) else [*_mesh_lines(mesh), *_lines(made), *facts]
+        difference = _first_difference(_told(mesh, problem, verb, described))
+        seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
+        raise ShardError(f"{verb}: ranks have different models or policies: {difference}{seeds}")
+    return rows[0][2] + 2**63
+
+
+@contextmanager
+def failing_together(mesh: DeviceMesh, verb: str) -> Iterator[None]:
+    """When what is done within fails on a rank, all raise at its end: that error, or that another rank has one.
+
+    Communication: one small all-gather over the mesh; an exchange of messages when there is a problem.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    if simulated() or mesh.size() == 1:
+        if problem is not None:
+            raise problem
+    elif any(failed for (failed,) in exchange_numbers(mesh, [problem is not None])):
+        _told(mesh, problem, verb)
+
+
+Told = Sequence[tuple[int, Sequence[str]]]  # the number of a rank, and lines that describe what it has
+
+
+def _told(mesh: DeviceMesh, problem: Exception | None, verb: str, lines: Sequence[str] = ()) -> Told:
+    """What every rank says of itself, with its number.
+
+    Raises:
+        ShardError: another rank has a problem; this rank's own problem when it has one.
+    """
+    why = None if problem is None else f"{type(problem).__name__}: {problem}"
+    answers = _exchange(mesh, (dist.get_rank(), why, lines), _gather_objects)
+    if problem is not None:
+        raise problem
+    failed = {rank: why for rank, why, _ in answers if why}
+    if failed:
+        first, *_ = failed
+        raise ShardError(f"{verb}: rank {first} of {[*failed]} failed, so no rank goes on: {failed[first]}")
+    return [(rank, lines) for rank, _, lines in answers]
+
+
+def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+    """The int64 numbers of all ranks of the mesh, in mesh order. One collective."""
+
+    def gather(rows: list[Any], group: dist.ProcessGroup) -> list[Any]:
+        own = torch.tensor(rows, dtype=torch.int64, device=mesh.device_type)
+        return gather_flat(own.view(-1), group).view(-1, len(numbers)).tolist()
+
+    return _exchange(mesh, numbers, gather)
+
+
+def _gather_objects(values: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, values, group=group)
+    return [item for part in gathered for item in part]
+
+
+def _exchange(mesh: DeviceMesh, value: Any, gather: Callable[[list[Any], dist.ProcessGroup], list[Any]]) -> list[Any]:
+    """The values of all ranks of the mesh, in mesh order; `gather` concatenates the lists of the ranks of a group.
+
+    A mesh of all ranks exchanges over all of them at once, so that ranks with different meshes meet; another one along
+    one axis after another.
+    """
+    if mesh.size() == dist.get_world_size():
+        everyone = gather([value], dist.group.WORLD or mesh.get_group(0))
+        return [everyone[rank] for rank in mesh.mesh.flatten().tolist()]
+    values = [value]
+    for axis in reversed(axes_of(mesh)):
+        values = gather(values, mesh.get_group(axis))
+    return values
+
+
+def digest(lines: Sequence[str]) -> int:
+    """A hash of lines of text that is the same on all ranks."""
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+
+
+def _lines(made: Plan) -> list[str]:
+    names = ("regather", "compute_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "offload")
+    settings = [f"{name}={getattr(made.policy, name)}" for name in names]
+    settings += [f"acts[{pattern!r}]={rule!r}" for pattern, rule in made.policy.acts.items()]
+    settings += [f"compute for {name!r}" for name in (*made.policy.compute, *made.forwards)]
+    params = [
+        f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}', stored as {[leaf.shape for leaf in x.leaves]}"
+        f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
+        for x in made.layouts.values()
+    ]
+    units = [f"unit '{unit.name}' of {list(unit.params)}" for unit in made.units]
+    own = [
+        f"unit '{unit.name}' with regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, reduced in "
+        f"{[b.reduce_dtype for b in unit.buckets]}"
+        for unit in made.units
+    ]
+    return [*params, *units, *settings, *own]
+
+
+def _mesh_lines(mesh: DeviceMesh) -> list[str]:
+    return [f"mesh {axes_of(mesh)} on {mesh.device_type} over ranks {mesh.mesh.tolist()}"]
+
+
+def _first_difference(described: Told) -> str:
+    base_rank, base = described[0]
+    for rank, lines in described[1:]:
+        for mine, theirs in zip([*base, "nothing"], [*lines, "nothing"], strict=False):
+            if mine != theirs:
+                return f"rank {base_rank} has {mine}; rank {rank} has {theirs}"
+    return "their settings differ"
+
+
+def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
+    """Compare a batch over the compute axes, and problems over all of them; every rank raises or none does.
+
+    Ranks along a compute axis work on the same samples; with different ones the gradients are silently wrong.
+
+    Raises:
+        ShardError: the batches differ, or this or another rank has a problem.
+    """
+    if problem is not None and places.pure:
+        raise ShardError(problem)
+    if not places.pure:
+        rows = exchange_numbers(places.mesh, [_fingerprint(batch), problem is not None])
+        prints, failed = zip(*rows, strict=True)
+        if problem is not None:
+            raise ShardError(problem)
+        if bad := sum(failed):
+            raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
+    elif simulated():  # one process has the batches of all ranks
+        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in places.ranks())
+        prints = [*map(_fingerprint, parts)]
+    else:  # recorded ones have no values
+        return
+    found = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
+    for axis in compute:
+        number = list(places.sizes).index(axis)
+        odd = [where for where in found if found[where] != found[*where[:number], 0, *where[number + 1 :]]]
+        if odd:
+            coords = odd[0] if places.pure else places.coords.values()
+            where = ", ".join(f"{name}={coord}" for name, coord in zip(places.sizes, coords, strict=True))
+            raise ShardError(
+                f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the "
+                f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
+            )
+
+
+def _fingerprint(batch: Any) -> int:
+    """A hash of the bytes of every tensor in a batch."""
+    found = hashlib.blake2b(digest_size=7)
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
+            found.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
+            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, bool | int | float | str | None):
+            found.update(repr(leaf).encode())
+    return int.from_bytes(found.digest(), "little")
+
+
+@contextmanager
+def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]:
+    """Within it torch's generators are those of the first rank along `axes`.
+
+    Afterwards a rank whose numbers were others has its own again.
+    """
+    if places.pure or not axes:
+        yield
+        return
+    device = places.device.type
+    modules: list[Any] = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
+    own = [module.get_rng_state() for module in modules]
+    for module, state in zip(modules, own, strict=True):
+        first = state.to(places.device)
+        for axis in axes:
+            first = gather_flat(first, places.groups[axis])[: state.numel()]
+        module.set_rng_state(first.to(state.device))
+    differ = [not torch.equal(module.get_rng_state(), state) for module, state in zip(modules, own, strict=True)]
+    try:
+        yield
+    finally:
+        for module, state, differs in zip(modules, own, differ, strict=True):
+            if differs:
+                module.set_rng_state(state)
+
+
+def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> None:
+    """Compare a number over axes; every rank raises or none does.
+
+    Raises:
+        ShardError: it differs.
+    """
+    row = torch.tensor([number], dtype=torch.int64, device=places.device)
+    for axis in axes:
+        row = gather_flat(row, places.groups[axis])
+    if len(set(row.tolist())) > 1:
+        raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}")
+
+
+def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> str | None:
+    """Why the inputs of `apply` cannot be used on this rank; whether `dtensors` may be among them."""
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = pytree.keystr(path[1:])  # path[0] tells positional arguments from others
+        if isinstance(leaf, DTensor) and not dtensors:
+            return (
+                f"apply: input {name} is a DTensor; inputs are plain tensors, this data rank's part of a batch: pass "
+                f"x.to_local(), or, of a tree, the whole leaf sf.gather(tree)[name]"
+            )
+        if leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
+            why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"
+            return f"{why}; move it with .to('{device.type}')"
+    return None

@@ -1,0 +1,493 @@
+"""Moving many leaves together: gather, reduce, and the differentiable pair over a plan's bucket. Layer 3.
+
+    gather    undo the split over the data axes         one all-gather an axis
+    reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
+
+Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in crossing.py. A `Flight` is a
+communication that goes on while something else is done. `whole` gathers one `DTensor` of any layout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial, reduce
+from itertools import compress
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
+from shardfn.comm.collectives import Flight, Steps, accumulation_dtype, backend_of, sum_steps
+from shardfn.comm.packing import Crossing, Host, PureCrossing, apart_again, host_of, stored_on, together, undone
+from shardfn.comm.storage import Buffers, FreshBuffers, split_flat
+from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
+from shardfn.notation import ShardError
+
+Batch = tuple[int, ...]  # dims in front of a leaf, by `vmap`, outermost first
+
+
+def leaf_spec(
+    plan: Plan, grid: Grid, name: str, dtype: torch.dtype | None = None, pending: bool = False, batch: Batch = ()
+) -> DTensorSpec:
+    """The DTensor metadata of a stored leaf, or of its unreduced gradient; made once and kept with the plan."""
+
+    def make() -> DTensorSpec:
+        layout, leaf = plan.leaves[name]
+        leaf = reduce(Leaf.stacked, reversed(batch), leaf)
+        sums = plan.gathered_axes(layout) if pending else ()  # over these axes they are still to be added up
+        dims = ((axis, leaf.split_dim(axis)) for axis in plan.roles.storage)
+        placed = [Partial() if axis in sums else Replicate() if dim is None else Shard(dim) for axis, dim in dims]
+        return dtensor_spec(grid.storage, placed, leaf.shape, dtype or layout.dtype)
+
+    return plan.home.once((grid, name, dtype, pending, batch), make)
+
+
+AnyCrossing = Crossing | PureCrossing
+Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat tensor
+
+
+def gather_steps(
+    crossings: Sequence[AnyCrossing], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
+) -> Steps:
+    """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
+    *inner, last = crossings
+    tensors = shards
+    for crossing in inner:
+        (flat,) = yield from crossing.gather(tensors, dtype, buffers)
+        tensors = crossing.wholes_of(flat)
+    return (yield from last.gather(tensors, dtype, buffers))
+
+
+def gather_leaves(
+    leaves: Sequence[Leaf], shards: Sequence[Tensor], axes: Sequence[str], grid: Grid, undone: Sequence[str] = ()
+) -> list[Tensor]:
+    """Whole tensors over `axes` (outermost first), all in one new storage.
+
+    `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. One all-gather an axis
+    larger than one; axes of one rank cost nothing: the shards themselves come back.
+    """
+    crossings = _crossings(leaves, axes, grid, undone)
+    if not crossings or not shards:
+        return list(shards)
+    (flat,) = Flight(gather_steps(crossings, shards, shards[0].dtype, FreshBuffers(grid.device))).finish()
+    return crossings[-1].wholes_of(flat)
+
+
+def _crossings(
+    leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
+) -> list[AnyCrossing]:
+    """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
+    kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
+    found: list[AnyCrossing] = []
+    for axis in reversed(axes):
+        kept = tuple(other for other in kept if other != axis)
+        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
+            kind = PureCrossing if grid.pure else partial(Crossing, host=None if found else host)
+            found.append(kind(leaves, grid, axis, kept))
+    return found
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """A `DTensor` of any layout as an ordinary tensor on every rank of its mesh, outside autograd.
+
+    `full_tensor()` would do it through torch's functional collectives. In them processes of torch 2.13 were seen to
+    die on gloo, once in thousands of calls on small tensors, of a block of memory that two threads had freed.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> from shardfn.core.buckets import whole
+        >>> params = sf.shard(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> type(whole(params["weight"])).__name__
+        'Tensor'
+
+    Args:
+        tensor: split evenly or not, in plain `Shard`s, or a pending sum.
+
+    Communication: one all-gather an axis that splits it, one all-reduce an axis over which it is a sum.
+    """
+    placements, mesh = tensor.placements, tensor.device_mesh
+    simple = all(type(p) is Shard or p.is_replicate() or p.is_partial("sum") for p in placements)
+    if not simple or has_no_memory() or simulated() or mesh.get_coordinate() is None:
+        return tensor.full_tensor().detach()
+    shapes = [list(tensor.shape)]  # before each split
+    for axis, placement in enumerate(placements):
+        shape = list(shapes[-1])
+        if type(placement) is Shard:
+            shape[placement.dim] = chunk(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[1]
+        shapes.append(shape)
+    local = own = unwrap_local(tensor).detach()
+    for axis, placement in reversed(list(enumerate(placements))):
+        if mesh.size(axis) == 1:
+            continue
+        if placement.is_partial():
+            local = local.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(local, group=mesh.get_group(axis))
+        elif type(placement) is Shard:
+            local = undone(local, placement.dim, shapes[axis][placement.dim], mesh.get_group(axis))
+    return own.clone() if local is own else local
+
+
+@dataclass(frozen=True, eq=False)
+class BucketOnGrid:
+    """A bucket of a plan on this rank's grid: everything that its collectives look up."""
+
+    plan: Plan
+    grid: Grid
+    bucket: Bucket
+    buffers: Buffers
+    batch: Batch = ()
+    _parts: "dict[tuple[bool, ...] | int, BucketOnGrid]" = field(default_factory=dict)
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The stored leaves, in bucket order."""
+        return [reduce(Leaf.stacked, reversed(self.batch), self.plan.leaves[name][1]) for name in self.bucket.leaves]
+
+    def batched(self, size: int) -> "BucketOnGrid":
+        """The same bucket with one more dim in front of every leaf."""
+        if size not in self._parts:
+            self._parts[size] = replace(self, batch=(size, *self.batch), _parts={})
+        return self._parts[size]
+
+    def spec(self, index: int, dtype: torch.dtype, pending: bool) -> DTensorSpec:
+        """The DTensor metadata of a leaf, or of its unreduced gradient."""
+        return leaf_spec(self.plan, self.grid, self.bucket.leaves[index], dtype, pending, self.batch)
+
+    @cached_property
+    def host(self) -> Host | None:
+        """Where the shards live, when that is not the device that computes."""
+        return host_of(self.plan.policy, self.grid.device)
+
+    @cached_property
+    def crossings(self) -> list[AnyCrossing]:
+        """One for each axis to gather over, in the order of gathering."""
+        return _crossings(self.leaves, self.bucket.axes, self.grid, host=self.host)
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
+        return bool(self.crossings)
+
+    @cached_property
+    def idle(self) -> bool:
+        """Whether no axis has a part in either direction: leaves are used, and gradients passed on, as they are."""
+        return not (self.crossings or self._sum_axes or self._padded or self.host is not None)
+
+    def unmoved(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What gathering gives when it moves nothing: the shards, in the bucket's dtype and on the device."""
+        return [shard.to(self.grid.device, self.bucket.dtype) for shard in shards]
+
+    @cached_property
+    def _results(self) -> Buffers:
+        """Reduced gradients are not pooled: they are most of what a step makes, and needed at its end only."""
+        return FreshBuffers(self.grid.device)
+
+    @cached_property
+    def _shard_shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.local_shape(self.grid.sizes, self.grid.coords) for leaf in self.leaves]
+
+    @cached_property
+    def computed(self) -> tuple[str, ...]:
+        """The axes over which modules compute with parts of these leaves."""
+        return (*self.plan.roles.compute, *self.bucket.kept)
+
+    @cached_property
+    def _padded(self) -> list[int]:
+        """Leaves with padding that is stored."""
+        return [index for index, leaf in enumerate(self.leaves) if leaf.shape != leaf.extent]
+
+    @cached_property
+    def _sum_axes(self) -> list[str]:
+        """Data axes that split nothing here: gradients are added up over them."""
+        moved = (*self.bucket.axes, *self.bucket.kept)
+        return [axis for axis in self.plan.roles.data if axis not in moved and self.grid.sizes[axis] > 1]
+
+    @cached_property
+    def _ranks(self) -> int:
+        """How many have losses of their own."""
+        return prod(self.grid.sizes[axis] for axis in self.plan.roles.data)
+
+    @cached_property
+    def reduces_twice(self) -> bool:
+        """Whether a reduce-scatter is followed by an all-reduce."""
+        return bool(self.crossings and self._sum_axes)
+
+    def part(self, wanted: Sequence[bool]) -> "BucketOnGrid":
+        """The same bucket with some of its leaves only."""
+        if all(wanted):
+            return self
+        key = tuple(wanted)
+        if key not in self._parts:
+            names = tuple(compress(self.bucket.leaves, wanted))
+            self._parts[key] = replace(self, bucket=replace(self.bucket, leaves=names), _parts={})
+        return self._parts[key]
+
+    def empty_shards(self, dtype: torch.dtype) -> list[Tensor]:
+        """Uninitialised shards side by side, so that a gather need not copy them together."""
+        if self.grid.pure:
+            return self.new_shards(torch.empty, dtype, None)
+        memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
+        if self.crossings:
+            crossing = self.crossings[0]
+            assert isinstance(crossing, Crossing)
+            return crossing.shards_of(memory.tensor(crossing.numel, dtype))
+        return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
+
+    def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
+        """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
+        if len(self.crossings) == 1:
+            return self.crossings[0].gather(shards, self.bucket.dtype, self.buffers)
+        return gather_steps(self.crossings, shards, self.bucket.dtype, self.buffers)
+
+    def wholes_of(self, flat: Tensor) -> list[Tensor]:
+        """The leaves in what `gather_steps` makes."""
+        return self.crossings[-1].wholes_of(flat)
+
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
+        if not self.moves:
+            return self.unmoved(shards)
+        return self.wholes_of(Flight(self.gather_steps(shards)).finish()[0])
+
+    def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
+        """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
+
+        A missing gradient counts as zeros. One reduce-scatter over the axes that split the bucket, one all-reduce over
+        the other data axes.
+        """
+        dtype = self.bucket.dtype
+        dtype = (self.bucket.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+        if callable(op):
+            flat, shards = self._reduced_by(op, wholes, dtype)
+            return (yield from self._finished_shards(flat, shards, dtypes))
+        tensors: Sequence[Tensor | None] = wholes
+        shards: Cut
+        if self.crossings:
+            *outer, last = reversed(self.crossings)
+            for crossing in outer:
+                (flat,) = yield from crossing.reduce(tensors, dtype, self.buffers, self.buffers)
+                tensors, dtype = crossing.shards_of(flat), flat.dtype
+            (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
+            shards = last.shards_of
+        else:
+            flat, shards = self._unmoved_gradients(wholes, dtype)
+        for axis in self._sum_axes:
+            group = self.grid.groups[axis]
+            if backend_of(group, self.grid.device) == "gloo":
+                flat = flat.to(accumulation_dtype(flat.dtype))
+            (flat,) = yield from sum_steps(flat, group)
+        if op == "mean" and self._ranks > 1:
+            flat = flat.div(self._ranks) if self.grid.pure else flat.div_(self._ranks)
+        return (yield from self._finished_shards(flat, shards, dtypes))
+
+    def _reduced_by(
+        self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, Cut]:
+        """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
+        if self.grid.pure or len(self.crossings) > 1 or (self.crossings and self._sum_axes):
+            raise ShardError("a reduction of your own works over one data axis, on real ranks")
+        if not self.crossings:
+            flat, shards = self._unmoved_gradients(wholes, dtype)
+            reduce(flat, None)
+            return flat, shards
+        crossing = self.crossings[0]
+        assert isinstance(crossing, Crossing)
+        flat = self._results.tensor(crossing.numel, dtype)
+        reduce(crossing.parts_for_ranks(wholes, dtype, self._results), flat)
+        return flat, crossing.shards_of
+
+    def _finished_shards(self, flat: Tensor, shards: Cut, dtypes: Sequence[torch.dtype]) -> Steps:
+        """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
+        kinds = set(dtypes)
+        if len(kinds) == 1 and dtypes[0] != flat.dtype:
+            flat = flat.to(dtypes[0]) if self.grid.pure else self._results.tensor(flat.numel(), dtypes[0]).copy_(flat)
+        if self.host is not None:
+            (flat,) = yield from self.host.fetch(flat)
+        out = shards(flat)
+        if kinds - {flat.dtype}:
+            out = [shard.to(want) for shard, want in zip(out, dtypes, strict=True)]
+        if self._padded:
+            per_rank(self.grid, self._clear_padding_, out)
+        return out
+
+    def _clear_padding_(self, coords: Mapping[str, int], shards: list[Tensor]) -> list[Tensor]:
+        for index in self._padded:
+            clear_padding_(self.leaves[index], shards[index], self.grid.sizes, coords)
+        return shards
+
+    def new_shards(self, make: Callable[..., Tensor], dtype: torch.dtype, keep: Sequence[str] | None) -> list[Tensor]:
+        """`make(shape, dtype=..., device=...)` for the shard of every leaf, split only over `keep` (None: all)."""
+        device = self.grid.device if keep is not None else stored_on(self.plan.policy, self.grid.device)
+
+        def made(coords: Mapping[str, int], _: list[Any]) -> list[Tensor]:
+            shapes = [leaf.local_shape(self.grid.sizes, coords, keep) for leaf in self.leaves]
+            return [make(shape, dtype=dtype, device=device) for shape in shapes]
+
+        return per_rank(self.grid, made, [])
+
+    def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
+        """Gradients that nothing splits over data axes, one after another; how to take them apart."""
+        given = _or_zeros(self, wholes, [dtype] * len(wholes), None)
+        if self.grid.pure:
+            return together(given).to(dtype), partial(apart_again, shapes=self._shard_shapes)
+        flat = self._results.tensor(sum(map(prod, self._shard_shapes)), dtype)
+        return together(given, flat), partial(split_flat, shapes=self._shard_shapes)
+
+    def reduce(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> list[Tensor]:
+        """`reduce_steps`, waited for."""
+        return Flight(self.reduce_steps(wholes, dtypes, op)).finish()
+
+
+def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+    """Uninitialised memory for this rank's part of leaves (default: all); those of one bucket lie side by side."""
+    wanted = {name: layout.dtype for name, (layout, _) in plan.leaves.items()} if dtypes is None else dtypes
+    out: dict[str, Tensor] = {}
+    for bucket in plan.buckets_in(wanted):
+        spot = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device))
+        out |= dict(zip(bucket.leaves, spot.empty_shards(bucket.dtype), strict=True))
+    return out
+
+
+# [Note: cotangents of trees]
+# Every data rank has a loss of its own, and what is differentiated is their mean. So the cotangent of a shard is the
+# mean over ranks of what their losses say, and shards that a loss does not reach through a gather count as if all ranks
+# said the same. `GatherBucket` therefore transposes to a mean, and the transpose of that mean is a gather: all ranks
+# get the cotangent as it is. Second derivatives follow from these two, and so does arithmetic on trees in between.
+
+
+class GatherBucket(torch.autograd.Function):
+    """The leaves of a bucket, made whole over the data axes.
+
+        forward   leaf [shard]            -> all_gather(data)     -> [whole over data, split over compute]
+        backward  d    [whole over data]  -> reduce_scatter(data) -> d leaf [shard]
+
+    At once, and under every transform; the engine has a pair of its own that overlaps.
+    """
+
+    @staticmethod
+    def forward(spot: BucketOnGrid, *leaves: Tensor) -> tuple[Tensor, ...]:
+        shards = [unwrap_local(leaf) for leaf in leaves]
+        wholes = spot.gather(shards)
+        return tuple(w.detach() if w is s else w for w, s in zip(wholes, shards, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.spot, *leaves = inputs
+        ctx.dtypes = [leaf.dtype for leaf in leaves]
+        ctx.needed = [leaf.requires_grad for leaf in leaves]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        spot, needed = ctx.spot.part(ctx.needed), ctx.needed
+        dtypes = [*compress(ctx.dtypes, needed)]
+        # As the collectives take them: that of an embedding may be sparse.
+        pending = [x if x is None or x.layout is torch.strided else x.to_dense() for x in compress(grads, needed)]
+        reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
+        return (None, *(next(reduced) if need else None for need in needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        shapes = [] if ctx.spot.grid.pure else ctx.spot._shard_shapes
+        for leaf, tangent, shape in zip(ctx.spot.leaves, tangents[1:], shapes, strict=False):
+            if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
+                raise ShardError(
+                    f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
+                    f" cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
+                )
+        return GatherBucket.apply(ctx.spot, *_or_zeros(ctx.spot, tangents[1:], ctx.dtypes, "sum"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+        spot, *leaves = args
+        wholes = GatherBucket.apply(spot.batched(info.batch_size), *in_front(info.batch_size, in_dims[1:], leaves))
+        return wholes, (0,) * len(leaves)
+
+
+class ReduceBucket(torch.autograd.Function):
+    """Pending gradients of a bucket, reduced into their parameters' layout; see [Note: cotangents of trees].
+
+    forward   d [whole over data]  -> reduce_scatter(data) -> [shard]        (op None: kept, typed `+data`)
+    backward  e [shard]            -> all_gather(data)     -> [whole over data], for "sum" times the ranks
+    """
+
+    @staticmethod
+    def forward(
+        spot: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if op is None:
+            kept = [None if grad is None else grad.detach().to(want) for grad, want in zip(grads, dtypes, strict=True)]
+            locals_ = _or_zeros(spot, kept, dtypes, op)
+        else:
+            locals_ = spot.reduce(grads, dtypes, op)
+        if spot.plan.vmaps is not None:
+            return tuple(locals_)
+        specs = [spot.spec(i, dtype, pending=op is None) for i, dtype in enumerate(dtypes)]
+        return tuple(wrap_local(local, spec) for local, spec in zip(locals_, specs, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.spot, ctx.op = inputs[0], inputs[1]
+        ctx.dtypes = [None if grad is None else grad.dtype for grad in inputs[3:]]
+        ctx.shards = inputs[2]
+        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        spot = ctx.spot
+        pairs = enumerate(zip(cotangents, ctx.shards, strict=True))
+        laid = [None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
+        given = _or_zeros(spot, laid, ctx.shards, ctx.op)
+        if ctx.op is not None and spot.plan.vmaps is None and not spot.grid.pure:
+            given = list(map(partial(_own_part, spot.grid), spot.leaves, given))
+        wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
+        ranks = spot._ranks if ctx.op == "sum" else 1
+        out = [None if d is None else w.to(d) for w, d in zip(wholes, ctx.dtypes, strict=True)]
+        return (None, None, None, *(x if x is None or ranks == 1 else x * ranks for x in out))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        return ReduceBucket.apply(ctx.spot, ctx.op, ctx.shards, *tangents[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+        spot, op, dtypes, *grads = args
+        given = in_front(info.batch_size, in_dims[3:], grads)
+        return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *given), (0,) * len(grads)
+
+
+def in_layout(x: Tensor, spec: DTensorSpec) -> Tensor:
+    """A cotangent in the layout of its leaf: that of a sum is replicated."""
+    if not isinstance(x, DTensor) or x.placements == spec.placements:
+        return x
+    return x.redistribute(spec.mesh, list(spec.placements))
+
+
+def _own_part(grid: Grid, leaf: Leaf, x: Tensor) -> Tensor:
+    """This rank's part of a plain cotangent of a whole leaf: those of unused shards, `torch.func` fills in so."""
+    whole = not isinstance(x, DTensor) and tuple(x.shape) == tuple(leaf.shape)
+    return local_slice(leaf, x, grid.sizes, grid.coords) if whole else x
+
+
+def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The mapped dim of each in front; those without one repeat."""
+    return [
+        x if x is None else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for dim, x in zip(dims, tensors, strict=True)
+    ]
+
+
+def _or_zeros(
+    spot: BucketOnGrid, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: str | None
+) -> list[Tensor]:
+    """The tensors, or zeros of the shapes that they have here: shards, or with `op` None pending gradients."""
+
+    def zeros(index: int, dtype: torch.dtype) -> Tensor:
+        only = spot.part([i == index for i in range(len(spot.leaves))])
+        return only.new_shards(torch.zeros, dtype, spot.computed if op is None else None)[0]
+
+    rows = enumerate(zip(tensors, dtypes, strict=True))
+    return [zeros(i, dtype) if tensor is None else tensor for i, (tensor, dtype) in rows]

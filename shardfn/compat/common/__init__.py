@@ -1,0 +1,22 @@
+"""What the compatible classes share: meshes from what each takes as ranks, and modules that shard in place.
+
+Read `sharded_module` (what a sharded module knows, its run, its loads), then `meshes`. Not here: any name that a script
+imports; those are in the room of their class.
+"""
+
+from shardfn.compat.common import meshes, sharded_module
+from shardfn.compat.common.meshes import HYBRID, OWN_AXES
+from shardfn.compat.common.sharded_module import (
+    RECORD,
+    CopiesIntoShards,
+    Sharded,
+    Tree,
+    compile_units,
+    held_now,
+    laid_out,
+    own_modules,
+    put_shards,
+    run,
+    spread_inside,
+    whole_of,
+)

@@ -1,0 +1,197 @@
+"""Gradients of one backward, reduced bucket by bucket while it goes on. Layer 3.
+
+Autograd adds up what reaches a leaf as soon as it comes, and so would read sums that are still on their way. Here
+leaves get no gradient from autograd through their buckets: `Reductions` take each bucket, start its reduction and hand
+everything out when the backward is over, to `value_and_grad` (`Gradients`) or into `.grad` (`Accumulation`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap_local, wrap_local
+from shardfn.comm import BucketOnGrid, Explain, Flight
+from shardfn.layout import Plan
+from shardfn.notation import ShardError
+
+Grads = Sequence[Tensor | None]  # one for each leaf, or none
+_IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
+_TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
+
+
+# [Note: gradients that are held back]
+# With `plan.reduction` None (`no_sync`) a backward leaves sums over this rank's losses only: whole over the data axes,
+# in `.grad`, as DTensors with `Partial` placements. The first backward that reduces takes them along.
+
+
+def goes_into_grad(nodes: Sequence[Any]) -> bool:
+    """Whether autograd, having got gradients from `nodes`, would only add them to the `.grad` of leaves.
+
+    Not when the backward is differentiated, or `autograd.grad` or `inputs=` ask for them. To ask costs 25 us then.
+    """
+    return not torch.is_grad_enabled() and all(map(accumulates, nodes))
+
+
+def is_held_back(grad: Tensor | None) -> bool:
+    """Whether a gradient was not reduced yet."""
+    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+
+
+@torch.no_grad()
+def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> None:
+    """Add pending gradients [whole over data] to those in `.grad`, unreduced."""
+    _names_waiting(spot.plan).update(spot.bucket.leaves)
+    for index, (leaf, grad) in enumerate(zip(leaves, pending, strict=True)):
+        if grad is None:
+            continue
+        had = leaf.grad
+        if had is not None and is_held_back(had):
+            unwrap_local(had).add_(grad)
+            continue
+        (dtype,) = grad_dtypes_of([leaf])
+        whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
+        if had is not None:
+            # It counts more than those of all ranks, whose mean is still to be taken.
+            ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data if axis in spot.leaves[index].axes)
+            _own_part(spot, index, whole).add_(unwrap_local(had), alpha=ranks)
+        leaf.grad = wrap_local(whole, spot.spec(index, dtype, True))
+
+
+def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
+    """This rank's shard in a gradient that is whole over the data axes."""
+    leaf, grid = spot.leaves[index], spot.grid
+    own = leaf.local_range(grid.sizes, grid.coords)
+    gathered = leaf.local_range(grid.sizes, grid.coords, spot.computed)
+    starts = [(start - first, length) for (start, length), (first, _) in zip(own, gathered, strict=True)]
+    return whole[tuple(slice(start, start + length) for start, length in starts)]
+
+
+@torch.no_grad()
+def with_held_back(leaves: Sequence[Tensor], pending: Grads) -> list[Tensor | None]:
+    """Pending gradients with those that were held back, which leave `.grad`."""
+    found = list(pending)
+    for index, leaf in enumerate(leaves):
+        had = leaf.grad
+        if had is not None and is_held_back(had):
+            more, leaf.grad = found[index], None
+            found[index] = unwrap_local(had) if more is None else unwrap_local(had).add_(more)
+    return found
+
+
+def _names_waiting(plan: Plan) -> set[str]:
+    """Leaves whose gradients were held back at some time; shared by the plans that differ in their reduction."""
+    return plan.home.once("held back", set)
+
+
+@torch.no_grad()
+def reduce_held_back(plan: Plan, spots: Iterable[BucketOnGrid], leaves: Mapping[str, Tensor]) -> None:
+    """Reduce what was held back and the last backward did not reach."""
+    names = {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
+    for spot in spots if names else ():
+        own = [leaves[name] for name in spot.bucket.leaves if name in names]
+        if not own:
+            continue
+        part, op = spot.part([name in names for name in spot.bucket.leaves]), plan.reduction
+        assert op is not None
+        shards = part.reduce(with_held_back(own, [None] * len(own)), grad_dtypes_of(own), op)
+        for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
+            leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
+
+
+class Reductions:
+    """Gradients on their way; by the name of their leaf when they are there."""
+
+    def __init__(self) -> None:
+        self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
+        self._found: dict[str, Tensor] = {}
+
+    def reduce(self, spot: BucketOnGrid, pending: Grads, dtypes: Sequence[torch.dtype], explain: Explain) -> None:
+        """Start to reduce the gradients of a bucket; wait for the oldest when too many are under way."""
+        op = spot.plan.reduction
+        assert op is not None
+        # Hybrid sharding has one more: the last bucket goes on from its reduce-scatter to its all-reduce.
+        while len(self._flights) >= _IN_THE_AIR + spot.reduces_twice + (_TO_THE_HOST if spot.host is not None else 0):
+            self._land()
+        if self._flights:
+            self._flights[-1][1].advance()
+        self._flights.append((spot.bucket.leaves, Flight(spot.reduce_steps(pending, dtypes, op), explain)))
+
+    def settle(self) -> dict[str, Tensor]:
+        """Wait for all; this rank's part of the gradient of every leaf that got one."""
+        while self._flights:
+            self._land()
+        return self._found
+
+    def _land(self) -> None:
+        names, flight = self._flights.popleft()
+        shards = flight.finish()
+        twice = [(name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found]
+        if twice:  # gathered several times: gradients add up
+            foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])
+        self._found |= {name: shard for name, shard in zip(names, shards, strict=True) if name not in self._found}
+
+
+class Gradients(Reductions):
+    """Those of the leaves of a tree that `value_and_grad` differentiates."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        """`leaves` are fresh: nobody but the differentiation that made them waits for their gradients."""
+        super().__init__()
+        self._leaves = leaves
+        self._collects = False
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Within it runs the backward that they are for; one that the loss itself runs gets its gradients as ever."""
+        self._collects = True
+        try:
+            yield
+        except BaseException:
+            self.settle()  # nothing stays in the air
+            raise
+        finally:
+            self._collects = False
+
+    def takes(self, names: Sequence[str], leaves: Sequence[Tensor]) -> bool:
+        """Whether these are its own leaves, in its own backward, which nobody differentiates."""
+        collects = self._collects and not torch.is_grad_enabled()
+        return collects and all(map(is_, map(self._leaves.get, names), leaves))
+
+
+class Accumulation(Reductions):
+    """Those that `loss.backward()` adds to the `.grad` of leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaves: dict[str, Tensor] = {}
+
+    def note(self, names: Sequence[str], leaves: Sequence[Tensor]) -> None:
+        """These are the leaves behind the names: a tree may hold others by the end of the backward."""
+        self._leaves.update(zip(names, leaves, strict=True))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward is over: wait for all, and add."""
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for name, shard in self.settle().items():
+            leaf, grad = self._leaves[name], self._leaves[name].grad
+            assert isinstance(leaf, DTensor)
+            if grad is None:
+                leaf.grad = wrap_local(shard, spec_of(leaf))
+                continue
+            if not isinstance(grad, DTensor):
+                raise ShardError(f"backward: the gradient that '{name}' had before is a plain tensor, no DTensor")
+            if grad.placements != leaf.placements:  # what a loss on the DTensor itself left
+                leaf.grad = grad = grad.redistribute(leaf.device_mesh, leaf.placements)
+            sums.append(unwrap_local(grad))
+            added.append(shard)
+        if sums:
+            foreach("add_")(sums, added)

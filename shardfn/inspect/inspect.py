@@ -1,0 +1,700 @@
+"""See who owns what: `typeof` prints one layout in the rule notation, `visualize` draws it. Layer 4.
+
+Everything is read from a plan, or from a DTensor's own mesh and placements: nothing here communicates or looks at a
+tensor's values. A layout becomes a `View` first; text and picture are two ways to draw one.
+
+    side     one dim of the tensor as it is drawn: a row of blocks (one, or those of a fused dim)
+    segment  a run of indices along a side that the same ranks hold
+    cell     where a segment of the rows meets one of the columns
+"""
+
+import heapq
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from colorsys import hls_to_rgb
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby, islice, pairwise, product
+from math import ceil, prod
+from operator import attrgetter, mul
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn.layout import Leaf, Plan, nested_chunk, nested_index, runs
+from shardfn.notation import Factor, ShardError, Spec, did_you_mean
+from shardfn.params import Params
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 60  # columns of a terminal that a picture may take
+_MAX_ROWS = 12
+_MAX_SEGMENTS = 10_000  # an inner factor that is split can make any number of them
+_MAX_TILES = 48
+
+At = tuple[tuple[str, int], ...]  # (axis, coordinate) of the ranks that hold something; axes left out do not matter
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ownership: integers only
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Indices `start` to `stop` of a side, held by the ranks at `at`."""
+
+    start: int
+    stop: int
+    at: At
+
+
+def segments(
+    shape: Sequence[int], extent: Sequence[int], splits: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> Iterator[Segment]:
+    """Who holds what along one dim of a model that is stored as the dims `shape`, outermost first.
+
+        >>> from shardfn.core.inspect import segments
+        >>> for segment in segments((2, 4), (2, 4), ((), ("tp",)), {"tp": 2}):
+        ...     print(segment.start, segment.stop, segment.at)
+        0 2 (('tp', 0),)
+        2 4 (('tp', 1),)
+        4 6 (('tp', 0),)
+        6 8 (('tp', 1),)
+
+    Args:
+        shape: stored sizes, padding included; they are what is split.
+        extent: true sizes.
+        splits: the axes that split each stored dim, outermost first.
+        sizes: axis -> number of ranks.
+
+    Returns:
+        segments in order, without gaps; empty ones are left out, and neighbours with the same owners are one.
+    """
+    axes = [axis for split in splits for axis in split]
+
+    def of_rank(coords: Sequence[int]) -> Iterator[Segment]:
+        index = dict(zip(axes, coords, strict=True))
+        cuts = ([(sizes[axis], index[axis]) for axis in split] for split in splits)
+        ranges = [nested_chunk(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+        return (Segment(start, start + n, tuple(index.items())) for start, n, _ in runs(extent, ranges))
+
+    every = map(of_rank, product(*(range(sizes[axis]) for axis in axes)))
+    neighbours = groupby(heapq.merge(*every, key=attrgetter("start")), key=attrgetter("at"))
+    for at, run in neighbours:
+        held = list(run)
+        yield Segment(held[0].start, held[-1].stop, at)
+
+
+def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
+    """The global ranks at `at`; `ranks` are those of the mesh in row-major order of `sizes`.
+
+    >>> from shardfn.core.inspect import owners
+    >>> owners({"fsdp": 2, "tp": 2}, range(4), (("tp", 1),))
+    [1, 3]
+    """
+    wanted = dict(at)
+    places = product(*([wanted[axis]] if axis in wanted else range(size) for axis, size in sizes.items()))
+    return [ranks[nested_index(zip(place, sizes.values(), strict=True))] for place in places]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Views: what is known about one tensor
+
+
+@dataclass(frozen=True)
+class SideBlock:
+    """A block of a side: the text of the rule, and the stored dims that make it up."""
+
+    label: str
+    shape: tuple[int, ...]
+    extent: tuple[int, ...]
+    splits: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """One tensor: its type, its dims, and the mesh it lives on (`ranks` is empty for a plain tensor)."""
+
+    type: str  # what `typeof` prints
+    sides: tuple[tuple[SideBlock, ...], ...]
+    axes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+    pending: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """True sizes, as in the model."""
+        return tuple(sum(prod(part.extent) for part in side) for side in self.sides)
+
+    @property
+    def mesh(self) -> str:
+        """Axes and sizes."""
+        return ", ".join(f"{axis}={size}" for axis, size in self.axes)
+
+    @cached_property
+    def segments(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each side; at most `_MAX_SEGMENTS`."""
+        return tuple(tuple(islice(self._segments(side), _MAX_SEGMENTS)) for side in self.sides)
+
+    def _segments(self, side: tuple[SideBlock, ...]) -> Iterator[Segment]:
+        start = 0
+        for part in side:
+            for segment in segments(part.shape, part.extent, part.splits, dict(self.axes)):
+                yield Segment(start + segment.start, start + segment.stop, segment.at)
+            start += prod(part.extent)
+
+    def owners(self, at: At) -> list[int]:
+        """The ranks at `at`; none for a tensor without a mesh."""
+        return owners(dict(self.axes), self.ranks, at) if self.ranks else []
+
+    @cached_property
+    def drawn(self) -> tuple[int, ...]:
+        """At most two dims to draw: those that are split, then those larger than 1."""
+        split = [dim for dim, side in enumerate(self.sides) if _is_split(side)]
+        rest = [dim for dim, size in enumerate(self.shape) if size != 1 and dim not in split]
+        return tuple(sorted((split + rest)[:2]))
+
+    @cached_property
+    def idle(self) -> list[int]:
+        """Ranks that hold nothing, because a dim has fewer indices than parts."""
+        known = [{segment.at for segment in side} for side in self.segments if len(side) < _MAX_SEGMENTS]
+        held = [{rank for at in places for rank in self.owners(at)} for places in known]
+        return [rank for rank in self.ranks if not all(rank in ranks for ranks in held)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the picture does not show."""
+        notes = []
+        for dim, side in enumerate(self.sides):
+            if _is_split(side) and dim not in self.drawn:
+                label = " + ".join(part.label for part in side)
+                label = f"({label})" if len(side) > 1 else label
+                notes.append(f"dim {dim} ({label}) is split too: the ranks of a cell hold its slices, in order")
+        if self.pending:
+            notes.append(f"+{','.join(self.pending)}: the ranks of a cell hold terms of a pending sum")
+        if self.idle and self.numel:
+            notes.append(f"nothing on {'rank' if len(self.idle) == 1 else 'ranks'} {ranks_text(self.idle)}")
+        return notes
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def _is_split(side: tuple[SideBlock, ...]) -> bool:
+    return any(axes for part in side for axes in part.splits)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """The short name of a dtype.
+
+    >>> import torch
+    >>> from shardfn.core.inspect import dtype_text
+    >>> [dtype_text(d) for d in (torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn)]
+    ['bf16', 'u8', 'bool', 'f8e4m3fn']
+    """
+    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+    name = str(dtype).removeprefix("torch.")
+    return re.sub(r"^(bfloat|float|uint|int|complex)(\d+)_?", lambda m: short[m[1]] + m[2], name)
+
+
+def _type_text(dtype: torch.dtype, rule: str, pending: Sequence[str]) -> str:
+    rule = f"{rule} +{','.join(pending)}".lstrip() if pending else rule
+    return f"{dtype_text(dtype)}[{rule}]"
+
+
+def views_of(verb: str, x: Any, name: str | None) -> dict[str, View]:
+    """Name -> view: of one tensor (under the empty name), of one leaf of a tree, or of all of them."""
+    if isinstance(x, Tensor):
+        if name is not None:
+            raise TypeError(f"{verb}: a tensor has no parameter {name!r}; leave the name out")
+        return {"": _tensor_view(x)}
+    if not isinstance(x, Plan | Mapping):
+        raise TypeError(f"{verb}: expected a tree made by shard, a plan or a tensor, got {type(x).__name__}")
+    known = every = list(x) if isinstance(x, Mapping) else []
+    if isinstance(x, Plan | Params):
+        plan = x if isinstance(x, Plan) else x.plan
+        stored = [leaf for leaf in plan.leaves if isinstance(x, Plan) or leaf in x]
+        every = list(dict.fromkeys(plan.leaves[leaf][0].name for leaf in stored))
+        known = [alias for alias, first in plan.canonical.items() if first in every] + stored
+    if name is not None and name not in known:
+        raise KeyError(f"{verb}: there is no parameter '{name}'{did_you_mean(name, known)}")
+    return {n: _leaf_view(verb, x, n) for n in ([name] if name is not None else every)}
+
+
+def _leaf_view(verb: str, x: Any, name: str) -> View:
+    if not isinstance(x, Plan | Params):
+        if not isinstance(x[name], Tensor):
+            raise TypeError(f"{verb}: {name!r} is a {type(x[name]).__name__}, not a tensor")
+        return _tensor_view(x[name])
+    plan = x if isinstance(x, Plan) else x.plan
+    layout = plan.layouts[plan.canonical[name]] if name in plan.canonical else plan.leaves[name][0]
+    leaves = layout.leaves if name in plan.canonical else (plan.leaves[name][1],)
+    rule = layout.rule if name in plan.canonical else leaves[0].rule
+    left, pending, dtype, ranks = leaves, (), layout.dtype, range(prod(plan.axes.values()))
+    if isinstance(x, Params):
+        tensors = [x[leaf.name] for leaf in leaves if leaf.name in x]
+        agreed = _as_planned(leaves, tensors) if len(tensors) == len(leaves) else None
+        if agreed is None:
+            if len(leaves) > 1:
+                stored = ", ".join(leaf.name for leaf in leaves if leaf.name in x)
+                raise ShardError(f"{verb}: the parts of '{name}' differ from their plan; name one of {stored}")
+            return _tensor_view(tensors[0])
+        (left, pending), dtype, ranks = agreed, tensors[0].dtype, x.mesh.mesh.flatten().tolist()
+    kept = {axis for leaf in left for axis in leaf.axes}
+    rule = rule.without([axis for factor in rule.factors for axis in factor.axes if axis not in kept])
+    sides = _sides(rule, left, layout.block_dim)
+    waiting = tuple(axis for axis in plan.axes if axis in pending)
+    return View(_type_text(dtype, str(rule), waiting), sides, tuple(plan.axes.items()), tuple(ranks), waiting)
+
+
+def _as_planned(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[list[Leaf], tuple[str, ...]] | None:
+    """The leaves of a parameter with the axes that still split them, and the axes that are pending on all of them.
+
+    None when a leaf is laid out in some other way, or the leaves differ from their rule in different ways.
+    """
+    if not all(isinstance(x, DTensor) and x.device_mesh.mesh_dim_names for x in tensors):
+        return None
+    placed = [_placed(x) for x in tensors]
+    kept = {axis for _, splits, _ in placed for split in splits for axis in split}
+    pending = {tuple(partial) for _, _, partial in placed}
+    sums = all(placement.is_partial("sum") for _, _, partial in placed for placement in partial.values())
+    left = [leaf.without([axis for axis in leaf.axes if axis not in kept]) for leaf in leaves]
+    rows = zip(left, tensors, placed, strict=True)
+    as_planned = all(x.shape == leaf.shape and tuple(splits) == leaf.splits for leaf, x, (_, splits, _) in rows)
+    return (left, pending.pop()) if sums and as_planned and len(pending) == 1 else None
+
+
+def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[SideBlock, ...], ...]:
+    """The dims of a parameter that is stored as these leaves."""
+    sides = []
+    for dim, written in enumerate(rule.dims):
+        parts = []
+        for block, leaf in zip(written.blocks, leaves, strict=True) if dim == block_dim else [(None, leaves[0])]:
+            own = leaf.factors(dim)
+            label = str(written) if block is None or len(leaves) == 1 else str(block)
+            parts.append(SideBlock(label, leaf.shape[own], leaf.extent[own], leaf.splits[own]))
+        sides.append(tuple(parts))
+    return tuple(sides)
+
+
+def _tensor_view(x: Tensor) -> View:
+    """The view of a tensor outside a tree: sizes for names."""
+    axes, splits, partial = _placed(x)
+    labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
+    rows = zip(labels, x.shape, splits, strict=True)
+    sides = tuple((SideBlock(label, (size,), (size,), (split,)),) for label, size, split in rows)
+    kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
+    text = "".join([_type_text(x.dtype, " ".join(labels), [*partial]), *(f" ({kind})" for kind in kinds)])
+    ranks = x.device_mesh.mesh.flatten().tolist() if isinstance(x, DTensor) else ()
+    return View(text, sides, tuple(axes.items()), tuple(ranks), tuple(partial))
+
+
+def _placed(x: Tensor) -> tuple[dict[str, int], list[tuple[str, ...]], dict[str, Any]]:
+    """A tensor's axes (numbers when its mesh has no names for them), which split each dim, and what is pending."""
+    if not isinstance(x, DTensor):
+        return {}, [()] * x.dim(), {}
+    mesh = x.device_mesh
+    axes = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim)))}
+    return axes, _splits(x, axes), {name: p for name, p in zip(axes, x.placements, strict=True) if p.is_partial()}
+
+
+def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The axes that split each dim, outermost first: in mesh order, but for FSDP2's strided shards.
+
+    A strided shard of factor f cuts each of f equal parts, so it nests inside the axes that make those parts.
+    """
+    found: list[list[str]] = [[] for _ in x.shape]
+    for axis, placement in reversed(list(zip(axes, x.placements, strict=True))):
+        dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+        if placement.is_replicate() or placement.is_partial() or dim is None:
+            continue
+        parts = list(accumulate((axes[inner] for inner in found[dim]), mul, initial=1))  # made by the first 0, 1, ...
+        if factor not in parts:
+            raise ShardError(f"{placement} on axis '{axis}' cuts dim {dim} into parts that no other axis makes")
+        found[dim].insert(parts.index(factor), axis)
+    return [tuple(split) for split in found]
+
+
+def typeof(x: Any, name: str | None = None) -> str:
+    """How a tensor is laid out: `dtype[rule]`, in the notation in which rules are written.
+
+    A pending gradient has no data axes but `+axis`; a `DTensor` outside a tree shows sizes for names, its axes in the
+    order of its mesh (as numbers when the mesh has no names for them).
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> policy = sf.Policy(rules={"weight": "(heads@tp d) c@fsdp"}, sizes={"heads": 2})
+        >>> params = sf.shard(nn.Linear(4, 8, bias=False), sf.make_mesh("cpu", fsdp=1, tp=1), policy)
+        >>> sf.typeof(params, "weight")
+        'f32[(heads@tp d) c@fsdp]'
+        >>> sf.typeof(params["weight"]), sf.typeof(torch.zeros(2, 3, dtype=torch.bfloat16))
+        ('f32[8@tp 4@fsdp]', 'bf16[2 3]')
+
+    Args:
+        x: a tree made by `shard` (or with its layouts: gradients, averages), a plan, a mapping of tensors, or a tensor.
+        name: which parameter of a tree: any name that the model has for it, also a tied one, or the name of a stored
+            part such as `"wqkv.weight[q]"`.
+
+    Returns:
+        the text; what stands in the brackets is a rule.
+
+    Raises:
+        TypeError: a tree without a name, a tensor with one, or something else.
+        KeyError: the tree has no such parameter.
+        ShardError: the parts of a fused parameter are laid out differently.
+    """
+    if name is None and isinstance(x, Plan | Mapping):
+        known = list(x.layouts if isinstance(x, Plan) else x)
+        example = f", for example typeof(x, {known[0]!r})" if known else ""
+        raise TypeError(f"typeof: {type(x).__name__} is a tree; pass the name of a parameter{example}")
+    return next(iter(views_of("typeof", x, name).values())).type
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """What is drawn of one side: where it is cut, who holds a segment (None: a gap), and what its blocks are called."""
+
+    cuts: tuple[int, ...]
+    held: tuple[At | None, ...]
+    labels: tuple[tuple[str, int, int], ...]  # text, start, stop
+
+    @property
+    def lengths(self) -> list[int]:
+        """Indices of each segment; 0 for a gap, which takes the least room."""
+        sizes = [stop - start for start, stop in pairwise(self.cuts)]
+        return [size if at is not None else 0 for size, at in zip(sizes, self.held, strict=True)]
+
+    def short(self, most: int) -> "_Strip":
+        """At most `most` segments: the first ones, a gap, the last one."""
+        if len(self.held) <= most:
+            return self
+        first = max(most - 2, 1)
+        cuts = (*self.cuts[: first + 1], *self.cuts[-2:])
+        return replace(self, cuts=cuts, held=(*self.held[:first], None, self.held[-1]))
+
+    def place(self, index: int, positions: Sequence[Any]) -> Any:
+        """Where an index lies when the cuts are drawn at `positions`."""
+        return positions[bisect_left(self.cuts, index)]
+
+
+def _strip(view: View, dim: int) -> _Strip:
+    labels, start = [], 0
+    for part in view.sides[dim]:
+        size = prod(part.extent)
+        says_size = part.label.partition("@")[0].isdecimal()
+        labels.append((part.label if says_size else f"{part.label} = {size}", start, start + size))
+        start += size
+    found = view.segments[dim]
+    return _Strip((0, *(segment.stop for segment in found)), tuple(segment.at for segment in found), tuple(labels))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in a few characters.
+
+    >>> from shardfn.core.inspect import ranks_text
+    >>> ranks_text([3]), ranks_text([0, 2]), ranks_text([*range(8), 12]), ranks_text(range(0, 64, 8))
+    ('3', '0,2', '0-7,12', '0,8,…,56')
+    """
+    neighbours = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in pairs] for _, pairs in neighbours]
+    if len(runs) > 3 and len(ranks) > 4:
+        return f"{ranks[0]},{ranks[1]},…,{ranks[-1]}"
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return ",".join(texts) or "local"
+
+
+def _cell_text(view: View, row: At | None, column: At | None) -> str:
+    return "…" if row is None or column is None else ranks_text(view.owners((*row, *column)))
+
+
+def _strips(view: View) -> tuple[_Strip, ...]:
+    """Rows and columns; one without a name for what the tensor does not have."""
+    whole = _Strip((0, 1), ((),), ())
+    return (whole, whole, *(_strip(view, dim) for dim in view.drawn))[-2:]
+
+
+def _cells(rows: _Strip, columns: _Strip, ys: Sequence[Any], xs: Sequence[Any]) -> Iterator[Any]:
+    """((who holds the row, its edges), (who holds the column, its edges)) of every cell."""
+    return product(zip(rows.held, pairwise(ys), strict=True), zip(columns.held, pairwise(xs), strict=True))
+
+
+def _scaled(lengths: Sequence[int], least: int, total: int) -> list[int]:
+    """Integers proportional to `lengths`, each at least `least`, that sum to `total` where that is possible."""
+    out = [max(least, total * length // max(sum(lengths), 1)) for length in lengths]
+    while sum(out) > total and max(out) > least:
+        out[out.index(max(out))] -= 1
+    return out
+
+
+class _Canvas(list[str]):
+    """Lines of text that grow as they are written."""
+
+    def put(self, line: int, column: int, text: str) -> None:
+        """Write `text` from `column` on."""
+        self += [""] * (line + 1 - len(self))
+        before = self[line].ljust(column)
+        self[line] = before[:column] + text + before[column + len(text) :]
+
+
+def _draw(view: View) -> list[str]:
+    """The picture of a view: rows down, columns across, the cuts as ticks, ranks in the cells."""
+    if not view.numel:
+        return ["(empty: there is nothing to hold)"]
+    rows, columns = _strips(view)
+    rows, columns = rows.short(_MAX_ROWS), columns.short(_WIDTH // 4)
+    texts = [[_cell_text(view, row, column) for column in columns.held] for row in rows.held]
+    cell = max(max(len(text) for line in texts for text in line) + 2, len(str(columns.cuts[-1])) + 1)
+    ticks = max(len(str(cut)) for cut in rows.cuts) + 1
+    names = [_clipped(label, _WIDTH // 3) for label, _, _ in rows.labels]
+    left = max(map(len, names)) + 1 + ticks if names else 0
+    columns = columns.short(max((_WIDTH - left - 1) // (cell + 1), 3))
+    count = len(columns.held)
+    widths = _scaled(columns.lengths, cell, min(_WIDTH - left - count - 1, 12 * count))
+    heights = _scaled(rows.lengths, 1, 3 * len(rows.held) if len(rows.held) <= 4 else 1)
+    xs = list(accumulate([width + 1 for width in widths], initial=left))
+    ys = list(accumulate([height + 1 for height in heights], initial=2 if columns.labels else 0))
+    canvas = _Canvas()
+    _draw_grid(canvas, xs, ys)
+    for (row, (top, bottom)), (column, (start, stop)) in _cells(rows, columns, ys, xs):
+        canvas.put((top + bottom) // 2, start + 1, _cell_text(view, row, column).center(stop - start - 1).rstrip())
+    _name_columns(canvas, columns, xs)
+    if rows.labels:
+        for cut, y in zip(rows.cuts, ys, strict=True):
+            canvas.put(y, left - ticks, str(cut).rjust(ticks - 1))
+        for name, (_, start, stop) in zip(names, rows.labels, strict=True):
+            canvas.put((rows.place(start, ys) + rows.place(stop, ys)) // 2, 0, name)
+    return [line.rstrip() for line in canvas]
+
+
+def _draw_grid(canvas: _Canvas, xs: Sequence[int], ys: Sequence[int]) -> None:
+    for i, y in enumerate(ys):
+        start, cross, end = "┌┬┐" if i == 0 else "└┴┘" if y == ys[-1] else "├┼┤"
+        middle = cross.join("─" * (b - a - 1) for a, b in pairwise(xs))
+        canvas.put(y, xs[0], start + middle + end)
+    for y in set(range(ys[0], ys[-1])) - set(ys):
+        for x in xs:
+            canvas.put(y, x, "│")
+
+
+def _name_columns(canvas: _Canvas, columns: _Strip, xs: Sequence[int]) -> None:
+    """Names over the parts and a tick at each cut; one name over all when the parts have no room for theirs."""
+    if not columns.labels:
+        return
+    rooms = [(columns.place(start, xs), columns.place(stop, xs)) for _, start, stop in columns.labels]
+    labels = [label for label, _, _ in columns.labels]
+    if any(len(label) > stop - start - 1 for label, (start, stop) in zip(labels, rooms, strict=True)):
+        labels, rooms = [_clipped(" + ".join(labels), _WIDTH - xs[0])], [(xs[0], xs[-1])]
+    for label, (start, stop) in zip(labels, rooms, strict=True):
+        canvas.put(0, start + max((stop - start + 1 - len(label)) // 2, 0), label)
+    for cut, x in zip(columns.cuts, xs, strict=True):
+        canvas.put(1, x, str(cut))
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _groups(views: Mapping[str, View]) -> list[tuple[View, list[str]]]:
+    """Views that look the same, with their names, in the order of the tree."""
+    groups: dict[View, list[str]] = {}
+    for name, view in views.items():
+        groups.setdefault(view, []).append(name)
+    return list(groups.items())
+
+
+def names_text(names: Sequence[str], most: int = 4) -> list[str]:
+    """Names that differ in numbers only as one, and how many there are; at most `most` lines.
+
+    >>> from shardfn.core.inspect import names_text
+    >>> names_text(["h.0.w", "h.1.w", "head.w"])
+    ['h.*.w (2)', 'head.w']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    lines = [f"{pattern} ({len(found)})" if len(found) > 1 else found[0] for pattern, found in alike.items()]
+    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
+
+
+def _heading(view: View) -> str:
+    return f"{view.type}  {' x '.join(map(str, view.shape)) or 'scalar'}"
+
+
+def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str:
+    """A picture of which ranks hold which part of a tensor, or of every parameter of a tree.
+
+    Rows and columns are the first two dims that are split, cut where the shards begin; a cell names the global ranks
+    that hold it. Parameters that look the same share a picture.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> p = sf.plan(nn.Linear(16, 8), sf.MeshSpec(fsdp=2, tp=2), sf.Policy(rules={"weight": "ff@tp c@fsdp"}))
+        >>> print(sf.visualize(p, "weight"))
+        weight
+        f32[ff@tp c@fsdp]  8 x 16  on fsdp=2, tp=2
+                            c@fsdp = 16
+                    0            8            16
+                  0 ┌────────────┬────────────┐
+                    │            │            │
+                    │     0      │     2      │
+                    │            │            │
+        ff@tp = 8 4 ├────────────┼────────────┤
+                    │            │            │
+                    │     1      │     3      │
+                    │            │            │
+                  8 └────────────┴────────────┘
+
+    Args:
+        x: a tree made by `shard`, a plan (for ranks that do not exist yet), a mapping of tensors, or a tensor.
+        name: one parameter of a tree, see `typeof`; default: all of them.
+        file: where to draw it in colour as well, for example `"layout.png"` (or .svg, .pdf); needs matplotlib.
+
+    Returns:
+        the text; print it.
+
+    Raises:
+        KeyError: the tree has no such parameter.
+        TypeError: something that is neither a tree nor a tensor.
+        ImportError: `file` is given and matplotlib is missing.
+
+    Communication: none.
+    """
+    views = views_of("visualize", x, name)
+    if file is not None:
+        _figure(views).savefig(file)
+    blocks = []
+    for view, names in _groups(views):
+        heading = f"{_heading(view)}  on {view.mesh}" if view.axes else _heading(view)
+        lines = [*names_text([name for name in names if name]), heading, *_draw(view), *view.notes]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "(an empty tree)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Picture
+
+_INK, _QUIET, _EMPTY = "#1f2430", "#6b7280", "#eef0f3"
+_FEW = ("#7aa6d8", "#f2b36b", "#86c79a", "#e58c8a", "#b79fd9", "#c9a58b", "#ecaed0", "#a9b4bf")
+_TILE = (3.7, 2.3)  # inches of a picture
+_ROOM = (1.0, 1.35)  # inches beside and above it
+_NOTE: dict[str, Any] = {"family": "monospace", "textcoords": "offset points"}
+_FLAT = 0.35  # height of the picture of a vector, as a part of a matrix's
+
+
+def _figure(views: Mapping[str, View]) -> "Figure":
+    """One tile a group of parameters that look the same, coloured by rank."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        why = "visualize(file=...) draws with matplotlib, which is missing: pip install shardfn[plot]"
+        raise ImportError(why) from None
+    groups = _groups(views)
+    shown = groups[:_MAX_TILES]
+    across = min(4, max(ceil(len(shown) ** 0.5), 1))
+    down = max(ceil(len(shown) / across), 1)
+    width, height = across * (_TILE[0] + _ROOM[0]) + 0.2, down * (_TILE[1] + _ROOM[1]) + 0.5
+    figure = Figure(figsize=(width, height), dpi=144, facecolor="white")
+    meshes = "; ".join(dict.fromkeys(f"mesh {view.mesh}" for view, _ in groups if view.axes)) or "no mesh"
+    rest = f"  ({len(groups) - len(shown)} more layouts are not shown)" if len(groups) > len(shown) else ""
+    title = f"{meshes}; the numbers in the cells are ranks{rest}"
+    figure.text(0.75 / width, 1 - 0.3 / height, title, color=_QUIET, fontsize=9, va="center")
+    for i, (view, names) in enumerate(shown):
+        line, column = divmod(i, across)
+        tall = _TILE[1] * (1.0 if len(view.drawn) == 2 else _FLAT)
+        left, top = 0.75 + column * (_TILE[0] + _ROOM[0]), 0.4 + line * (_TILE[1] + _ROOM[1]) + 1.0
+        tile = figure.add_axes((left / width, 1 - (top + tall) / height, _TILE[0] / width, tall / height))
+        _draw_tile(tile, view, (_TILE[0], tall))
+        _name_tile(tile, view, names_text([name for name in names if name], 2))
+    return figure
+
+
+def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
+    """The cells of one view, in the colours of their ranks, with ticks at the cuts."""
+    from matplotlib.patches import Rectangle
+
+    rows, columns = (strip.short(10) for strip in _strips(view))
+    xs, ys = _laid_out(columns, inches[0]), _laid_out(rows, inches[1])
+    tile.set(xlim=(0, inches[0]), ylim=(inches[1], 0))
+    for (row, (top, bottom)), (column, (left, right)) in _cells(rows, columns, ys, xs) if view.numel else ():
+        ranks = view.owners((*row, *column)) if row is not None and column is not None else []
+        colours = [_colour(rank, max(view.ranks)) for rank in ranks[:: ceil(len(ranks) / 16)]] if ranks else [_EMPTY]
+        step = (right - left) / len(colours)
+        for i, colour in enumerate(colours):
+            tile.add_patch(Rectangle((left + i * step, top), step, bottom - top, color=colour, linewidth=0.2))
+        tile.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=1.5))
+        text = _cell_text(view, row, column)
+        _write(tile, text, ((left + right) / 2, (top + bottom) / 2), (right - left, bottom - top))
+    _tick(tile, rows, columns, ys, xs)
+
+
+def _write(tile: "Axes", text: str, at: tuple[float, float], room: tuple[float, float]) -> None:
+    """Text in a cell, upright, or turned where that makes it larger; nothing where it would be too small to read."""
+    sizes = [min(10.0, 100 * along / (len(text) + 1), 55 * across) for along, across in (room, room[::-1])]
+    turned = sizes[1] > 1.3 * sizes[0]
+    size = sizes[turned]
+    if size >= 4:
+        tile.text(*at, text, ha="center", va="center", color=_INK, fontsize=size, rotation=90 if turned else 0)
+
+
+def _laid_out(strip: _Strip, inches: float) -> list[float]:
+    """Where the cuts of a strip are drawn; a gap takes a twelfth."""
+    total = max(sum(strip.lengths), 1)
+    steps = [total / 12 if at is None else float(length) for length, at in zip(strip.lengths, strip.held, strict=True)]
+    scale = inches / max(sum(steps), 1.0)
+    return list(accumulate((step * scale for step in steps), initial=0.0))
+
+
+def _colour(rank: int, last: int) -> str:
+    """A light colour of its own for each rank: a chosen few, or steps around the colour wheel."""
+    if last < len(_FEW):
+        return _FEW[rank]
+    red, green, blue = hls_to_rgb(rank / (last + 1), 0.74, 0.55)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def _name_tile(tile: "Axes", view: View, names: Sequence[str]) -> None:
+    """Names and rule above the picture, notes below."""
+
+    def write(text: str, y: int, corner: tuple[float, float], size: float, colour: str, weight: str = "normal") -> None:
+        size = min(size, 72 * (_TILE[0] + 0.6) / (0.63 * max(len(text), 1)))
+        look = {"fontsize": size, "color": colour, "weight": weight, **_NOTE}
+        tile.annotate(text, corner, (0, y), xycoords="axes fraction", **look)
+
+    write(_clipped(_heading(view), 96), 22, (0, 1), 8.5, _INK)
+    for i, name in enumerate(reversed(names)):
+        write(_clipped(name, 64), 34 + 12 * i, (0, 1), 8.5, _INK, "bold")
+    for i, note in enumerate(view.notes):
+        write(_clipped(note, 96), -24 - 9 * i, (0, 0), 6, _QUIET)
+
+
+def _tick(tile: "Axes", rows: _Strip, columns: _Strip, ys: Sequence[float], xs: Sequence[float]) -> None:
+    """Ticks at the cuts, no closer than their numbers allow, and what the sides are called."""
+    tile.xaxis.tick_top()
+    tile.tick_params(length=0, pad=2, labelsize=6.5, colors=_QUIET)
+    tile.spines[:].set_visible(False)
+    for axis, strip, at, room in ((tile.xaxis, columns, xs, 0.3), (tile.yaxis, rows, ys, 0.12)):
+        kept: list[int] = []
+        for i in range(len(at) if strip.labels else 0):
+            if not kept or at[i] - at[kept[-1]] > room:
+                kept.append(i)
+        axis.set_ticks([at[i] for i in kept], [str(strip.cuts[i]) for i in kept])
+        alone = len(strip.labels) == 1
+        for text, start, stop in strip.labels:
+            middle = (strip.place(start, at) + strip.place(stop, at)) / 2
+            text = _clipped(text, 44) if alone else _clipped(text.partition(":")[0], 8)  # the rule above says it all
+            down = axis is tile.xaxis
+            spot, away = ((middle, ys[-1]), (0, -10)) if down else ((0, middle), (-26, 0))
+            look = {"ha": "center", "va": "center", "fontsize": 7, "color": _QUIET, **_NOTE}
+            tile.annotate(text, spot, away, rotation=0 if down or not alone else 90, **look)

@@ -1,0 +1,352 @@
+"""Meshes: making one, describing one without processes, and the order in which shards are stored. Layer 1.
+
+[Note: axis order]
+A parameter split over tp and then over fsdp on one dim is, on a mesh whose axes are ordered compute axes first and
+data axes last, `[Shard(d), Shard(d)]` in plain DTensor placements; undoing fsdp is one all-gather. On the usual
+(fsdp, tp) order the same layout needs `_StridedShard`, whose `full_tensor()` and checkpoint loads are wrong in some
+cases. So every leaf lives on a *storage mesh*: the user's process groups, with the axes in that order. The rank grid
+is transposed with them, tp neighbours stay neighbours, and no communicator is added.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardfn._torch import HashStore, has_no_memory, on_each_rank, outside_modes, simulated
+from shardfn.layout.policy import is_batch_axis
+from shardfn.notation import ShardError
+
+BATCH_ONLY = ("replicate", "dp_replicate", "*_replicate")
+
+
+class MeshSpec:
+    """A mesh without processes, for planning.
+
+        >>> import shardfn as sf
+        >>> sf.MeshSpec(fsdp=512, tp=8).size
+        4096
+
+    Args:
+        axes: axis name -> size, outermost first.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        self.axes = _checked(axes, "MeshSpec")
+        for name, size in self.axes.items():
+            if size < 1:
+                raise ValueError(f"MeshSpec({name}={size}): an axis has at least one rank")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.axes.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshSpec) and list(self.axes.items()) == list(other.axes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which axes split the computation, which split the batch, and which of those may split weights.
+
+    `storage` is the order in which shards nest: compute axes, then data axes.
+    """
+
+    compute: tuple[str, ...]
+    batch: tuple[str, ...]  # the data axes, and those that have no part in a function under `vmap`
+    shardable: tuple[str, ...]  # the data axes over which weights may be sharded
+    absent: tuple[str, ...] = ()  # which those are
+
+    @cached_property
+    def data(self) -> tuple[str, ...]:
+        """The axes that split the batch."""
+        return tuple(axis for axis in self.batch if axis not in self.absent)
+
+    @cached_property
+    def storage(self) -> tuple[str, ...]:
+        """Axis names of the storage mesh."""
+        return self.compute + self.batch
+
+    def without(self, axes: Sequence[str]) -> "Roles":
+        """The same with data axes that have no part; the storage mesh stays."""
+        return replace(self, absent=tuple(axis for axis in self.batch if axis in (*self.absent, *axes)))
+
+    def keeping(self, axes: Sequence[str]) -> "Roles":
+        """The roles for weights that computation keeps split over data axes."""
+        return replace(self, compute=(*self.compute, *axes), batch=tuple(a for a in self.batch if a not in axes))
+
+
+def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
+    """Sort mesh axes by the batch patterns of a policy; each keeps the mesh's order."""
+    data = tuple(axis for axis in axes if is_batch_axis(axis, batch))
+    compute = tuple(axis for axis in axes if axis not in data)
+    shardable = tuple(axis for axis in data if not is_batch_axis(axis, BATCH_ONLY))
+    return Roles(compute, data, shardable)
+
+
+def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
+    """A `DeviceMesh` with named axes, over all ranks; starts the process group when none is running.
+
+    The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
+    (nccl on CUDA, gloo on CPU); without a launcher it is a world of one rank. On CUDA the device of `LOCAL_RANK`
+    becomes the current one.
+
+        >>> import shardfn as sf
+        >>> mesh = sf.make_mesh("cpu", fsdp=-1, tp=1)
+        >>> mesh.mesh_dim_names
+        ('fsdp', 'tp')
+
+    Args:
+        device_type: `"cpu"`, `"cuda"`...; default: the accelerator of this machine, else the CPU.
+        axes: axis name -> number of ranks, outermost first; one may be -1: whatever is left.
+
+    Returns:
+        the mesh; its axes are used by name everywhere.
+
+    Raises:
+        ShardError: the sizes do not multiply to the number of ranks.
+        TypeError: a size is not a whole number, or there is no axis.
+    """
+    sizes = _checked(axes, "make_mesh")
+    device_type = device_type or default_device_type()
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    shape = _inferred(sizes, world)
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not dist.is_initialized():  # with torchrun's environment, or as a world of one
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # asynchronous checkpoints use the host
+        launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
+        alone: dict[str, Any] = {} if launched else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _checked(axes: Mapping[str, int], verb: str) -> dict[str, int]:
+    if not axes:
+        raise TypeError(f"{verb}: name at least one axis, for example {verb}(fsdp=4, tp=2)")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{verb}({name}={size!r}): an axis size is a whole number")
+    return dict(axes)
+
+
+def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
+    """Replace the one -1; check that the product is the world."""
+    call = f"make_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ShardError(f"{call}: sizes are at least 1, and at most one may be -1")
+    fixed = prod(size for size in sizes.values() if size != -1)
+    if fixed == world or (unknown and world % fixed == 0):
+        return {name: world // fixed if size == -1 else size for name, size in sizes.items()}
+    why = f"{world} % {fixed} = {world % fixed}" if unknown else f"{' x '.join(map(str, sizes.values()))} = {fixed}"
+    fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
+    raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
+
+
+def default_device_type() -> str:
+    """The accelerator of this machine, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def device_of(kind: str) -> torch.device:
+    """Where this rank computes on devices of a kind."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def axes_of(mesh: DeviceMesh | MeshSpec) -> dict[str, int]:
+    """Axis name -> size of a mesh, outermost first.
+
+    Raises:
+        ValueError: the mesh has no axis names.
+        TypeError: it is not a mesh.
+    """
+    if isinstance(mesh, MeshSpec):
+        return dict(mesh.axes)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh or a MeshSpec, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if names is None:
+        example = "init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'tp'))"
+        raise ValueError(f"the DeviceMesh has no axis names; make it with mesh_dim_names, for example {example}")
+    return {name: mesh.size(i) for i, name in enumerate(names)}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A user's mesh as shards see it: the storage mesh, one process group and one coordinate an axis.
+
+    On a `pure` one tensors have no memory of their own, since they are recorded (`sf.jit`) or those of all ranks at
+    once (`sf.simulate`): work on them is done by functions of their values.
+    """
+
+    mesh: DeviceMesh
+    storage: DeviceMesh
+    sizes: dict[str, int]
+    coords: dict[str, int]
+    groups: dict[str, ProcessGroup] = field(repr=False)
+    numbers: tuple[int, ...] = field(repr=False)  # of the ranks, in the user's order
+    pure: bool = False
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where shards and gathered tensors live on this rank."""
+        return device_of(self.mesh.device_type)
+
+    def ranks(self) -> list[int]:
+        """Global ranks of the mesh, in the user's order."""
+        return list(self.numbers)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there are other processes to compare notes with, now."""
+        return len(self.numbers) > 1 and not self.pure
+
+    @cached_property
+    def _places(self) -> dict[int, dict[str, int]]:
+        pairs = zip(self.numbers, product(*map(range, self.sizes.values())), strict=True)
+        return {rank: dict(zip(self.sizes, place, strict=True)) for rank, place in pairs}
+
+    def coords_of(self, rank: int) -> dict[str, int]:
+        """Where a global rank is."""
+        return self._places[rank]
+
+
+def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
+    """`fn(coordinates, values)` on this rank, or in a simulation on each; outside autograd there.
+
+    For whatever depends on the place of a rank in a way that the shapes of tensors do too.
+    """
+    if not simulated():
+        return list(fn(places.coords, list(values)))
+    return on_each_rank(lambda rank, own: fn(places.coords_of(rank), own), values)
+
+
+class _Grids(dict[tuple[Any, ...], Grid]):
+    """The grids of one mesh, kept on the mesh so that they die with it; copies of the mesh start without any.
+
+    In a pickle stands an `OrderedDict`, which `torch.load` takes for safe: checkpoints must not need this class.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[tuple[str, ...], DeviceMesh] = {}  # see `use_part`
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: object) -> "_Grids":
+        return _Grids()
+
+
+def _grids_of(mesh: DeviceMesh) -> _Grids:
+    attributes: dict[str, Any] = vars(mesh)
+    if not isinstance(attributes.get("shardfn_grids"), _Grids):
+        attributes["shardfn_grids"] = _Grids()
+    return attributes["shardfn_grids"]
+
+
+def use_part(mesh: DeviceMesh, axes: tuple[str, ...], part: DeviceMesh) -> None:
+    """Have `part` be the mesh along some axes of `mesh`: torch takes equal meshes that were made apart for others."""
+    _grids_of(mesh).parts[axes] = part
+
+
+def part_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh along some axes of `mesh`, this rank among them."""
+    part = _grids_of(mesh).parts.get(axes)
+    return part if part is not None else mesh[axes] if len(axes_of(mesh)) > len(axes) else mesh
+
+
+def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
+    """The `Grid` of a mesh whose storage order is `order`; see [Note: axis order].
+
+    Raises:
+        ShardError: this process is not part of the mesh.
+    """
+    cache, pure = _grids_of(mesh), has_no_memory()
+    key = (*order, pure)
+    if key not in cache:
+        if pure:
+            with outside_modes():
+                cache[key] = replace(grid(mesh, order), pure=True)
+        else:
+            cache[key] = _make_grid(mesh, tuple(order))
+    return cache[key]
+
+
+def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
+    sizes = axes_of(mesh)
+    if mesh.get_coordinate() is None:
+        raise not_in_mesh(mesh)
+    for dim, axis in enumerate(sizes):
+        rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
+        if bool((rows.diff() < 0).any()):
+            raise ShardError(
+                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group "
+                "by rank, so that shards would be mixed up. Sort the ranks along each axis."
+            )
+    groups = {axis: mesh.get_group(axis) for axis in sizes}
+    coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
+    numbers = tuple(mesh.mesh.flatten().tolist())
+    storage = mesh
+    if tuple(sizes) != order:
+        ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order]).contiguous()
+        own = [groups[axis] for axis in order]
+        storage = DeviceMesh.from_group(own, mesh.device_type, mesh=ranks, mesh_dim_names=order)
+    return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
+
+
+def not_in_mesh(mesh: DeviceMesh) -> ShardError:
+    """The error of a process that is asked to work on a mesh of other ranks."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in axes_of(mesh).items())
+    return ShardError(f"rank {dist.get_rank()} is not part of the mesh ({sizes}) over ranks {mesh.mesh.tolist()}")
+
+
+def index_along(axes: Iterable[str], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
+    """The place of a rank along several axes as one number, outermost first."""
+    return nested_index([(coords[axis], sizes[axis]) for axis in axes])
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` when `size` is split like `torch.chunk`: equal parts, the last ones shorter."""
+    if size % parts == 0:
+        return size // parts * index, size // parts
+    assert isinstance(index, int), "an uneven part depends on the rank: see per_rank"
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return start, min(size, start + step) - start
+
+
+def nested_index(places: Iterable[tuple[Any, int]]) -> Any:
+    """The number of a part of a part...: of `(index, count)` pairs, outermost first. Indices may be tensors."""
+    number: Any = 0
+    for index, count in places:
+        number = number * count + index
+    return number
+
+
+def nested_chunk(size: int, splits: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(start, length) after several splits `(parts, index)`, outermost first."""
+    start = 0
+    for parts, index in splits:
+        offset, size = chunk(size, parts, index)
+        start += offset
+    return start, size

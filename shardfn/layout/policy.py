@@ -1,0 +1,306 @@
+"""`Policy`: everything a user decides about layout, units and precision, as frozen data; and its patterns. Layer 0.
+
+A pattern of names: `*` one segment, `**` any number, `{a,b}` alternatives, `re:...`; anchored at both ends.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+
+from shardfn.notation import ShardError, did_you_mean
+
+_ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
+    "param_dtype": "compute_dtype",
+    "cast_forward_inputs": "cast_inputs",
+    "reshard_after_forward": "regather",
+    "sharding_strategy": "regather",
+    "auto_wrap_policy": "units",
+    "cpu_offload": "offload",
+    "offload_policy": "offload",
+}
+_DTYPES = ("compute_dtype", "reduce_dtype", "output_dtype")
+UNIT_SETTINGS = ("regather", *_DTYPES, "cast_inputs")  # what one unit may have of its own
+MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  # in `a | b` both count
+BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
+
+
+def is_batch_axis(name: str, batch: Sequence[str] = BATCH_AXES) -> bool:
+    """Whether a mesh axis splits the batch by the patterns of a policy, or of one that says nothing."""
+    return any(fnmatchcase(name, pattern) for pattern in batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a model is laid out on a mesh; one object, no setters.
+
+    A rule maps a parameter pattern to the notation of `docs/rules.md`: `*` is one name segment, `**` any number,
+    `{a,b}` alternatives, `re:...` a regular expression; anchored; the first match wins; a rule that matches
+    nothing is an error.
+
+        >>> import shardfn as sf
+        >>> megatron = sf.Policy(rules={"*.up.weight": "ff@tp c@fsdp", "*.down.weight": "c@fsdp ff@tp"})
+        >>> mixed = megatron | sf.Policy(compute_dtype=torch.bfloat16)
+        >>> list(mixed.rules), mixed.compute_dtype
+        (['*.up.weight', '*.down.weight'], torch.bfloat16)
+
+    Args:
+        rules: parameter pattern -> rule, for example `"(heads@tp d) c@fsdp"`.
+        axes: logical name -> mesh axis or axes, for factors that carry no `@axis` of their own.
+        sizes: sizes of names that cannot be inferred from the shapes.
+        batch: mesh axes (or patterns of them) that split the batch: the data axes. Weights never shard over
+            `replicate`, `dp_replicate` and `*_replicate`.
+        acts: module pattern -> layout of its output. `{"head": "b s vocab@tp"}` keeps logits sharded, as a `DTensor`.
+        units: modules gathered and freed together: `"auto"`, patterns, classes, or `callable(name, module) -> bool`. A
+            mapping of patterns or classes gives units settings of their own: `regather`, `compute_dtype`,
+            `reduce_dtype`, `output_dtype`, `cast_inputs`. `{"layers.*": {}, "layers.3": {"regather": False}}`: the last
+            match wins. A callable may return such a mapping too. A unit with a `compute_dtype` of its own casts its
+            floating inputs to it, unless `cast_inputs` is False. `"": {"regather": True}` has weights that no unit
+            holds freed after the whole forward, too; they are kept otherwise.
+        ignore: patterns of parameters that stay out of the tree: a module computes with its own tensor, as it is.
+        regather: True frees a unit's weights after its forward and gathers them again for its backward (ZeRO-3);
+            False keeps them until the backward is done (ZeRO-2); an int n keeps the n-th part of them, and gathers it
+            again from n neighbouring ranks of the innermost data axis, which n divides.
+        compute_dtype: dtype in which weights are gathered and used.
+        reduce_dtype: dtype in which gradients are reduced; `None` is the dtype they have.
+        output_dtype: dtype of floating outputs of `apply`.
+        cast_inputs: whether floating inputs are cast to `compute_dtype`.
+        compile: runs the forward of every unit that holds no other unit through `torch.compile`; True, or its options:
+            `{"fullgraph": True, "mode": "max-autotune"}`. Gathers stay outside of the graphs, and linears and
+            embeddings split over a compute axis end one. `module.compile()` on units does the same.
+        offload: `"cpu"` keeps shards, gradients and optimizer state in pinned host memory, and the optimizer computes
+            there; copies go on beside the device's computation. It changes nothing on a mesh of CPUs.
+        default: layout of parameters that no rule matches. `"auto"` shards over the data axes on dim 0 if it divides,
+            else on the largest dim that does, else unevenly on the largest; `"replicate"`; or `"error"`.
+        min_size: under `"auto"`, tensors with fewer elements stay replicated.
+        local_sizes: module pattern -> attributes that hold a size of the whole model, and which product of factors of
+            the rules each is: `{"layers.*.attn": {"num_heads": "heads@tp", "inner": "heads@tp d"}}`. A module then
+            computes with the size that its rank has. `"a / b"` is a ratio of local sizes, and `"config.num_heads"` an
+            attribute of an object that the module holds.
+        pad: name -> multiple to which that factor is padded when sharded (`{"vocab": 128}`); trimmed again by `gather`.
+        compute: module pattern -> a forward of your own, `fn(module, local_params, layout, *args, **kwargs)`.
+
+    Raises:
+        TypeError: an unknown field, or a value of the wrong type.
+        ValueError: a value that means nothing.
+    """
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    batch: Sequence[str] = BATCH_AXES
+    acts: Mapping[str, str] = field(default_factory=dict)
+    units: Any = "auto"
+    ignore: Sequence[str] = ()
+    regather: bool | int = True
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    compile: bool | Mapping[str, Any] = False
+    offload: Literal["cpu"] | None = None
+    default: Literal["auto", "replicate", "error"] = "auto"
+    min_size: int = 0
+    pad: Mapping[str, int] = field(default_factory=dict)
+    local_sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    given: ClassVar[frozenset[str]] = frozenset()  # each policy has its own: the fields that its caller named
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Note which fields are given: in `a | b` only those of `b` win."""
+        if args:
+            raise TypeError("Policy takes keyword arguments only, for example Policy(rules={...})")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = f"; that is '{_ELSEWHERE[name]}' here." if name in _ELSEWHERE else did_you_mean(name, known)
+                raise TypeError(f"Policy has no field '{name}'{hint or '.'} Its fields: {', '.join(known)}.")
+        policy = super().__new__(cls)
+        object.__setattr__(policy, "given", frozenset(given))
+        return policy
+
+    def __post_init__(self) -> None:
+        for name in MAPPINGS:
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Policy({name}=...) takes a mapping, not {type(value).__name__}")
+            object.__setattr__(self, name, dict(value))
+        for name, pattern, rule in ((n, *pair) for n in ("rules", "acts") for pair in getattr(self, n).items()):
+            if not isinstance(pattern, str) or not isinstance(rule, str):
+                call = f"Policy({name}={{{pattern!r}: {rule!r}}})"
+                raise TypeError(f"{call}: a pattern and a rule, both strings, are needed")
+        for pattern, given in self.local_sizes.items():
+            if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+                call = f"Policy(local_sizes={{{pattern!r}: {given!r}}})"
+                example = "local_sizes={'attn': {'heads': 'heads@tp'}}"
+                raise TypeError(f"{call}: attributes and factors are needed, as in {example}")
+        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "ignore", (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore))
+        if isinstance(self.units, Mapping):
+            object.__setattr__(self, "units", {unit: unit_settings(given, unit) for unit, given in self.units.items()})
+        _check_dtypes(vars(self))
+        if self.default not in ("auto", "replicate", "error"):
+            raise ValueError(f"Policy(default={self.default!r}): one of 'auto', 'replicate', 'error'")
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f"Policy(offload={self.offload!r}): None or 'cpu'")
+        object.__setattr__(self, "regather", _checked_regather(self.regather))
+        for name, key, value in ((n, *pair) for n in ("sizes", "pad") for pair in getattr(self, n).items()):
+            if not isinstance(value, int) or isinstance(value, bool) or value < (name == "pad"):
+                raise ValueError(f"Policy({name}={{{key!r}: {value!r}}}): a whole number is needed")
+        if not isinstance(self.compile, bool):
+            self._check_compile()
+
+    def _check_compile(self) -> None:
+        if not isinstance(self.compile, Mapping):
+            raise TypeError(f"Policy(compile={self.compile!r}): True, False, or a mapping of options of torch.compile")
+        known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+        for name in self.compile:
+            if name not in known:
+                raise TypeError(f"Policy(compile={{{name!r}: ...}}): torch.compile has {', '.join(known)}")
+        object.__setattr__(self, "compile", dict(self.compile))
+
+    def __or__(self, other: "Policy") -> "Policy":
+        """Both policies: `other`'s rules come first, and the fields `other` was given win."""
+        if not isinstance(other, Policy):
+            return NotImplemented
+        given = self.given | other.given
+        merged = {name: getattr(other if name in other.given else self, name) for name in given}
+        for name in given.intersection(MAPPINGS):
+            first, second = getattr(other, name), getattr(self, name)
+            merged[name] = first | {key: value for key, value in second.items() if key not in first}
+        return Policy(**merged)
+
+
+def batch_with(axes: Sequence[str]) -> dict[str, Any]:
+    """`Policy(batch=...)` for data axes of any name, beside the usual ones; nothing when these are all."""
+    others = [axis for axis in axes if not is_batch_axis(axis)]
+    return {"batch": (*others, *BATCH_AXES)} if others else {}
+
+
+def unit_settings(given: object, unit: object) -> dict[str, Any]:
+    """The checked settings of one unit.
+
+    Raises:
+        TypeError: they are no mapping, or name something that units share.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"Policy(units={{{unit!r}: ...}}) takes a mapping of settings, not {type(given).__name__}")
+    for name in given:
+        call = f"Policy(units={{{unit!r}: {{{name!r}: ...}}}})"
+        if name not in UNIT_SETTINGS:
+            raise TypeError(f"{call}: a unit may have {', '.join(UNIT_SETTINGS)}")
+        if unit == "" and name != "regather":
+            raise TypeError(f"{call}: what no other unit holds may have regather; {name} of it is Policy({name}=...)")
+    _check_dtypes(given)
+    checked = {"regather": _checked_regather(given["regather"])} if "regather" in given else {}
+    return {**given, **checked}
+
+
+def _check_dtypes(given: Mapping[str, Any]) -> None:
+    for name in _DTYPES:
+        dtype = given.get(name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
+
+
+def _checked_regather(regather: Any) -> bool | int:
+    """One rank keeps all of it, and 1 equals True: so 1 becomes False."""
+    if not isinstance(regather, int) or regather < 0:
+        raise ValueError(f"Policy(regather={regather!r}): True, False, or over how many ranks to keep a shard")
+    return False if regather == 1 and not isinstance(regather, bool) else regather
+
+
+# -- patterns of names -------------------------------------------------------------------------------------------------
+
+# What a pattern is made of. A `**` that is a segment of its own stands for none too, with the dot next to it.
+_PIECE = re.compile(
+    r"(?P<front>(?<![^.])(?:\*\*\.)+)|(?P<back>(?:\.\*\*)+\Z)|(?P<any>\*\*)|(?P<one>\*)"
+    r"|\{(?P<choices>[^{}]+)\}|(?P<odd>[{}])|[^*{}.]+|\."
+)
+_MEANS = {"front": r"(?:.*\.)?", "back": r"(?:\..*)?", "any": ".*", "one": r"[^.]*"}
+
+
+def exactly(name: str) -> str:
+    """The pattern of one name.
+
+    >>> from shardfn.core.policy import exactly
+    >>> exactly("layers.0"), exactly("a*")
+    ('layers.0', 're:a\\\\*')
+    """
+    return name if re.fullmatch(r"[\w.]+", name) else "re:" + re.escape(name)
+
+
+def starred(name: str) -> str:
+    """A path with `*` for the numbers of layers.
+
+    >>> from shardfn.core.policy import starred
+    >>> starred("layers.10.mlp.0")
+    'layers.*.mlp.*'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+@lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern.
+
+        >>> from shardfn.core.policy import compile_pattern
+        >>> bool(compile_pattern("layers.*.{wq,wk}.weight").fullmatch("layers.11.wk.weight"))
+        True
+
+    Raises:
+        ShardError: the pattern cannot be read.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise ShardError(f"bad pattern {pattern!r}: {error}") from None
+
+    def translated(piece: re.Match[str]) -> str:
+        if piece["odd"]:
+            raise ShardError(f"bad pattern {pattern!r}: '{piece[0]}' without its pair")
+        if piece["choices"]:
+            return "(?:" + "|".join(re.escape(choice.strip()) for choice in piece["choices"].split(",")) + ")"
+        return _MEANS.get(piece.lastgroup or "") or re.escape(piece[0])
+
+    return re.compile(_PIECE.sub(translated, pattern))
+
+
+def is_in(name: str, module: str) -> bool:
+    """Whether a name is that of something in a module, at any depth.
+
+    >>> from shardfn.core.policy import is_in
+    >>> is_in("layers.0.mlp", "layers.0"), is_in("layers.0", "layers.0"), is_in("layers", "")
+    (True, False, True)
+    """
+    return name.startswith(f"{module}.") if module else name != ""
+
+
+def modules_above(names: Iterable[str]) -> set[str]:
+    """The modules that something of those names is in.
+
+    >>> from shardfn.core.policy import modules_above
+    >>> sorted(modules_above(["layers.0.mlp", "head"]))
+    ['', 'layers', 'layers.0']
+    """
+    words = [name.split(".") for name in names if name]
+    return {".".join(path[:depth]) for path in words for depth in range(len(path))}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches all of `name`."""
+    return compile_pattern(pattern).fullmatch(name) is not None
+
+
+def first_match(patterns: Mapping[str, object] | Iterable[str], names: Iterable[str]) -> str | None:
+    """The first pattern that matches one of `names`."""
+    names = tuple(names)
+    return next((pattern for pattern in patterns if any(matches(pattern, name) for name in names)), None)

@@ -1,0 +1,404 @@
+"""Mixtures of experts: over an axis of their own, or of which each rank has a part within. Layer 4.
+
+Over an axis of their own, tokens go to the ranks that have their experts, and back.
+
+Weights of experts are [experts@ep, ..]: rank r of `ep` has the experts r * n to r * n + n - 1.
+
+    tokens differ over ep   rows to the ranks of their experts -> experts -> rows back -> sum at home
+    (ep splits the batch)   two all-to-alls of rows, one of routing weights; the same in backward
+    the same on all ranks   each takes those of its own experts -> experts -> psum
+    (ep is a compute axis)  one all-reduce; in backward one of tokens and one of routing weights
+
+A row is one token for one rank: it travels once to a rank, however many of its experts are there, and what comes back
+is their weighted sum.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn._torch import has_no_memory, parameters_of, simulated, vmap_depth
+from shardfn.comm import collectives
+from shardfn.context import mapped_axes
+from shardfn.layout import SUM, MeshSpec, class_of, declares
+from shardfn.notation import ShardError
+from shardfn.parallel.linears import Layouts
+
+Grouped = Callable[[Mapping[str, Tensor], Tensor, Sequence[int]], Tensor]
+
+
+class _Routed(NamedTuple):
+    """Tokens [n, c], the experts of each [n, k], and their weights [n, k]."""
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class _Here:
+    """The experts of this rank, which have numbers from 0 on, among those of all ranks of an axis.
+
+    `local` has their weights, and their module `own` is called with `others` besides what is routed.
+    """
+
+    own: Any
+    local: Mapping[str, Tensor]
+    grouped: Grouped | None
+    others: tuple[Any, ...]
+    mesh: DeviceMesh
+    axis: str
+    experts: int  # of all ranks; 0 where each has all of them
+
+    @property
+    def count(self) -> int:
+        """How many experts there are here."""
+        return next(iter(self.local.values())).shape[0]
+
+    def wrong(self, ids: Tensor) -> bool:
+        """Whether there are numbers of no expert."""
+        return bool(((ids < 0) | (ids >= self.experts)).any())
+
+    def refuse(self, wrong: bool) -> None:
+        """An error, when numbers are wrong."""
+        if wrong:
+            raise ShardError(f"Experts: tokens are routed to experts that are not among 0 to {self.experts - 1}")
+
+    def chosen(self, routed: _Routed) -> Tensor:
+        """The weighted sum of what experts make of the tokens that chose them: [n, c]."""
+        if self.grouped is None:
+            return class_of(self.own).forward(self.own, *routed, *self.others)
+        tokens, ids, weights = routed
+        pairs = ids.reshape(-1)  # [n * k]
+        order = pairs.argsort(stable=True)
+        counts = torch.bincount(pairs, minlength=self.count).tolist()
+        token = order // ids.shape[1]
+        made = self.grouped(self.local, tokens.index_select(0, token), counts) * weights.reshape(-1)[order][:, None]
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made.to(tokens.dtype))
+
+    def of_tokens(self, routed: _Routed) -> Tensor:
+        """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
+        tokens, ids, weights = routed
+        first = collectives.axis_index(self.mesh, self.axis) * self.count
+        token, slot = ((ids >= first) & (ids < first + self.count)).nonzero(as_tuple=True)
+        found, weight = (ids[token, slot] - first)[:, None], weights[token, slot][:, None]
+        chosen = _Routed(tokens.index_select(0, token), found, weight)
+        if not len(token):
+            # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on
+            # which they gather weights again and send gradients; an expert that nobody chose has zeros.
+            chosen = _Routed(*(F.pad(x, (0, 0, 0, 1)) for x in chosen))
+        made = self.chosen(chosen)[: len(token)].to(tokens.dtype)
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
+
+    def dispatched(self, routed: _Routed) -> Tensor:
+        """Tokens [n, c], other ones on each rank, through their experts."""
+        tokens, ids, _ = routed
+        mesh, axis = self.mesh, self.axis
+        ranks = torch.arange(collectives.axis_size(mesh, axis), device=ids.device)
+        there = (ids.div(self.count, rounding_mode="floor")[:, :, None] == ranks).any(1)  # [n, ranks]
+        token = there.t().nonzero(as_tuple=True)[1]  # of each row, by rank
+        send = there.sum(0)
+        if self.wrong(ids):
+            send = torch.full_like(send, -1)  # tells all ranks, which would wait otherwise
+        counts = torch.stack([send, collectives.all_to_all(send, mesh, axis, 0, 0)]).tolist()
+        self.refuse(min(map(min, counts)) < 0)
+        send, receive = counts
+        leaving = (x.index_select(0, token) for x in routed)
+        rows = _Routed(*(collectives.all_to_all_rows(x, mesh, axis, send, receive) for x in leaving))
+        back = collectives.all_to_all_rows(self.of_tokens(rows), mesh, axis, receive, send)
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, back)
+
+    def dispatched_shares(self, routed: _Routed) -> Tensor:
+        """Tokens [n, c], the same on all ranks, each of which dispatches its share of them."""
+        mesh, axis, n = self.mesh, self.axis, len(routed.ids)
+        self.refuse(self.wrong(routed.ids))
+        # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
+        padded = (F.pad(x, (0, 0, 0, -n % collectives.axis_size(mesh, axis))) for x in routed)
+        own = _Routed(*(collectives.shard_slice(x, mesh, axis, 0) for x in padded))
+        return collectives.all_gather_invariant(self.dispatched(own), mesh, axis, 0)[:n]
+
+    def without_sizes(self, routed: _Routed, shared: bool, dispatch: bool) -> Tensor:
+        """The same where no size may depend on values: every expert of this rank computes all tokens.
+
+        Tokens that differ between ranks are gathered for it.
+        """
+        mesh, axis = self.mesh, self.axis
+        if not shared:
+            routed = _Routed(*(collectives.all_gather(x, mesh, axis, 0) for x in routed))
+        elif dispatch:
+            tokens = collectives.pvary(routed.tokens, mesh, axis)
+            routed = routed._replace(tokens=tokens, weights=collectives.pvary(routed.weights, mesh, axis))
+        numbers = torch.arange(self.experts, device=routed.ids.device)
+        out = self.each_of_all(routed, collectives.shard_slice(numbers, mesh, axis, 0))  # [experts@ep]
+        if not shared:
+            return collectives.psum_scatter(out, mesh, axis, 0)
+        return collectives.psum(out, mesh, axis) if dispatch else out
+
+    def each_of_all(self, routed: _Routed, own: Tensor) -> Tensor:
+        """What the experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing.
+
+        They run one by one on all tokens: no size depends on values.
+        """
+        tokens, ids, weights = routed
+        out = torch.zeros_like(tokens, requires_grad=False)
+        for index in range(self.count):
+            weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
+            if self.grouped is None:
+                made = self.chosen(_Routed(tokens, torch.full(weight.shape, index, device=weight.device), weight))
+            else:
+                counts = [len(tokens) if other == index else 0 for other in range(self.count)]
+                made = self.grouped(self.local, tokens, counts) * weight
+            out = out + made.to(out.dtype)
+        return out
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The parallel forward of a module of experts whose weights a rule splits by number: `"experts@ep ff c@fsdp"`.
+
+    The module is called with tokens `[.., c]`, the experts of each token `[.., k]` and their weights `[.., k]`, and
+    returns the weighted sum of what the experts make of each token. It runs here on the tokens of this rank's experts,
+    with numbers from 0 on, and one expert a token. An attribute that holds the number of experts is given in
+    `Policy.local_sizes`. All parameters of the module itself have the experts as their first dim.
+
+    When `axis` splits the batch, weights of experts stay split over it, and tokens travel: the usual arrangement, in
+    which the rest of the model is data-parallel over `axis`. When it does not (a compute axis), all its ranks have the
+    same tokens, and each computes its own experts. Every token is computed, however many choose one expert.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> class Moe(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = nn.Parameter(torch.randn(4, 16, 8))
+        ...         self.down = nn.Parameter(torch.randn(4, 8, 16))
+        ...     def forward(self, x, ids, weights):
+        ...         out = torch.zeros_like(x)
+        ...         for expert, (up, down) in enumerate(zip(self.up, self.down)):
+        ...             token, slot = torch.where(ids == expert)
+        ...             made = (x[token] @ up.t()).relu() @ down.t()
+        ...             out = out.index_add(0, token, made * weights[token, slot, None])
+        ...         return out
+        >>> policy = sf.Policy(
+        ...     batch=("fsdp", "ep"),
+        ...     rules={"experts.up": "experts@ep ff c@fsdp", "experts.down": "experts@ep c@fsdp ff"},
+        ...     compute={"experts": sf.policies.Experts("ep")},
+        ... )
+        >>> sf.plan(nn.ModuleDict({"experts": Moe()}), sf.MeshSpec(fsdp=2, ep=2), policy).local_shape("experts.up")
+        (2, 16, 4)
+
+    Args:
+        axis: the mesh axis of experts.
+        dispatch: on a compute axis: True has each rank send its share of the tokens to the ranks of their experts and
+            gathers the results. In most of the measured cases that takes longer, see docs/design.md.
+        grouped: in place of the module's own forward: `grouped(weights, tokens, counts)`, with this rank's part of the
+            module's parameters by attribute, its tokens `[n, c]` sorted by expert, and how many each expert has, makes
+            `[n, c]`, to which routing weights are applied here.
+
+    Raises:
+        ShardError: in `plan`: experts that do not divide. In `apply`: a parameter of the module that is not split by
+            number of experts, inputs of other shapes, numbers that are no expert's.
+
+    Communication: where `axis` splits the batch, an all-to-all of a few counts, three of tokens, their experts and
+    their weights, and one of results; in backward one of each but the counts and the experts. On a compute axis an
+    all-reduce of results, and in backward one of tokens and one of weights. `Plan.comm_bytes` of a plan with an
+    `example` counts as many tokens as may travel: each to `k` other ranks, or to all of them if they are fewer. That is
+    an upper bound of what ranks receive on average; one whose experts are chosen more often receives more.
+    """
+
+    axis: str
+    dispatch: bool = False
+    grouped: Grouped | None = None
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The axes over which weights stay split in the computation, whatever part they have in a mesh."""
+        return (self.axis,)
+
+    def without_data(self, own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """What stands for the module in a run without data: which experts are used depends on values."""
+        routed, _ = _given(own, args, kwargs)
+        return torch.empty_like(routed.tokens)
+
+    def __call__(
+        self, own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """See the class."""
+        routed, others = _given(own, args, kwargs)
+        experts = _experts_of(own, self.axis, local, layouts)
+        # Shares of the same tokens are taken of what is the same; all else that ranks do with them differs.
+        within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
+        for axis in within:
+            tokens = layouts.entered(routed.tokens, axis, 0)
+            routed = routed._replace(tokens=tokens, weights=layouts.entered(routed.weights, axis, 2))
+        mesh, shared = layouts.mesh, self.axis in layouts.axes
+        if routed.tokens.is_meta:
+            out = torch.empty_like(routed.tokens)
+            if experts and (self.dispatch or not shared):
+                layouts.received(_most_bytes(routed, collectives.axis_size(mesh, self.axis), shared))
+        else:
+            assert not isinstance(mesh, MeshSpec)
+            here = _Here(own, local, self.grouped, others, mesh, self.axis, experts)
+            flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
+            out = self._computed(flat, here, shared).view(routed.tokens.shape)
+        for axis in within:
+            out, ranks = collectives.psum(out, layouts.mesh, axis), collectives.axis_size(layouts.mesh, axis)
+            layouts.received(2 * (ranks - 1) * out.numel() * out.element_size() // ranks)
+        return out
+
+    def _computed(self, routed: _Routed, here: _Here, shared: bool) -> Tensor:
+        """Tokens [n, c] through their experts; over a compute axis this rank's summand, if it does not dispatch."""
+        fixed = has_no_memory() or simulated() or vmap_depth() > 0  # no size may depend on values
+        if not here.experts:
+            if self.axis in mapped_axes() and self.grouped is None:
+                raise ShardError(
+                    f"vmap: samples lie on '{self.axis}', and weights of experts are whole for each: the module's own "
+                    f"forward may know the number of experts of one rank only. Give Experts(grouped=...), or keep "
+                    f"'{self.axis}' out of Policy.batch"
+                )
+            if fixed and self.grouped is not None:
+                return here.each_of_all(routed, torch.arange(here.count, device=routed.ids.device))
+            return here.chosen(routed)
+        if fixed:
+            return here.without_sizes(routed, shared, self.dispatch)
+        if not shared:
+            return here.dispatched(routed)
+        if self.dispatch:
+            return here.dispatched_shares(routed)
+        here.refuse(here.wrong(routed.ids))
+        return here.of_tokens(routed)
+
+
+def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Routed, tuple[Any, ...]]:
+    """Tokens, experts and weights among the arguments of a call; what else there is.
+
+    Raises:
+        ShardError: the first three are no tensors, or of shapes that do not fit.
+    """
+    bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    bound.apply_defaults()
+    _, *values = bound.args
+    found, others = values[:3], tuple(values[3:])
+    name = class_of(own).__name__
+    if len(found) < 3 or not all(isinstance(x, Tensor) for x in found) or bound.kwargs:
+        raise ShardError(
+            f"Experts: {name} has to be called with tokens [.., c], experts [.., k] and their weights [.., k], all "
+            "tensors and no keyword-only arguments; give it a parallel forward of its own otherwise"
+        )
+    tokens, ids, weights = found
+    if ids.shape != weights.shape or ids.shape[:-1] != tokens.shape[:-1] or ids.is_floating_point() or not ids.dim():
+        raise ShardError(
+            f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and weights "
+            f"{tuple(weights.shape)}; expected [.., c], whole numbers [.., k] and [.., k]"
+        )
+    return _Routed(tokens, ids, weights), others
+
+
+def _most_bytes(routed: _Routed, ranks: int, shared: bool) -> int:
+    """What a rank receives, on average, if no token stays: in a forward and, where it is differentiated, a backward."""
+    n, k = routed.ids.numel() // max(routed.ids.shape[-1], 1), routed.ids.shape[-1]
+    token, ids, weights = (x.shape[-1] * x.element_size() for x in routed)
+    backward = any(x.requires_grad for x in routed)
+    share = -(-n // ranks) if shared else n
+    rows = share * min(k, ranks - 1)
+    received = 8 * (ranks - 1) + rows * (token + ids + weights) + rows * token
+    received += backward * rows * (2 * token + weights)
+    if shared:  # results are gathered, and in backward what shares of tokens and weights were taken of
+        received += (ranks - 1) * share * (token + backward * (token + weights))
+    return received
+
+
+def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int:
+    """How many experts there are over all ranks of the axis; 0 when each rank has all of them.
+
+    Raises:
+        ShardError: not all parameters are split by number of experts, or only some within them.
+    """
+    shared = axis in layouts.axes
+    split = [layout for layout in layouts.values() if axis in (layout.axes if shared else layout.kept)]
+    for other in layouts.axes:
+        whole = [layout for layout in layouts.values() if other not in layout.axes]
+        if whole and other != axis:
+            raise ShardError(
+                f"Experts: '{whole[0].name}' is whole over '{other}', and others of its module are split; what it adds "
+                f"would count once a rank. Split all of them over '{other}' or none"
+            )
+    if not split or (size := collectives.axis_size(layouts.mesh, axis)) == 1:
+        return 0
+    experts = split[0].shape[0]
+    for attribute, layout in layouts.items():
+        if axis not in layout.model_axes(0) or not len(local[attribute]) * size == layout.shape[0] == experts:
+            raise ShardError(
+                f"Experts: '{layout.name}' {layout.shape} has the rule '{layout.rule}'; all parameters of the module "
+                f"need the experts as their first dim, split over '{axis}' alone: 'experts@{axis} ...'"
+            )
+    inside = [name for name, child in own.named_modules() if name and parameters_of(child)] if shared else []
+    if inside:
+        raise ShardError(
+            f"Experts: {class_of(own).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use for "
+            f"their own tokens, so that its gradients would be parts of a sum. Put '{axis}' into Policy.batch"
+        )
+    return experts
+
+
+# -- experts of which each rank has a part within ----------------------------------------------------------------------
+
+
+def identity_expert(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
+) -> Tensor:
+    """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
+    return x / collectives.axis_size(layouts.mesh, axis)
+
+
+def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, or what stands for it in a run without data."""
+    without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
+    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
+
+
+def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What experts return, without data: that of two tokens and the first expert, for all of them.
+
+    Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
+    are given no indices compute all of it.
+    """
+    rows = args[0].shape[0]
+    if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+        return class_of(own).forward(own, *args, **kwargs)
+    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
+    return out[:1].expand(rows, *out.shape[1:]).contiguous()
+
+
+def _of_two(value: Any) -> Any:
+    """The first rows; indices are zeros, whose values are known in a run without data."""
+    if not isinstance(value, Tensor):
+        return value
+    few = value[:2]
+    return few if few.is_floating_point() else torch.zeros(few.shape, dtype=few.dtype, device=few.device)
+
+
+@declares(calls_own=True, without_data=_probed)
+def tensor_parallel_experts(
+    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
+
+    Communication: one all-reduce of the output, and in the backward one of each floating input's gradient.
+    """
+    for axis in layouts.axes:
+        args = tuple(
+            layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for at, x in enumerate(args)
+        )
+    out = or_without_data(_probed, own, *args, **kwargs)
+    for axis in layouts.axes:
+        layouts.require(out, axis, SUM)
+        out = collectives.psum(out, layouts.mesh, axis)
+    return out

@@ -1,0 +1,272 @@
+"""The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors. Layer 3.
+
+Filled by `init`, they do not depend on the mesh. Those in files come from `weights`.
+"""
+
+import hashlib
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import part_of_rank, values_of, wrap_local
+from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
+from shardfn.layout import (
+    Grid,
+    Layout,
+    Plan,
+    Policy,
+    by_all_names,
+    grid,
+    may_be_differentiated,
+    named_buffers,
+    named_parameters,
+    own_parts,
+    plan,
+    shallow_copy,
+    to_leaves,
+)
+from shardfn.notation import ShardError
+from shardfn.params.tree import Params
+
+Init: TypeAlias = Callable[[Any], Any]  # fills the meta tensors of the module that it is given
+
+
+class Origin(NamedTuple):
+    """Where whole values come from: a model, what `init` puts into its meta tensors, the rank `src`.
+
+    `later`: some of them come some other way, or some other time.
+    """
+
+    model: nn.Module | Mapping[str, Tensor]
+    init: Init | None = None
+    src: int | None = None
+    later: bool = False
+
+    def facts(self, alike: bool, held: Container[str] = ()) -> list[str]:
+        """What the ranks must have in common besides the plan: the collectives they will issue, and their values."""
+        buffers = named_buffers(self.model)
+        lines = [f"buffer '{name}' {tuple(x.shape)} {x.dtype}" for name, x in buffers.items()]
+        lines += [f"src={self.src}", "an init function" if self.init is not None else "no init function"]
+        if alike and self.src is None:
+            for name, x in (named_parameters(self.model) | buffers).items():
+                if name not in held and not isinstance(x, DTensor) and not x.is_meta:
+                    lines.append(f"{VALUES} '{name}' {_sampled(x)}")
+        return lines
+
+
+def shard_own(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, alike: bool = False) -> Params:
+    """`shard` for ranks that may have other values, of which each keeps its own part, unless they must be `alike`.
+
+    Of an origin with `later`, what is on the meta device stays there, as shards that are filled some other time.
+    """
+    made, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
+    tree = NewTree(made, mesh, places, empty_shards(made, places), {})
+    tree.fill(origin, seed)
+    return tree.wrapped()
+
+
+@dataclass
+class NewTree:
+    """This rank's part of a tree in the making: plain tensors, which are filled one by one."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    places: Grid
+    shards: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    def fill(self, origin: Origin, seed: int, held: Container[str] = ()) -> None:
+        """Fill the parameters and buffers that are not `held`, by first names; one parameter at a time is whole."""
+        (model, init, src, _), places, layouts = origin, self.places, self.plan.layouts
+        named, buffers = named_parameters(model), named_buffers(model)
+        done: set[str] = set()
+        if init is not None and isinstance(model, nn.Module) and src is None:
+            for name, full in _initialized(model, init, seed, places.device, buffers, held):
+                done.add(name)
+                self.cut(layouts[name], full)
+                del full  # the next tensor is not made before this one is gone
+        for layout in layouts.values():
+            if layout.name not in done and layout.name not in held:
+                value = named[layout.name]
+                value = whole(value) if isinstance(value, DTensor) and not value.is_meta else value
+                self.cut(layout, from_src(value, src, places))
+                del value
+        for name, buffer in buffers.items():
+            own = from_src(buffer, src, places)
+            self.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
+
+    def cut(self, layout: Layout, full: Tensor) -> None:
+        """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
+        if full.is_meta:
+            self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
+            return
+        parts = own_parts(layout.leaves, to_leaves(layout, full.detach()), self.places, None)
+        for leaf, part in zip(layout.leaves, parts, strict=True):
+            self.shards[leaf.name].copy_(part)
+
+    def wrapped(self) -> Params:
+        """The tree."""
+        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
+        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
+        return Params(leaves, self.plan, self.mesh, self.buffers)
+
+
+def agreed_plan(
+    origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, facts: Callable[[Plan], list[str]], verb: str = "shard"
+) -> tuple[Plan, Grid, int]:
+    """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
+    lines: list[str] = []
+    try:
+        made: Plan | Exception = _checked_plan(origin, mesh, policy)
+        lines = facts(made)
+    except Exception as error:  # the other ranks must hear of it before it is raised
+        made = error
+    seed = agree(mesh, made, lines, verb)
+    assert isinstance(made, Plan)
+    return made, grid(mesh, made.roles.storage), seed
+
+
+def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
+    made = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
+    if isinstance(policy, Plan):
+        if made != policy:
+            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
+        made = policy
+    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
+        use = "is for CUDA devices, and means nothing on CPUs"
+        raise ShardError(f"shard: Policy(offload='cpu') {use}; this mesh is of {mesh.device_type}")
+    ranks = mesh.mesh.flatten().tolist()
+    if origin.src is not None and origin.src not in ranks:
+        raise ShardError(f"shard: src={origin.src} is not a rank of the mesh, which has {ranks}")
+    if not origin.later:
+        _require_values(origin, made)
+    return made
+
+
+def _require_values(origin: Origin, made: Plan) -> None:
+    tensors, src = named_parameters(origin.model), origin.src
+    named = {name: tensors[name] for name in made.layouts} | named_buffers(origin.model)
+    meta = [name for name, x in named.items() if x.is_meta]
+    if not meta or (src is not None and dist.get_rank() != src):
+        return
+    if src is not None:
+        why = f"src={src} must have the values, but its {meta[0]!r} is on the meta device; fill it there, or drop src"
+    elif origin.init is None:
+        why = (
+            f"{len(meta)} tensors are on the meta device (the first is {meta[0]!r}) and there is no init to fill them. "
+            "Pass init=lambda module: module.reset_parameters(), or src=<the rank that has the values>."
+        )
+    elif not isinstance(origin.model, nn.Module):
+        why = f"{meta[0]!r} is on the meta device; init fills modules, a mapping must hold the values"
+    else:
+        return
+    raise ShardError(f"shard: {why}")
+
+
+def _sampled(tensor: Tensor) -> str:
+    """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
+    found = []
+    for values in values_of(tensor.detach()):
+        flat = values.reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
+        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
+    if len(set(found)) > 1:
+        raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
+    return found[0]
+
+
+def from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
+    """The tensor itself, or what rank `src` has: broadcast along one axis after another.
+
+    Elsewhere only its shape and dtype count.
+    """
+    if src is None or not places.exchanges:
+        return part_of_rank(tensor.detach(), src or 0)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
+    if dist.get_rank() == src:
+        full.copy_(tensor.detach())
+    origin = places.coords_of(src)
+    data = full.view(-1).view(torch.uint8)
+    for i, axis in enumerate(places.sizes):
+        later = list(places.sizes)[i + 1 :]
+        if data.numel() and all(places.coords[other] == origin[other] for other in later):
+            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
+    return full
+
+
+def _initialized(
+    model: nn.Module, init: Init, seed: int, device: torch.device, buffers: dict[str, Tensor], held: Container[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(first name, full tensor) of every meta parameter that is not `held`; replaces meta tensors in `buffers`.
+
+    Values of the tensors in `held`, by first names, come from elsewhere: modules without others are left out.
+
+    `init` is called on a copy of each module that owns meta tensors. The caller cuts its shard from what is yielded and
+    lets go, so that one module's tensors at a time are whole.
+
+    Raises:
+        ShardError: `init` left a tensor unfilled.
+    """
+    named = (*named_parameters(model).items(), *buffers.items())
+    first_names = {id(tensor): names[0] for tensor, names in by_all_names(named)}
+    for path, module in model.named_modules():
+        owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
+            filled = _filled(module, path, init, digest([f"{seed}:{path}"]), device)
+            for name, buffer in tuple(buffers.items()):
+                buffers[name] = filled.get(id(buffer), buffer)  # under all of its names
+            for tensor in module.parameters(recurse=False):
+                name = first_names[id(tensor)]
+                if name.rpartition(".")[0] == path and id(tensor) in filled and name not in held:
+                    yield name, filled.pop(id(tensor))
+            filled = {}  # or this module would still be whole while the next one is filled
+
+
+def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.device) -> dict[int, Tensor]:
+    """id of a meta tensor that `module` owns -> what `init` puts in its place."""
+    own: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
+    # What a module leaves out (a bias that is None) stays out.
+    blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in own)
+    copy = shallow_copy(module, *blanks)
+    devices = [device.index or 0] if device.type != "cpu" else []
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        try:
+            init(copy)
+        except Exception as error:
+            error.add_note(f"in init of {path or '(the model)'!r}, a {type(copy).__name__}")
+            raise
+    filled: dict[int, Tensor] = {}
+    for attribute, meta in (item for tensors in own for item in tensors.items()):
+        if meta is not None and meta.is_meta and id(meta) not in filled:
+            name = f"{path}.{attribute}".removeprefix(".")
+            filled[id(meta)] = _checked(name, getattr(copy, attribute), meta)
+    return filled
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
+    if tensor.is_meta or isinstance(tensor, DTensor):
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
+        blank = torch.full_like(like, float("nan") if may_be_differentiated(like) else 0, device=device)
+    else:
+        blank = tensor.detach().to(device, copy=True)
+    return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+
+
+def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:
+    """What `init` made of a meta tensor, if it is one that can stand for it."""
+    if tensor is None or tensor.is_meta or (may_be_differentiated(tensor) and bool(tensor.isnan().any())):
+        raise ShardError(f"shard: init left '{name}' unfilled; it must fill every tensor of the module it is given")
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        was, now = (f"{tuple(x.shape)} {x.dtype}" for x in (meta, tensor))
+        raise ShardError(f"shard: init replaced '{name}', {was}, by a tensor {now}; it must keep shapes and dtypes")
+    return tensor.detach()

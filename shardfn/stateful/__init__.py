@@ -1,0 +1,9 @@
+"""`Trainer`, and what it and the compatible classes stand on: modules that hold their shards.
+
+Read `trainer`, `module_shards` (parameters that are leaves of a tree), `other_states` (optimizers, schedules and
+scalers in checkpoints) and `torch_optimizers` (steps that would go wrong). Not here: any numerics.
+"""
+
+from shardfn.stateful.module_shards import Held, adopt, bound, install, whole_in_place
+from shardfn.stateful.torch_optimizers import REPLACED, refuse_held_back
+from shardfn.stateful.trainer import Trainer

@@ -1,0 +1,367 @@
+"""Shards that a module holds: its parameters are the leaves of a tree. Layer 5.
+
+`Trainer` and the compatible classes keep no tree. The parameters of their module are `nn.Parameter(DTensor)`s, so that
+optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` knows where each leaf is, and makes the tree
+that functions take.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, refresh_flat_weights, unwrap_local
+from shardfn.binding import with_tables
+from shardfn.checkpoint import directories
+from shardfn.comm import buckets
+from shardfn.layout import CLASS, OWN, Grid, Layout, Plan, Policy, Reduction, grid, note_shard, submodule, unwrapped
+from shardfn.notation import ShardError, raise_problems
+from shardfn.params import Params, initialize
+from shardfn.stateful.torch_optimizers import REPLACED, SHARD, watch_optimizers
+from shardfn.transforms import apply
+
+STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
+Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
+
+
+class Held:
+    """The plan of the shards that a module holds, and where each leaf is."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        """The parameters of `model` must be the leaves of `plan` already: see `install` and `adopt`."""
+        self.plan, self.mesh = plan, mesh
+        self._tables = [with_tables(module) for module in model.modules()]
+        self._counts = list(map(len, self._tables))
+        places = [(leaf, (parameters_of(x), key)) for x, _, _, own in _owned(model, plan) for leaf, key in own.items()]
+        first: dict[str, Slot] = dict(reversed(places))  # a tied one has several
+        self._slots = {name: first[name] for name in plan.leaves}
+        self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
+        self._children = [children_of(module) for module in model.modules()]
+        self._structure = self._structure_now()
+        self._dtypes = self._dtypes_now()
+        self._find_buffers(model)
+        self._model = weakref.ref(unwrapped(model))
+
+    def leaves(self) -> dict[str, Any]:
+        """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
+        try:
+            found = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
+        except KeyError as missing:
+            raise _added(f"the parameter {missing} was taken away") from None
+        if nn.Parameter in set(map(type, found.values())):  # leaves are DTensors
+            return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
+        return found
+
+    def params(
+        self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[str], bool] | None = None
+    ) -> Params:
+        """The tree, with the module's buffers.
+
+        `reduction` is what a backward does with its gradients, and `holds_back` says of a unit, when its gradients
+        come, whether they stay unreduced.
+        """
+        params = Params(self.leaves(), self.plan.with_reduction(reduction), self.mesh, self._buffers_now(model))
+        params.holds_back = holds_back
+        return params
+
+    def run(self, model: nn.Module, params: Params | None, method: str, args: Any, kwargs: Any) -> Any:
+        """Call a method of the module with the weights of a tree that `params` made.
+
+        Without a tree the whole parameters in the places of the shards count, and nobody trains them.
+        """
+        if params is None and not self.plan.placed_axes:
+            return bound(model, method)(*args, **kwargs)
+        if params is None:  # modules want DTensors
+            params = self._params_of_whole(model)
+        self.lend(params)
+        self._of_modules = params.buffers
+        return apply(model, params, *args, method=method, **kwargs)
+
+    def lend(self, params: Params) -> None:
+        """Have calls with a tree that `params` made compute with the buffers of the module itself.
+
+        Raises:
+            ShardError: it has other parameters than when it was sharded.
+        """
+        if list(map(len, self._tables)) != self._counts:
+            raise _added("a parameter was added to a module, or taken away")
+        params.in_place = self
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it holds the shards of that very model."""
+        return self._model() is unwrapped(model)
+
+    def begin(self, model: nn.Module, params: Params) -> None:
+        """A call begins, with the buffers of a tree."""
+        if params.buffers is not self._of_modules:
+            self.keep_buffers(model, params)
+
+    def end(self, model: nn.Module, params: Params) -> None:
+        """It is over.
+
+        Raises:
+            ShardError: the forward has added parameters.
+        """
+        if params.buffers is not self._of_modules:
+            params.buffers.update(self._buffers_now(model))
+        for name, p in () if self._has_structure else model.named_parameters():
+            if not isinstance(p, DTensor) and name not in self.plan.info.ignored:
+                raise _added(f"'{name}' was added by a forward")
+
+    def _buffers_now(self, model: nn.Module) -> dict[str, Tensor]:
+        if self._buffer_keys != list(chain.from_iterable(self._buffer_tables)):
+            self._find_buffers(model)
+        return {name: table[key] for name, (table, key) in self._buffers if table[key] is not None}
+
+    def _params_of_whole(self, model: nn.Module) -> Params:
+        """The tree of the values that whole parameters in the places of the shards have now."""
+        tree = self.params(model)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        made = directories.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
+        made.buffers = tree.buffers
+        return made
+
+    def keep_buffers(self, model: nn.Module, params: Params) -> None:
+        """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
+        for name, (table, key) in self._buffers:
+            value = params.buffers.get(name)
+            if value is not None and table.get(key) is not value:
+                table[key] = value
+        known = {name for name, _ in self._buffers}
+        _add_buffers(model, {name: value for name, value in params.buffers.items() if name not in known})
+
+    def _find_buffers(self, model: nn.Module) -> None:
+        named = model.named_modules(remove_duplicate=False)
+        tables = [(f"{path}." if path else "", buffers_of(module)) for path, module in named]
+        self._buffer_tables = [table for _, table in tables]
+        self._buffer_keys = list(chain.from_iterable(self._buffer_tables))
+        self._buffers: list[tuple[str, Slot]] = [(path + key, (table, key)) for path, table in tables for key in table]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the module has the structure that the plan was made for."""
+        return self._has_structure and self._dtypes == self._dtypes_now()
+
+    @property
+    def _has_structure(self) -> bool:
+        now = self._structure_now()
+        return len(now) == len(self._structure) and all(map(is_, now, self._structure))
+
+    def _dtypes_now(self) -> list[torch.dtype]:
+        return dtypes_of(self.leaves().values())
+
+    def _structure_now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+    @torch.no_grad()
+    def copy_in(self, tree: Mapping[str, Tensor]) -> None:
+        """Give the leaves the values of others with the same layouts."""
+        mine = self.leaves()
+        for name, leaf in tree.items():
+            unwrap_local(mine[name]).copy_(unwrap_local(leaf))
+
+
+def bound(module: nn.Module, method: str) -> Any:
+    """A method of the model itself: a class that shards in place has another `__call__`."""
+    module = unwrapped(module)
+    swapped = module.__dict__.get(CLASS) if method not in module.__dict__ else None
+    return getattr(module, method) if swapped is None else getattr(swapped, method).__get__(module)
+
+
+def _added(what: str) -> ShardError:
+    return ShardError(
+        f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters before the model is "
+        "wrapped, or shard what you add as a module of its own"
+    )
+
+
+def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, value in buffers.items():
+        owner, _, key = name.rpartition(".")
+        buffers_of(submodule(model, owner))[key] = value
+
+
+def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, dict[str, str]]]:
+    """(module, attribute, parameter, leaf -> its attribute) of every place where a module holds a parameter."""
+    for info in plan.info.modules:
+        module = submodule(model, info.name)
+        for attribute, name in info.params:
+            leaves = (leaf.name for leaf in plan.layouts[name].leaves)
+            yield module, attribute, name, {leaf: attribute + leaf.removeprefix(name) for leaf in leaves}
+
+
+def install(model: nn.Module, params: Params) -> Held:
+    """Put the shards of a tree into its model: they become its parameters, with the attributes that those had.
+
+    An optimizer that has the old ones is told so when it steps.
+    """
+    watch_optimizers()
+    made: dict[str, nn.Parameter] = {}
+    done: set[tuple[int, str]] = set()  # several objects may stand before one module, and share its tables
+    for module, attribute, name, leaves in _owned(model, params.plan):
+        table, layout = parameters_of(module), params.plan.layouts[name]
+        if (id(table), attribute) in done:
+            continue
+        done.add((id(table), attribute))
+        before = table[attribute]
+        assert before is not None
+        for leaf, key in leaves.items():
+            if leaf not in made:
+                made[leaf] = nn.Parameter(params[leaf], layout.trainable)
+                vars(made[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
+            vars(before)[REPLACED] = name
+            note_shard(module, key, layout.placed)
+        items, own = list(table.items()), {key: made[leaf] for leaf, key in leaves.items()}
+        table.clear()
+        for key, value in items:  # in its place: optimizers count parameters in their order
+            table.update(own if key == attribute else {key: value})
+    _refresh_flat_weights(model)
+    _warn_of_references(model)
+    _add_buffers(model, params.buffers)
+    return Held(model, params.plan, params.mesh)
+
+
+def _warn_of_references(model: nn.Module) -> None:
+    """Lists and dicts in attributes keep the parameters that shards have replaced."""
+    for path, module in model.named_modules():
+        for attribute, value in unwrapped(module).__dict__.items():
+            items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            for item in () if attribute == "_parameters" else items:
+                if isinstance(item, nn.Parameter) and REPLACED in vars(item):
+                    where = f"{path}.{attribute}" if path else attribute
+                    warnings.warn(
+                        f"'{where}' holds the parameter '{vars(item)[REPLACED]}' as it was before it was sharded: a "
+                        "forward that uses it from there trains nothing. Reach parameters through their modules.",
+                        stacklevel=4,
+                    )
+
+
+def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params: Params) -> Params:
+    """The tree that `shard` would make of a model, of the leaves of another one and with its buffers.
+
+    Raises:
+        ShardError: the leaves are not as `shard` would make them. On every rank.
+
+    Communication: one small exchange over the mesh.
+    """
+
+    def facts(made: Plan) -> list[str]:
+        what = (
+            "Trainer(params=...): the tree is not what this model, mesh and policy make. Pass sf.reshard(params, "
+            "policy, mesh), or leave mesh and policy out to have those of the tree"
+        )
+        raise_problems(what, list(_misfits(model, mesh, made, params)))
+        return ["a tree of shards"]
+
+    policy = policy.policy if isinstance(policy, Plan) else policy
+    origin = initialize.Origin(model, None, None, later=True)
+    made, _, _ = initialize.agreed_plan(origin, mesh, policy, facts, "Trainer")
+    return Params(params, made, params.mesh, params.buffers)
+
+
+def _misfits(model: nn.Module, mesh: DeviceMesh, made: Plan, params: Params) -> Iterator[str]:
+    """What of a tree is not as the plan `made` of a model says."""
+    if mesh != params.mesh:
+        yield f"the mesh of the tree is {params.mesh}, not {mesh}"
+        return
+    places = grid(mesh, made.roles.storage)
+    for name in dict.fromkeys((*made.layouts, *params.plan.layouts)):
+        mine, theirs = made.layouts.get(name), params.plan.layouts.get(name)
+        if mine is None or theirs is None or any(leaf.name not in params for leaf in theirs.leaves):
+            yield f"'{name}' is not in the {'model' if mine is None else 'tree'}"
+        elif theirs.shape != mine.shape or theirs.aliases != mine.aliases:
+            yield f"'{name}' is {_said(theirs)} in the tree, {_said(mine)} in the model"
+        elif not theirs.stored_as(mine):
+            yield f"'{name}' is laid out as '{theirs.rule}' in the tree, the policy says '{mine.rule}'"
+        else:
+            yield from filter(None, (_misfit(made, places, leaf.name, params[leaf.name]) for leaf in mine.leaves))
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        if name not in params.buffers:
+            yield f"buffer '{name}' is not in the tree"
+
+
+def _said(layout: Layout) -> str:
+    return f"of shape {layout.shape}" + (f" and also called {list(layout.aliases)}" if layout.aliases else "")
+
+
+def _misfit(made: Plan, places: Grid, name: str, leaf: object) -> str | None:
+    """Why a tensor is not a leaf of a plan."""
+    want = buckets.leaf_spec(made, places, name)
+    if not isinstance(leaf, DTensor):
+        return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
+    if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
+        return f"'{name}' is {tuple(leaf.shape)}, {leaf.placements} on {leaf.device_mesh} in the tree"
+    dtype = made.leaves[name][0].dtype
+    return f"'{name}' is {leaf.dtype} in the tree, {dtype} in the model" if leaf.dtype != dtype else None
+
+
+def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
+    """Find the leaves of `plan` in a model whose parameters are shards already.
+
+    Raises:
+        ShardError: a parameter is not laid out as the plan says.
+    """
+    held = Held(model, plan, mesh)
+    places = grid(mesh, plan.roles.storage)
+    for name, leaf in held.leaves().items():
+        want = buckets.leaf_spec(plan, places, name)
+        if not isinstance(leaf, DTensor):
+            raise ShardError(f"'{name}' is not sharded: it was added, or replaced, after the model was wrapped")
+        if leaf.placements != want.placements or leaf.device_mesh != want.mesh:
+            have = f"{leaf.placements} on {leaf.device_mesh}"
+            raise ShardError(f"'{name}' is {have}, and its model needs {want.placements} on {want.mesh}")
+    return held
+
+
+@contextmanager
+def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
+    """Within it, the module has whole, ordinary parameters in the place of those shards of which `full` has values.
+
+    What is yielded holds them by canonical name, at the end those that others have put there. The shards are as they
+    were; the caller writes back what changed.
+
+    Raises:
+        ShardError: one was replaced by something that cannot be cut into the shards.
+    """
+    before: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id of a table: itself, and what was in it
+    made: dict[str, nn.Parameter] = {}
+    for module, attribute, name, leaves in _owned(model, held.plan):
+        if name not in full:
+            continue
+        table, keys = parameters_of(module), list(leaves.values())
+        before.setdefault(id(table), (table, dict(table)))
+        if name not in made:
+            made[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
+            vars(made[name])[STANDS_FOR] = table[keys[0]]
+        for key in keys:
+            del table[key]
+        table[attribute] = made[name]
+    _refresh_flat_weights(model)
+    try:
+        yield made
+        for module, attribute, name, _ in _owned(model, held.plan):
+            now = parameters_of(module).get(attribute)
+            if name in made and (now is None or now.shape != made[name].shape):
+                was = None if now is None else tuple(now.shape)
+                raise ShardError(f"'{name}' was replaced by {was} while it was whole")
+            if name in made and now is not None:
+                made[name] = now
+    finally:
+        for table, had in before.values():
+            table.clear()
+            table.update(had)
+        _refresh_flat_weights(model)
+
+
+def _refresh_flat_weights(model: nn.Module) -> None:
+    for module in map(unwrapped, model.modules()):
+        if isinstance(module, nn.RNNBase):
+            refresh_flat_weights(module, plain=True)

@@ -1,0 +1,163 @@
+"""Other objects in a checkpoint of a `Trainer`: torch optimizers, schedules, scalers. Layer 5.
+
+What a torch optimizer has for each parameter is a tree like the parameters, and saved as one: under the model's names
+and in its shapes, so that it can be loaded on another mesh. The rest is tensors and JSON, since a checkpoint must not
+need pickle to be read:
+
+    {"step": tensor, "lr": 0.1}   ->   {"name.step": tensor}  and  {"dict": [["step", {"tensor": ...}], ["lr", 0.1]]}
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import pytree
+from shardfn.notation import ShardError
+from shardfn.params import Params, map_local
+
+OTHERS = "others"  # where a checkpoint has their tensors
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def to_save(other: Any, name: str, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is saved of an object: a tree of tensors for a checkpoint, and notes, for JSON.
+
+    Args:
+        other: the object.
+        name: that the caller has given it.
+        params: the trainer's.
+
+    Raises:
+        ShardError: a tensor that is split as no parameter is, which could not be laid out again.
+    """
+    state, trees = other.state_dict(), {}
+    if isinstance(other, torch.optim.Optimizer):
+        state, trees = _apart(state, names_of(other, params), params)
+    for path, value in pytree.tree_flatten_with_path(state)[0]:
+        if isinstance(value, DTensor):
+            raise ShardError(
+                f"Trainer.save: {type(other).__name__} has a DTensor of shape {tuple(value.shape)} at "
+                f"{pytree.keystr(path)}, which is no state of a parameter of that shape. Save it by "
+                "torch.distributed.checkpoint; averages of parameters are Trainer(ema=...)"
+            )
+    rest: dict[str, Tensor] = {}
+    skeleton = _split(state, name, rest)
+    described = {key: [_dtype_name(next(iter(tree.values()))), list(tree)] for key, tree in trees.items()}
+    return {"rest": rest, "trees": trees}, {"state": skeleton, "trees": described}
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]:
+    """Number of a parameter in an optimizer -> its name.
+
+    Raises:
+        ShardError: it is not one of the trainer's.
+    """
+    known = {id(leaf): name for name, leaf in params.items()}
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in known for parameter in found):
+        raise ShardError(
+            f"Trainer: {type(optimizer).__name__} has parameters that are not the trainer's; make it from "
+            "trainer.parameters()"
+        )
+    return {number: known[id(parameter)] for number, parameter in enumerate(found)}
+
+
+def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, dict[str, Params]]:
+    """A state dict by names without what is laid out as the parameters, and that as trees by key."""
+    trees: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    rest: dict[str, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        name = names[number]
+        alike = {k: v for k, v in values.items() if isinstance(v, DTensor) and v.shape == params[name].shape}
+        rest[name] = {key: value for key, value in values.items() if key not in alike}
+        for key, value in alike.items():
+            trees[key][name] = value
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": rest, "param_groups": groups}, {key: params.like(leaves) for key, leaves in trees.items()}
+
+
+def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
+    """Memory for the tensors that `to_save` gave with these notes."""
+    trees = {}
+    for key, (dtype, leaves) in notes["trees"].items():
+        own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
+        trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), own)
+    rest: dict[str, Tensor] = {}
+
+    def make(path: str, described: Mapping[str, Any]) -> Tensor:
+        rest[path] = torch.empty(described["tensor"], dtype=getattr(torch, described["dtype"]), device="cpu")
+        return rest[path]
+
+    _joined(notes["state"], name, make)
+    return {"rest": rest, "trees": trees}
+
+
+def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], params: Params) -> None:
+    """Give an object the state that was saved.
+
+    Raises:
+        ShardError: a group of an optimizer has other parameters.
+    """
+    state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
+    if isinstance(other, torch.optim.Optimizer):
+        numbers = {own: number for number, own in names_of(other, params).items()}
+        for key, tree in tensors["trees"].items():
+            for leaf, value in tree.items():
+                state["state"][leaf][key] = value
+        saved, now = state["param_groups"], [group["params"] for group in other.state_dict()["param_groups"]]
+        if [{numbers.get(leaf) for leaf in group["params"]} for group in saved] != list(map(set, now)):
+            held = [group["params"] for group in saved]
+            raise ShardError(f"Trainer.load: '{name}' was saved with parameters in other groups, {held}")
+        # parameters in the optimizer's order: torch goes by place
+        groups = [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
+        state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
+    other.load_state_dict(state)
+
+
+def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON part of a state; its tensors go into `tensors`, by their paths.
+
+    Raises:
+        TypeError: something that is neither a tensor, a number, a string nor a container of these.
+    """
+    if isinstance(state, Tensor):
+        if path in tensors:
+            raise TypeError(f"checkpoint: two values of a state have the path '{path}'; rename one")
+        tensors[path] = state
+        return {"tensor": list(state.shape), "dtype": _dtype_name(state)}
+    if isinstance(state, Mapping):
+        if odd := [key for key in state if not isinstance(key, _PLAIN)]:
+            raise TypeError(f"checkpoint: '{path}' has the key {odd[0]!r}; keys are numbers and strings")
+        items = [[key, _split(value, f"{path}.{key}", tensors)] for key, value in state.items()]
+        return {"counter" if isinstance(state, Counter) else "dict": items}
+    if isinstance(state, list | tuple):
+        items = [_split(value, f"{path}.{index}", tensors) for index, value in enumerate(state)]
+        return {"tuple": items} if isinstance(state, tuple) else items
+    if isinstance(state, _PLAIN):
+        return state
+    raise TypeError(
+        f"checkpoint: '{path}' is a {type(state).__name__}; it holds tensors, numbers, strings and containers"
+    )
+
+
+def _joined(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:
+    """The state of a JSON part, whose tensors are `tensor(path, what JSON says of it)`."""
+    if isinstance(part, list):
+        return [_joined(value, f"{path}.{index}", tensor) for index, value in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    if "tensor" in part:
+        return tensor(path, part)
+    if "tuple" in part:
+        return tuple(_joined(part["tuple"], path, tensor))
+    items = part["counter"] if "counter" in part else part["dict"]
+    made = {key: _joined(value, f"{path}.{key}", tensor) for key, value in items}
+    return Counter(made) if "counter" in part else made

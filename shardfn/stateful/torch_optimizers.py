@@ -1,0 +1,140 @@
+"""torch optimizers of shards: their steps that would go wrong are refused, and the others counted. Layer 5."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardfn._torch import move_to_mesh, seen_by_dynamo, simulated, spec_of
+from shardfn.checkpoint import rank_of_part
+from shardfn.comm import exchange_numbers
+from shardfn.engine import is_held_back
+from shardfn.layout import OWN
+from shardfn.notation import ShardError
+
+SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
+REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
+
+
+@cache
+def watch_optimizers() -> None:
+    """Look at the parameters of every torch optimizer when it steps, and count steps for trainers."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_post_hook(_count_step)
+
+
+_STATES: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # id of what was seen
+# Trainer -> the first torch optimizer of its parameters that stepped, whose steps `trainer.steps` counts
+DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[Optimizer] | None]" = weakref.WeakKeyDictionary()
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for trainer, driver in list(DRIVERS.items()):
+        if driver is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(leaf) in held for leaf in trainer.params.values()):
+                driver = DRIVERS[trainer] = weakref.ref(optimizer)
+        if driver is not None and driver() is optimizer:
+            trainer.steps += 1
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would train nothing, or with gradients of this rank only.
+
+    Raises:
+        ShardError: a parameter that a shard has replaced; a gradient that was held back under `no_sync`; groups made by
+            dims which the model's parameters do not have; another rank's state.
+    """
+    name = type(optimizer).__name__
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ours = [parameter for parameter in held if isinstance(parameter, DTensor) and SHARD in vars(parameter)]
+    for parameter in held:
+        if REPLACED in vars(parameter):
+            raise ShardError(
+                f"{name}.step: the optimizer was made before the model was sharded: it has "
+                f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
+                "Make the optimizer from the sharded model's parameters()."
+            )
+    refuse_held_back(f"{name}.step", [parameter.grad for parameter in held])
+    if ours and optimizer not in _STATES:
+        _require_groups_of_the_model(optimizer)
+    if ours:
+        _require_own_states(optimizer, ours)
+
+
+def refuse_held_back(verb: str, grads: Iterable[Tensor | None], what: str = "a gradient") -> None:
+    """Refuse gradients that were held back under `no_sync`.
+
+    Raises:
+        ShardError: there is one.
+    """
+    if any(map(is_held_back, grads)):
+        raise ShardError(
+            f"{verb}: {what} was only added up under no_sync(), never reduced; run the last backward of a step outside "
+            "of no_sync()"
+        )
+
+
+def _require_groups_of_the_model(optimizer: Optimizer) -> None:
+    """A vector whose rule has parentheses is stored with several dims: `p.dim() >= 2` takes it for a matrix.
+
+    Raises:
+        ShardError: one is in the group of the matrices, and the vectors are in another.
+    """
+    groups = [
+        [(*vars(p)[SHARD], p.dim()) for p in group["params"] if SHARD in vars(p)] for group in optimizer.param_groups
+    ]
+    true = [[dims for _, dims, stored in group if (dims < 2) == (stored < 2)] for group in groups]
+    of_vectors = any(own and max(own) < 2 for own in true)
+    for group, own in zip(groups, true, strict=True):
+        taken = [f"{name!r} ({stored} dims, 1 in the model)" for name, dims, stored in group if dims < 2 <= stored]
+        if taken and own and of_vectors and min(own) >= 2:
+            raise ShardError(
+                f"{type(optimizer).__name__}.step: {', '.join(taken)} is in the group of the matrices, other vectors "
+                "in another: shards have a dim for each factor of a rule, so groups made by their p.dim() are not the "
+                "model's. Note names by p.dim() of the model before it is sharded, and make groups by name."
+            )
+
+
+def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None:
+    """A pickled state is that of the rank which pickled it, whoever loads it.
+
+    Looked at before the first step, and before the first one after `load_state_dict`.
+
+    Raises:
+        ShardError: on every rank, when one has the state of another rank, or only some have a state.
+
+    Communication: one small all-gather over the mesh.
+    """
+    if _STATES.get(optimizer) == id(optimizer.state) or seen_by_dynamo() or simulated():
+        return
+    name, mesh = type(optimizer).__name__, shards[0].device_mesh
+    problem = next(filter(None, (_foreign(optimizer.state.get(shard), shard) for shard in shards)), None)
+    rows = exchange_numbers(mesh, [problem is not None, bool(optimizer.state)])
+    (wrong, loaded), ranks = map(sum, zip(*rows, strict=True)), len(rows)
+    if wrong:
+        what = problem or f"{wrong} of {ranks} ranks have loaded the state of another rank"
+        raise ShardError(
+            f"{name}.step: {what}. optimizer.state_dict() has this rank's parts: save it on every rank and load each "
+            "its own, or whole by FSDP.optim_state_dict, get_optimizer_state_dict or trainer.save(..., optimizer=...)."
+        )
+    if loaded not in (0, ranks):
+        raise ShardError(f"{name}.step: {loaded} of {ranks} ranks have a state and the others none; load it on all")
+    _STATES[optimizer] = id(optimizer.state)
+
+
+def _foreign(state: Mapping[str, Any] | None, shard: DTensor) -> str | None:
+    """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here."""
+    own = spec_of(shard)
+    for key, value in (state or {}).items():
+        if isinstance(value, DTensor) and value.device_mesh is not own.mesh:
+            if foreign := rank_of_part(value, own.mesh.mesh.flatten().tolist()):
+                return f"'{key}' of a parameter is {foreign}"
+            if value.device_mesh == own.mesh:
+                move_to_mesh(value, own.mesh, value.placements)
+    return None

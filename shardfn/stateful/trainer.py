@@ -1,0 +1,515 @@
+"""`Trainer`, the only stateful object: it holds what the functions are given. Layer 5.
+
+It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `step` on the same trees.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn import optim
+from shardfn._torch import IncompatibleKeys, buffers_of, children_of, parameters_of, pytree, set_tables, unwrap_local
+from shardfn.checkpoint import directories
+from shardfn.context import having
+from shardfn.layout import Plan, Policy, make_mesh, planning
+from shardfn.notation import ShardError
+from shardfn.params import Mean, Params, functional, map_local
+from shardfn.stateful.module_shards import adopt, install, taken_over, whole_in_place
+from shardfn.stateful.other_states import OTHERS, load_into, memory_for, to_save
+from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
+from shardfn.transforms import autodiff
+
+
+class Trainer(nn.Module):
+    """A sharded model that trains: an `nn.Module` whose parameters are shards, and, given a loss, a training loop.
+
+    It takes the model over: its parameters become `nn.Parameter(DTensor)` shards in place, under the same names. So any
+    `torch.optim` optimizer, learning-rate schedule, `state_dict` and torch.distributed.checkpoint work on it, and
+    `trainer(x)` followed by `loss.backward()` fills `.grad` with gradients averaged over the data axes.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 1)
+        >>> def loss_fn(params, x, y):
+        ...     return (sf.apply(model, params, x) - y).square().mean()
+        >>> trainer = sf.Trainer(model, sf.make_mesh("cpu", fsdp=1), optimizer=sf.optim.adamw(1e-2), loss_fn=loss_fn)
+        >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+        >>> losses = [float(trainer.step(x, y)["loss"]) for _ in range(20)]
+        >>> losses[-1] < losses[0]
+        True
+
+    Args:
+        model: the module; may be on the meta device when `init` is given.
+        mesh: default `make_mesh(fsdp=-1)`.
+        policy: default `Policy()`.
+        optimizer: from `sf.optim`; needed by `step`.
+        loss_fn: `loss_fn(params, *batch)` as for `value_and_grad`; needed by `step` and `evaluate`.
+        accumulate: microbatches a step: `step` cuts its batch on dim 0 into so many equal parts.
+        clip: largest global norm of the gradients.
+        ema: decay of an exponential moving average of the parameters, kept in `trainer.ema`.
+        scaler: a `torch.amp.GradScaler`, for float16: losses are scaled, and a step whose gradients are not finite
+            changes nothing but the scale.
+        callbacks: each is called after every step with the trainer and what `step` returns.
+        compile: compiles the forward of every unit, or says how: `Policy(compile=...)` for a policy without it.
+        init: as for `shard`.
+        src: as for `shard`.
+        params: a tree of this model, by `sf.checkpoint.load_safetensors` for example, to begin with. The trainer takes
+            it over: steps write into these tensors. Where `mesh` or `policy` is left out, those of the tree count. The
+            model's own values do not: it may be on the meta device.
+
+    Raises:
+        ShardError: as `shard`; `params` that are not laid out as `shard` would lay them out.
+        ValueError, TypeError: a setting that means nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None = None,
+        policy: Policy | Plan | None = None,
+        *,
+        optimizer: optim.Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        accumulate: int = 1,
+        clip: float | None = None,
+        ema: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        callbacks: Sequence[Callable[["Trainer", dict[str, Any]], object]] = (),
+        compile: bool | Mapping[str, Any] = False,
+        init: Callable[[Any], Any] | None = None,
+        src: int | None = None,
+        params: Params | None = None,
+    ) -> None:
+        super().__init__()
+        _check_settings(model, optimizer, accumulate, clip, ema, scaler)
+        if params is None:
+            mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
+            params = functional.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
+        else:
+            if not isinstance(params, Params):
+                kind = type(params).__name__
+                raise TypeError(f"Trainer(params={kind}): expected a tree made by shard or load_safetensors")
+            if init is not None or src is not None:
+                raise ValueError("Trainer(params=...): the tree has all values; leave out init and src")
+            policy = _compiling(policy if policy is not None else params.plan.policy, compile)
+            params = taken_over(model, mesh if mesh is not None else params.mesh, policy, params)
+        self.plan, self.mesh = params.plan, params.mesh
+        self.optimizer, self.loss_fn = optimizer, loss_fn
+        self.accumulate, self.clip, self.ema_decay = accumulate, clip, ema
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.callbacks = list(callbacks)
+        self.steps = 0
+        self._syncs = True
+        # The trainer shares the model's tables of children, parameters and buffers, so that names carry no prefix.
+        self.__dict__["_model"] = model
+        self._held = install(model, params)
+        set_tables(self, parameters=parameters_of(model), buffers=buffers_of(model), modules=children_of(model))
+        self.training = model.training
+        self._differentiates = self._is_whole = False
+        model.register_load_state_dict_pre_hook(_require_own_parts)
+        DRIVERS[self] = None
+        self.ema: Params | None = map_local(lambda x: x.detach().clone(), self.params) if ema is not None else None
+        self.optimizer_state: Any = optimizer.init(self.params) if optimizer is not None else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Its own attributes are not the model's, whose children and buffers may have the same names."""
+        self.__dict__[name] = value
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`to()`, `half()` and the like: a plan is made for the dtypes that parameters then have."""
+        self.module._apply(*args, **kwargs)
+        if not self._held.fits:
+            self.plan = planning.plan(self.module, self.mesh, self.plan.policy)
+            self._held = adopt(self.module, self.plan, self.mesh)
+        return self
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; its parameters are the shards."""
+        return self.__dict__["_model"]
+
+    @property
+    def params(self) -> Params:
+        """The parameters as a tree, for every function of shardfn; the leaves are the `nn.Parameter`s themselves."""
+        return self._held.params(self.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`apply(module, params, ...)`; in `summon_full_params` the module's own, with the whole parameters there.
+
+        Raises:
+            ShardError: in `step`, whose `loss_fn` must use the parameters that it is given.
+        """
+        if self._differentiates:
+            raise ShardError(
+                "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated: "
+                "nothing would train. Use the ones it is given: sf.apply(trainer.module, params, ...)"
+            )
+        params = None if self._is_whole else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
+        return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
+
+    def step(self, *batch: Any) -> dict[str, Any]:
+        """One update on this data rank's batch.
+
+        Returns:
+            `loss` (averaged over data ranks) and `grad_norm` (before clipping) as scalar tensors, `tokens`: elements of
+            the last tensor of the batch, summed over data ranks; with a scaler `scale`, by which this loss was scaled.
+
+        Raises:
+            ShardError: no optimizer or loss_fn; a batch that does not divide into `accumulate` parts.
+        """
+        optimizer = self._require("optimizer", self.optimizer)
+        params = self.params
+        self._held.lend(params)
+        parts = _microbatches(batch, self.accumulate)
+        with having(self, _differentiates=True), torch.no_grad():  # nobody differentiates the gradients
+            loss, grads = self._loss_and_grads(params, parts)
+        self._held.keep_buffers(self.module, params)
+        out = {"loss": loss, "grad_norm": None, "tokens": self._tokens(batch)}
+        if self.scaler is not None:
+            out["scale"] = self.scaler.get_scale()
+            out["loss"], grads = _scaled(loss, grads, torch.tensor(1 / out["scale"], dtype=torch.float64))
+        grads, norm = optim.clip(grads, self.clip) if self.clip is not None else (grads, optim.global_norm(grads))
+        out["grad_norm"] = norm
+        if self.scaler is None or _advance(self.scaler, norm):
+            _, self.optimizer_state = optimizer.step(params, grads, self.optimizer_state)
+            self._update_ema(params)
+        self.steps += 1
+        for callback in self.callbacks:
+            callback(self, out)
+        return out
+
+    def _loss_and_grads(self, params: Params, parts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Params]:
+        """Means over microbatches, each weighted by what its `Mean` counted, or all alike."""
+        differentiate = autodiff.differentiator(_scaling(self._require("loss_fn", self.loss_fn), self.scaler))
+        sums: tuple[Tensor, Params, Tensor] | None = None
+        for part in parts:
+            loss, _, grads, count = differentiate(params, *part)
+            if len(parts) == 1:
+                return loss, grads
+            weight = _weight(count)
+            loss, grads = _scaled(loss, grads, weight)
+            if sums is not None:
+                loss, grads, weight = sums[0] + loss, map_local(torch.add, sums[1], grads), sums[2] + weight
+            sums = loss, grads, weight
+        assert sums is not None
+        return _scaled(sums[0], sums[1], 1 / sums[2])
+
+    @torch.no_grad()
+    def evaluate(self, *batch: Any) -> dict[str, Any]:
+        """The loss of this data rank's batch, averaged over data ranks, without an update; dropout is off meanwhile."""
+        loss_fn = self._require("loss_fn", self.loss_fn)
+        modes = [(module, module.training) for module in (self, *self.module.modules())]
+        self.eval()
+        try:
+            params = self.params
+            self._held.lend(params)
+            with autodiff.explained("Trainer.evaluate"):
+                loss = loss_fn(params, *batch)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return {"loss": autodiff.value_of(loss, self.params), "tokens": self._tokens(batch)}
+
+    def save(self, directory: str | os.PathLike[str], **others: Any) -> Path:
+        """Write `directory/step-00000012` after 12 steps: parameters, buffers, optimizer state, average, step count.
+
+        Steps of a torch optimizer of these parameters count, those of the first one that steps. Buffers are those of
+        the first rank.
+
+        Args:
+            directory: where the checkpoints of a run are; the same on all ranks.
+            **others: more to save, by a name of yours: anything with `state_dict()` and `load_state_dict()`, as a torch
+                optimizer of `trainer.parameters()`, a learning-rate schedule, a gradient scaler.
+
+        The scaler goes with them, as `scaler`.
+
+        Returns:
+            the new checkpoint's path.
+
+        Communication: see `sf.checkpoint.save`.
+        """
+        others = self._with_scaler(others)
+        saved = {name: to_save(other, name, self.params) for name, other in others.items()}
+        path = Path(directory) / directories.STEP.format(self.steps)
+        state = self._state() | {OTHERS: {name: tensors for name, (tensors, _) in saved.items()}}
+        return directories.save(path, state, self.mesh, notes={name: notes for name, (_, notes) in saved.items()})
+
+    def load(self, directory: str | os.PathLike[str], **others: Any) -> Path:
+        """Go on from a checkpoint, or from the newest one in a directory; any mesh and policy may have written it.
+
+        Nothing changes unless everything was read.
+
+        Args:
+            directory: a checkpoint, or where those of a run are.
+            **others: what `save` was given, under the same names.
+
+        Returns:
+            the path that was read.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ShardError: it is of another model or optimizer.
+        """
+        others = self._with_scaler(others)
+        path = Path(directory) if (Path(directory) / ".metadata").is_file() else directories.latest(directory)
+        directories.require_one_path("Trainer.load", None if path is None else str(path))
+        if path is None:
+            raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
+        notes = directories.notes(path)
+        if missing := [name for name in others if name not in notes]:
+            raise ShardError(
+                f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes) or 'no others'}"
+            )
+        if left := [name for name in notes if name not in others]:
+            asked = f"load(..., {left[0]}=...)"
+            warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=2)
+        like = {name: memory_for(notes[name], name, self.params) for name in others}
+        state = directories.load(path, self._state() | {OTHERS: like}, self.mesh, whole=("params", "optimizer"))
+        for name, other in others.items():
+            load_into(other, name, notes[name], state[OTHERS][name], self.params)
+        self._held.copy_in(state["params"])
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.optimizer_state, self.ema, self.steps = state.get("optimizer"), state.get("ema"), state["steps"]
+        return path
+
+    def _with_scaler(self, others: dict[str, Any]) -> dict[str, Any]:
+        return others if self.scaler is None else {"scaler": self.scaler} | others
+
+    def _state(self) -> dict[str, Any]:
+        state = {"params": self.params, "buffers": dict(self.module.named_buffers()), "steps": self.steps}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer_state
+        return state if self.ema is None else state | {"ema": self.ema}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state dict: `DTensor` shards and buffers under the model's names, in the model's shapes."""
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        special = [layout for layout in self.plan.layouts.values() if not layout.plain]
+        shaped = directories.to_state_dict(self.params) if special else {}
+        for layout in special:
+            for leaf, name in product(layout.leaves, layout.names):
+                state.pop(prefix + name + leaf.name.removeprefix(layout.name), None)
+            state |= {prefix + name: shaped[name].detach() for name in layout.names}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy in tensors under the model's names: full ones, or `DTensor`s of any layout on this mesh.
+
+        Args:
+            state_dict: name -> tensor; or a tree of this model in any layout on this mesh, with its buffers.
+            strict: whether missing and unexpected names are an error.
+            assign: not supported, the parameters stay the same objects.
+
+        Raises:
+            ShardError: with `strict`, the names that do not fit; shapes that do not fit.
+        """
+        if assign:
+            raise ShardError("Trainer.load_state_dict: assign=True would replace the shards; leave it out")
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        wanted = self.plan.canonical.keys() | (buffers.keys() & self.module.state_dict().keys())
+        if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
+            kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
+            state_dict = directories.to_state_dict(state_dict) | kept
+        held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
+        given = {name for layout in held for name in layout.names}
+        missing = sorted(wanted - given - set(state_dict))
+        unexpected = sorted(set(state_dict) - wanted)
+        if strict and (missing or unexpected):
+            raise ShardError(
+                f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
+                "every rank must give all of it, or pass strict=False"
+            )
+        for layout in held:
+            value = next(state_dict[name] for name in layout.names if name in state_dict)
+            _require_shape(f"'{layout.name}'", value, layout.shape)
+        for name in buffers.keys() & state_dict.keys():
+            _require_shape(f"buffer '{name}'", state_dict[name], tuple(buffers[name].shape))
+        self._held.copy_in(directories.from_state_dict(self.params, state_dict))
+        for name in buffers.keys() & state_dict.keys():
+            buffers[name].copy_(state_dict[name])
+        return IncompatibleKeys(missing, unexpected)
+
+    def train(self, mode: bool = True) -> "Trainer":
+        """Training mode of the trainer and the module."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward()` adds up gradients on each rank; the first one after it reduces them all.
+
+        Until then `.grad` is a `DTensor` of partial sums, whole on every rank: more memory, for less traffic.
+        """
+        with having(self, _syncs=False):
+            yield
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Within it, the module holds full, ordinary parameters; changes are cut into shards again unless not wanted.
+
+        Args:
+            writeback: whether changes count.
+
+        Communication: one all-gather a bucket and axis on entry.
+        """
+        full = functional.gather(self.params)
+        values = {name: full[name].detach().clone() for name in self.plan.layouts}
+        with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as made:
+            yield
+        if writeback:
+            now = {name: value.detach() for name, value in made.items()}
+            self._held.copy_in(directories.from_state_dict(self.params, now))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the `.grad`s in place to a global norm of at most `max_norm`; returns the norm before.
+
+        Raises:
+            ShardError: gradients that were added up under `no_sync()` and not reduced.
+
+        Communication: one scalar all-reduce.
+        """
+        grads = self.params.like((name, leaf.grad) for name, leaf in self.params.items() if leaf.grad is not None)
+        for name, grad in grads.items():
+            refuse_held_back("Trainer.clip_grad_norm_", [grad], f"the gradient of '{name}'")
+        clipped, norm = optim.clip(grads, max_norm)
+        for name, leaf in grads.items():
+            unwrap_local(leaf).copy_(unwrap_local(clipped[name]))
+        return norm
+
+    def _require(self, what: str, value: Any) -> Any:
+        if value is None:
+            raise ShardError(f"Trainer: there is no {what}; pass Trainer(..., {what}=...)")
+        return value
+
+    def _tokens(self, batch: Any) -> int:
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        ranks = prod(self.plan.axes[axis] for axis in self.plan.roles.data)
+        return tensors[-1].numel() * ranks if tensors else 0
+
+    @torch.no_grad()
+    def _update_ema(self, params: Params) -> None:
+        if self.ema is None or self.ema_decay is None:
+            return
+        for name, average in self.ema.items():
+            if average.is_floating_point():
+                unwrap_local(average).lerp_(unwrap_local(params[name]).detach(), 1 - self.ema_decay)
+
+
+def _compiling(policy: Policy | Plan | None, compile: bool | Mapping[str, Any]) -> Policy | Plan:
+    """The policy, with the wish to compile in it."""
+    if not compile:
+        return policy if policy is not None else Policy()
+    if isinstance(policy, Plan):
+        raise ValueError("Trainer(compile=...): the plan has decided that; make it with Policy(compile=...)")
+    return (policy or Policy()) | Policy(compile=compile)
+
+
+def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """What `trainer.module.load_state_dict` copies must be this rank's parts.
+
+    Raises:
+        ShardError: they are another rank's.
+    """
+    ranks = list(range(torch.distributed.get_world_size()))
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            directories.require_own_part(f"load_state_dict: '{name}'", value, ranks)
+
+
+def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if found != shape:
+        raise ShardError(f"Trainer.load_state_dict: {what} is {found}, the model has {shape}")
+
+
+def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema: Any, scaler: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
+            f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
+        )
+    for name, value in (("clip", clip), ("ema", ema)):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"Trainer({name}={value!r}): expected a number, or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"Trainer(scaler={scaler!r}): expected a torch.amp.GradScaler, or None")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"Trainer(accumulate={accumulate!r}): how many microbatches a step has, at least 1")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Trainer(clip={clip!r}): the largest gradient norm, above 0, or None")
+    if ema is not None and not 0 <= ema < 1:
+        raise ValueError(f"Trainer(ema={ema!r}): the decay of the average, in [0, 1), or None")
+
+
+def _scaling(loss_fn: Callable[..., Any], scaler: torch.amp.GradScaler | None) -> Callable[..., Any]:
+    """The loss function, times the scale."""
+    if scaler is None:
+        return loss_fn
+    scale = scaler.get_scale()
+
+    def scaled(params: Params, *batch: Any) -> Any:
+        loss = loss_fn(params, *batch)
+        total = loss.total if isinstance(loss, Mean) else loss
+        wide = total.to(torch.promote_types(total.dtype, torch.float32)) * scale
+        return Mean(wide, loss.count) if isinstance(loss, Mean) else wide
+
+    return scaled
+
+
+def _weight(count: Tensor | None) -> Tensor:
+    """Of a microbatch, in the mean over all.
+
+    Raises:
+        ShardError: the count has a derivative, so that the gradient of the quotient is no mean of gradients.
+    """
+    if count is not None and count.requires_grad:
+        raise ShardError(
+            "Trainer.step: loss_fn returns sf.data.Mean(total, count) with a count that depends on the parameters, "
+            "which accumulate > 1 cannot differentiate. Use accumulate=1, or count.detach() to leave its derivative out"
+        )
+    return torch.ones((), dtype=torch.float64) if count is None else count
+
+
+def _advance(scaler: torch.amp.GradScaler, norm: Tensor) -> bool:
+    """Whether the gradients of a step are finite on all ranks, as their global norm says; choose the next scale."""
+    finite, state = bool(norm.isfinite()), scaler.state_dict()
+    good = state["_growth_tracker"] + 1 if finite else 0
+    grows = good == state["growth_interval"]
+    factor = state["growth_factor"] if grows else 1.0 if finite else state["backoff_factor"]
+    scaler.load_state_dict(state | {"scale": state["scale"] * factor, "_growth_tracker": 0 if grows else good})
+    return finite
+
+
+def _scaled(loss: Tensor, grads: Params, factor: Tensor) -> tuple[Tensor, Params]:
+    return loss * factor.to(loss.dtype), map_local(lambda g: g * factor.to(g.dtype), grads)
+
+
+def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """The batch cut on dim 0 into equal parts."""
+    if count == 1:
+        return [batch]
+    leaves, spec = pytree.tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] % count):
+            size = leaf.shape[0] if leaf.dim() else "no dim"
+            raise ShardError(
+                f"Trainer.step: accumulate={count} parts of a batch of shape {tuple(leaf.shape)} ({size} % {count})"
+            )
+    cut = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(count)]

@@ -1,0 +1,395 @@
+"""What a run without data was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
+
+Layer 3.
+
+[Note: guards]
+A forward may go another way when a number, an attribute or an item of a list is another one. At first each that a run
+could see is taken for one that it decided by: all numbers among its arguments, the attributes that it read before it
+had assigned them, and what these hold. When some have changed, the run is repeated with numbers and lists in their
+places that remember what they were asked (`Watch`). What was only added and multiplied, or only appended to, is no
+guard from then on; a comparison is one by its outcome. So a counter and an annealed factor cost one such repetition,
+and no more.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not, methodcaller
+from types import FunctionType, MethodType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
+from shardfn.layout import StandIn, class_of, unwrapped
+from shardfn.trace.paired_sizes import methods
+from shardfn.trace.reached import Held, alike, reach, read, users_classes
+from shardfn.trace.values import Values, is_cache
+
+_NOTHING = object()
+_dict_of = attrgetter("__dict__")
+_values_of = methodcaller("values")
+_forward_of = attrgetter("forward")
+_is_there = partial(is_not, None)
+_METHOD_KINDS = {FunctionType, staticmethod, classmethod, property}
+_NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
+_ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
+
+Look = Callable[["Place"], Any]
+Rule = tuple[Callable[[Look], Any], Any]  # of what is in places, what was asked, and the answer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is: a leaf of the arguments, an entry of a table, or a list that is there."""
+
+    table: Any  # a dict; None for a leaf
+    name: Any
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        return id(self.table), self.name
+
+    def now(self, leaves: Sequence[Any]) -> Any:
+        """The value."""
+        return leaves[self.name] if self.table is None else self.table.get(self.name, _NOTHING)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether it is an entry of a table, with tensors in it."""
+        return self.table is not None and any(isinstance(x, Tensor) for x in pytree.tree_leaves(self.now(())))
+
+
+@contextmanager
+def reads_noted(model: nn.Module, found: dict[tuple[int, Any], Place]) -> Iterator[None]:
+    """Within it, the attributes of a model's modules that are read before they are assigned are added to `found`."""
+    own = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
+
+    def note(module: Any, name: str) -> None:
+        if name in _NAMES or id(module) not in own:
+            return
+        before, kind = own[id(module)]
+        table = object.__getattribute__(module, "__dict__")
+        held = table.get(name, _NOTHING)
+        if held is not before.get(name, _NOTHING):
+            return  # the forward has assigned it
+        if held is _NOTHING and name in table["_modules"]:
+            table = table["_modules"]
+        elif held is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
+            return
+        found.setdefault((id(table), name), Place(table, name))
+
+    with attributes_read(note):
+        yield
+
+
+class Structure:
+    """The modules that a model is made of, their classes, forwards and methods, and the hooks around them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [table for module in model.modules() if (table := children_of(module))]
+        self._hooks = forward_hooks(model)
+        self._methods = [vars(cls) for cls in users_classes(model)]
+        self._was = self._now(model)
+
+    def _now(self, model: nn.Module) -> list[Any]:
+        children = [*chain.from_iterable(map(dict.values, self._tables))]
+        inside = [model, *filter(_is_there, children)]
+        kinds = [*map(type, inside)]
+        own = map(dict.get, map(_dict_of, inside), repeat("forward"))
+        own = [forward.original if isinstance(forward, StandIn) else forward for forward in own]
+        methods = [x for x in chain.from_iterable(map(_values_of, self._methods)) if type(x) in _METHOD_KINDS]
+        return [*children, *kinds, *own, *map(_forward_of, dict.fromkeys(kinds)), *methods]
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the model is made as it was."""
+        now = self._now(model)
+        return len(now) == len(self._was) and all(map(is_, now, self._was))
+
+    def hooks(self) -> list[Any]:
+        """The hooks that there are now, each with where it is."""
+        return [(id(own), signature(hook, sizes=False)) for own in filter(None, self._hooks) for hook in own.values()]
+
+
+class Guards:
+    """What has to be as it was for a run to be about a call."""
+
+    def __init__(self, leaves: Sequence[Any], found: Sequence[Place]) -> None:
+        """Those of a run of arguments with these leaves that read what is in these places."""
+        kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
+        own = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
+        self.places = [*(Place(None, at) for at in own), *found]
+        self.values = [place.now(leaves) for place in self.places]
+        self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
+        self.rules: Sequence[Rule] = ()
+        self.loose: dict[tuple[int, Any], tuple[Place, Any]] = {}  # what the rules are about, and was there
+        self._list()
+
+    def _list(self) -> None:
+        own = [(place, value) for place, value in zip(self.places, self.values, strict=True) if place.table is not None]
+        self._tables = [place.table for place, _ in own]
+        self._names = [place.name for place, _ in own]
+        self._owned = [value for _, value in own]
+        # Most are read as they are: every call does.
+        self._contents = [
+            (value, value if type(value) in (dict, list, set) else _only_table(value), held)
+            for value, held in self.held.values()
+        ]
+        self._leaves = [(p.name, v) for p, v in zip(self.places, self.values, strict=True) if p.table is None]
+
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether all is as it was."""
+        same = all(map(is_, map(dict.get, self._tables, self._names, repeat(_NOTHING)), self._owned))
+        same = same and all(alike(read(value) if now is None else now, held) for value, now, held in self._contents)
+        same = same and all(leaves[at] is value or _equal(leaves[at], value, self.held) for at, value in self._leaves)
+        return (same or not self.broken(leaves)) and self.answered(leaves)
+
+    def answered(self, leaves: Sequence[Any]) -> bool:
+        """Whether the rules hold."""
+        return not self.rules or answered(self.rules, lambda place: place.now(leaves))
+
+    def broken(self, leaves: Sequence[Any]) -> list[Place]:
+        """The places where something else is; equal values are taken over."""
+        found = []
+        for at, place in enumerate(self.places):
+            now = place.now(leaves)
+            if now is self.values[at]:
+                continue
+            if _equal(now, self.values[at], self.held):
+                moved = self.held.pop(id(self.values[at]), None)
+                self.held |= reach([now]) if moved is not None else {}
+                self.values[at] = now
+            else:
+                found.append(place)
+        for key, (value, held) in list(self.held.items()):
+            if alike(now := read(value), held):
+                continue
+            if _equal(now, held, self.held):
+                self.held[key] = value, now
+            elif not isinstance(value, dict | list | set) and held.keys() == now.keys():
+                found += [Place(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)]
+            else:
+                found += self._owners(value) or [Place({0: None}, 0)]
+        self._list()
+        return found
+
+    def _owners(self, value: Any) -> list[Place]:
+        """The places that hold a container."""
+        own = [place for place, held in zip(self.places, self.values, strict=True) if held is value]
+        tables = [(_table(v), held) for v, held in self.held.values() if isinstance(held, dict)]
+        return own + [Place(t, name) for t, held in tables for name, x in held.items() if x is value and t is not None]
+
+    def relaxed(self, watch: "Watch") -> bool:
+        """From now on what a watch has seen is asked of its places; if the run that these are of went the same way."""
+        known = {place.key: value for place, value in zip(self.places, self.values, strict=True)}
+        for value, held in self.held.values():
+            known |= {(id(_table(value)), name): x for name, x in held.items()} if isinstance(held, dict) else {}
+        known |= {key: value for key, (_, value) in self.loose.items()}
+        seen = list(watch.places.values())
+        if not all(type(known.get(place.key, _NOTHING)) is type(value) for place, value in seen):
+            return False
+        if watch.asked or not answered(watch.rules, lambda place: known[place.key]):
+            return False
+        self.rules, self.loose = watch.rules, {place.key: (place, known[place.key]) for place, _ in seen}
+        lists = {id(value) for _, value in self.loose.values()}
+        self.held = {at: found for at, found in self.held.items() if at not in lists}
+        kept = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.key not in self.loose]
+        for at, (value, held) in list(self.held.items()):
+            names = {name for table, name in self.loose if isinstance(held, dict) and table == id(_table(value))}
+            if names:  # the others by themselves
+                del self.held[at]
+                kept += [(Place(_table(value), name), x) for name, x in held.items() if name not in names]
+        self.places, self.values = [place for place, _ in kept], [value for _, value in kept]
+        self._list()
+        return True
+
+
+def answered(rules: Sequence[Rule], look: Look) -> bool:
+    """Whether what was asked has the answers that it had."""
+    try:
+        return all(of(look) == answer for of, answer in rules)
+    except Exception:  # it cannot be asked of what is there
+        return False
+
+
+def _table(value: Any) -> Any:
+    return value if isinstance(value, dict) else getattr(value, "__dict__", None)
+
+
+def _only_table(value: Any) -> Any:
+    """The table of attributes, where an object has no others."""
+    slotted = any("__slots__" in vars(cls) for cls in type(value).__mro__[:-1])
+    return None if slotted or isinstance(value, dict | list | set) else getattr(value, "__dict__", None)
+
+
+def _equal(a: Any, b: Any, held: Held) -> bool:
+    """Whether two values are alike for a forward."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
+    if type(a) is not type(b) or isinstance(a, Tensor | nn.Module) or callable(a):
+        return False
+    b = held[id(b)][1] if id(b) in held else b
+    a = read(a) if isinstance(b, dict) and not isinstance(a, dict) else a
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_equal(x, y, held) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(_equal(x, b[name], held) for name, x in a.items())
+    try:
+        return bool(a == b)
+    except Exception:  # values that cannot be compared are other ones
+        return False
+
+
+def signature(leaf: Any, sizes: bool) -> Any:
+    """What of a leaf of the arguments is always looked at; numbers and objects have places of their own."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape) if sizes else leaf.dim(), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, FunctionType | MethodType):
+        return leaf.__code__ if isinstance(leaf, FunctionType) else leaf.__func__
+    return (type(leaf), leaf) if isinstance(leaf, _WORDS) else type(leaf)
+
+
+_WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
+
+
+class Watch(TorchFunctionMode):
+    """Puts numbers and lists that remember what they are asked into some places, in a run without data."""
+
+    _known: Values  # of tensors, in that run
+
+    def __init__(self, places: Sequence[Place], leaves: Sequence[Any]) -> None:
+        super().__init__()
+        self.places = {place.key: (place, place.now(leaves)) for place in places}
+        self.rules: list[Rule] = []
+        self.asked: set[tuple[int, Any]] = set()  # lists
+        self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
+
+    @staticmethod
+    def serves(value: Any) -> bool:
+        """Whether it can stand for a value."""
+        return type(value) in (int, float, list, dict, set)
+
+    def put(self, leaves: list[Any], known: Values) -> None:
+        """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
+        self._known = known
+        for place, value in self.places.values():
+            made = self._stand_in(place, value)
+            if place.table is None:
+                leaves[1 + place.name] = made  # after the path of the module that is called
+            else:
+                place.table[place.name] = made
+
+    def _stand_in(self, place: Place, value: Any) -> Any:
+        if type(value) in (int, float):
+            return _number(self, value, lambda look: look(place))
+        made = _CONTAINERS[type(value)](value)
+        made.__dict__["ask"] = lambda: self.asked.add(place.key)
+        return made
+
+    def __enter__(self) -> Any:
+        self._math.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._math.stop()
+
+    def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
+        """Something was asked of a number."""
+        self.rules.append((of, answer))
+        return answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = any(isinstance(x, Tensor) and self._known.of(x) is not None for x in args)
+        free = getattr(func, "__name__", "").strip("_").removeprefix("i") in _ARITHMETIC and not known
+
+        def plain(x: Any) -> Any:
+            if type(x) in (_Int, _Float):
+                return x.value if free else self.note(x.of, x.value)
+            if isinstance(x, tuple | list) and type(x) is not torch.Size:
+                items = [plain(item) for item in x]
+                return tuple(items) if isinstance(x, tuple) else items
+            return slice(plain(x.start), plain(x.stop), plain(x.step)) if isinstance(x, slice) else x
+
+        return func(*map(plain, args), **{key: plain(x) for key, x in (kwargs or {}).items()})
+
+
+class _Number:
+    """A number that remembers what it is asked; torch takes it for one of its own, and hands it to modes as it is."""
+
+    def __init__(self, watch: Watch, value: Any, of: Callable[[Look], Any]) -> None:
+        self.watch, self.value, self.of = watch, value, of
+
+    def ask(self) -> Any:
+        """The value, which something is decided by."""
+        return self.watch.note(self.of, self.value)
+
+    def __hash__(self) -> int:
+        return hash(self.ask())
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self.value, name):  # torch looks for some
+            raise AttributeError(name)
+        return getattr(self.ask(), name)
+
+
+def _number(watch: Watch, value: Any, of: Callable[[Look], Any]) -> Any:
+    kinds = {int: _Int, float: _Float}
+    return kinds[type(value)](watch, value, of) if type(value) in kinds else watch.note(of, value)
+
+
+def _computed(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function makes of numbers; it remembers how."""
+    watch = next(x.watch for x in given if isinstance(x, _Number))
+    asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in given]
+    value = function(*(x.value if isinstance(x, _Number) else x for x in given))
+    return _number(watch, value, lambda look: function(*(of(look) for of in asked)))
+
+
+def _followed(function: Callable[..., Any]) -> Any:
+    """A function of `math` that also takes numbers that remember; those that C code reads do not."""
+
+    def call(*args: Any) -> Any:
+        return _computed(function, *args) if any(isinstance(x, _Number) for x in args) else function(*args)
+
+    return call
+
+
+_MATH = ("exp", "log", "sqrt", "pow", "cos", "sin", "tanh", "log1p", "expm1")
+_Int: Any = type("_Int", (_Number, torch.SymInt), {"__class__": property(lambda self: int)})
+_Float: Any = type("_Float", (_Number, torch.SymFloat), {"__class__": property(lambda self: float)})
+for _kind in (_Int, _Float):
+    for _name, _method in methods(_computed, _Number.ask, (_Int, _Float)).items():
+        setattr(_kind, _name, _method)
+
+
+def _telling(kind: type, silent: str) -> Any:
+    """A container that tells when it is asked for something; it may be added to."""
+
+    def method(name: str) -> Any:
+        def asks(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (ask := self.__dict__.get("ask")) is not None:
+                ask()
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return asks
+
+    made = set("__init__ __new__ __getattribute__ __setattr__ __delattr__ __class__ __init_subclass__".split())
+    made |= set("__subclasshook__ __class_getitem__ __doc__ __hash__".split()) | set(silent.split())
+    return type(kind.__name__, (kind,), {name: method(name) for name in dir(kind) if name not in made})
+
+
+_CONTAINERS = {
+    list: _telling(list, "append extend insert __iadd__"),
+    dict: _telling(dict, "__setitem__ update __ior__"),
+    set: _telling(set, "add update __ior__"),
+}

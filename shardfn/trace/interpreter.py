@@ -1,0 +1,592 @@
+"""Which values differ between the ranks of a compute axis, and how, found by a run without data. Layer 3.
+
+[Note: varying and invariant]
+Along a compute axis a value is *varying* when each rank has another part of it, *invariant* when all have the same.
+The derived collectives keep both sides consistent as long as no gradient flows from a varying value into an invariant
+one without a `pvary` between them: `q_norm` (a scale over head_dim, replicated) applied to tp-local heads, or keys that
+are replicated because their heads do not divide. There the gradient on each rank is only a part of the sum. JAX inserts
+the missing `pvary` from its types; here the forward runs once on meta tensors under `Variance`, which follows the types
+through every operation and says where it is missing.
+
+[Note: beside the whole]
+Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So every operation is
+done on what one process has, too (`paired.py`), and each result must be the part of the whole one that is claimed.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfn import _torch
+from shardfn.comm import Moved, watching
+from shardfn.layout import SAME, Cure, Kind, Part, Problem, Shape, Stuck, Tag, after_collective, even
+from shardfn.parallel import Adjustments
+from shardfn.trace import padding, paired_sizes
+from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here, parts_after
+from shardfn.trace.paired_sizes import Paired, World, Worlds, local_of, taken, whole_of
+from shardfn.trace.value_numbers import Numbers
+from shardfn.trace.values import EMPTY, Values, leaves_of, tensors_of
+
+_REPEATING = {"expand", "repeat"}
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
+_CUTS = {"slice", "narrow"}
+# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
+_SIZES = set(
+    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
+    "normalized_shape num_classes self_size input_sizes".split()
+)
+_NEVER_SEEN = Tag(), 0  # and before anything was written
+_Made = list[dict[str, Part]]  # by axis, what each result of an operation is
+
+
+class _Done(NamedTuple):
+    """An operation in one process: its name, what it was given, and the shapes of its results."""
+
+    name: str
+    given: tuple[Any, Any]
+    shapes: Shapes
+
+
+def _shapes(tree: Any) -> Shapes:
+    return tuple(tuple(x.shape) for x in tensors_of(tree))
+
+
+class Variance(_torch.TorchDispatchMode):
+    """Follows tags through the operations of a forward."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        world: World = "both",
+        ours: Collection[str] = (),
+        padded: Collection[tuple[int, int]] = (),
+        asked_for: str = "",
+        numbers: Numbers | None = None,
+        on_cpu: bool = True,
+    ) -> None:
+        """Follow what differs over axes.
+
+        Args:
+            sizes: the axes over which values may be split, and their sizes.
+            world: the worlds to run in.
+            ours: modules whose forwards are derived from rules.
+            padded: (true size, stored size) of factors that are padded on ranks.
+            asked_for: which derivatives are, besides a gradient, see `derivatives_asked_for`.
+            numbers: those of values, if they count.
+            on_cpu: whether the forward computes there, see `Values`.
+        """
+        super().__init__()
+        self.sizes = dict(sizes)
+        self.worlds, self._pairs = Worlds(world), world == "both"
+        self.worlds.path = lambda: self._path[-1]
+        self.values, self.numbers = numbers.values if numbers is not None else Values(on_cpu), numbers
+        self._ours, self._padded = frozenset(ours), frozenset(padded)
+        self._asked_for = asked_for
+        self._path: list[str] = [""]
+        self.failed_at = ""  # the path of the module in which the run failed; empty for the model itself
+        self._instead: Tensor | None = None  # what the next copy gives
+        self._done: list[_Done] | None = None  # by a function in one process
+        self._expected: Iterator[_Done] | None = None  # the same, when a rank does it after that
+        self._tags = WeakIdKeyDictionary()  # tensor -> its tag, and how many writes there were when that was made
+        self.zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
+        self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
+        self._writes = 0  # of values that are split otherwise than what they replace
+        self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
+        self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
+        self.found, self.problems = Adjustments(), list[Problem]()  # what is missing, and what nothing can mend
+        self.stuck: Stuck | None = None
+        self.losses: list[Problem] = []  # where parts were lost, in order
+        self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def tag(self, tensor: Tensor) -> Tag:
+        """What is known; a tensor never seen is invariant."""
+        known, seen = self._tags.get(tensor) or _NEVER_SEEN
+        written = self._written.get(_torch.storage_number(local_of(tensor))) if self._written else None
+        if written is not None and written[1] > seen:
+            why = "another view of its memory was written with values that are split otherwise"
+            return replace(known, parts=dict.fromkeys(known.parts or self.sizes, Part("lost", why=why, cure="rules")))
+        return known
+
+    def part(self, x: Tensor, axis: str) -> Part | None:
+        """What a tensor is over an axis."""
+        return self.tag(x).parts.get(axis)
+
+    def mark(self, tensor: Tensor, tag: Tag) -> None:
+        """Say what a collective or a module made of a tensor."""
+        self._tags[tensor] = tag, self._writes
+
+    def as_list(self, x: Tensor) -> Any:
+        """The values of a tensor; None when they are not known."""
+        rank, one = self.values.as_list(local_of(x)), self.values.as_list(whole_of(x))
+        return None if rank is None or one is None else paired_sizes.both(rank, one)
+
+    def read(self, *values: Tensor) -> None:
+        """Python reads these: refuse what is made of a rank's sizes, of which both worlds have one memory."""
+        for x in values:
+            if not x.is_meta and self.worlds.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
+                self.refuse("the forward reads a value that is made of this rank's sizes", "sizes", x)
+
+    # -- where the run is ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Within the forward of a module; remembers the deepest one that raised."""
+        self._path.append(path)
+        try:
+            yield
+        except Exception:
+            self.failed_at = self.failed_at or path
+            raise
+        finally:
+            self._path.pop()
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Within it operations are those of a rank alone."""
+        return self.worlds.only("one" if self.worlds.at == "one" else "rank")
+
+    # -- both worlds --------------------------------------------------------------------------------------------------
+
+    def in_each_world(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a rank and one process make of arguments, each by itself, as one; of one world alone what that makes."""
+        if self.worlds.at != "both":
+            return (of_one if self.worlds.at == "one" else of_rank)(*args, **kwargs)
+        with self.worlds.only("rank"):
+            mine = of_rank(*args, **kwargs)
+        with self.worlds.only("one"), torch.no_grad():
+            whole = of_one(*args, **kwargs)
+        return self.packed(mine, whole)
+
+    def function_in_each_world(self, done: Callable[[], Any], given: Any) -> Any:
+        """What a function of torch makes of what it is given, in each world by itself.
+
+        As long as it does the same operations in both, the shapes of results are known.
+        """
+        self._done = []
+        with self.worlds.only("one"), torch.no_grad():
+            whole = done()
+        self._expected, self._done = iter(self._done), None
+        with self.worlds.only("rank"):
+            mine = done()
+        self._expected = None
+        out = self.packed(mine, whole)
+        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
+        if why:
+            self._lose(results, why, "pads")
+        for x in results:
+            shape, expected = tuple(local_of(x).shape), tuple(whole_of(x).shape)
+            if any(part.kind == "lost" for part in self.tag(x).parts.values()):
+                continue  # which says more
+            if not self._fits(self.tag(x).whole_shape(shape, self.sizes), expected):
+                self._lose([x], f"a result has shape {shape} here and {expected} on one rank, which it is no part of")
+        return out
+
+    def packed(self, mine: Any, whole: Any) -> Any:
+        """What a rank has, and what one process has in its place, as one."""
+        leaves, structure = _torch.pytree.tree_flatten(mine)
+        others, other = _torch.pytree.tree_flatten(whole)
+        if len(leaves) != len(others) or structure != other:
+            self._lose(tensors_of(leaves), f"{len(leaves)} values are made here, and {len(others)} on one rank")
+            return mine
+        return _torch.pytree.tree_unflatten([self._pack(a, b) for a, b in zip(leaves, others, strict=True)], structure)
+
+    def beside(self, x: Tensor, whole: Tensor) -> Tensor:
+        """What a rank has, beside what one process has in its place."""
+        return self._pack(x, whole_of(whole)) if self._pairs else x
+
+    def _pack(self, mine: Any, whole: Any) -> Any:
+        if isinstance(mine, tuple) and isinstance(whole, tuple) and len(mine) == len(whole):  # sizes
+            return type(mine)(self._pack(a, b) for a, b in zip(mine, whole, strict=True))
+        if not (isinstance(mine, Tensor) and isinstance(whole, Tensor)):
+            plain = isinstance(mine, int | float | str | list | range | torch.dtype)
+            return paired_sizes.both(mine, whole) if plain and type(mine) is type(whole) else mine
+        if mine is whole:
+            return mine
+        local, other = local_of(mine), whole_of(whole)
+        if local.dim() != other.dim():
+            self._lose([mine], f"a value has shape {tuple(local.shape)} here and {tuple(other.shape)} on one rank")
+            return mine
+        if (
+            type(mine) is not Paired
+            and paired_sizes.lie_alike(local, other)
+            and self.values.agree(local, other, held=True)
+        ):
+            return mine
+        tag = self.tag(mine)
+        with _torch.outside_dispatch():
+            made = Paired(local.detach(), other.detach())  # another tensor, of the same memory
+        for old, new in ((local, made.local), (other, made.whole)):
+            self.values.same(new, old)
+        with torch.set_grad_enabled(mine.requires_grad):
+            self._instead = made
+            out = mine.clone()
+        self.mark(out, tag)
+        if self.numbers is not None:
+            self.numbers.same(out, mine)
+        self._place(out, tuple(other.shape))
+        if not tag.parts and not self.values.agree(local, other, held=True):
+            self._lose([out], "a value is made of this rank's sizes")
+        return out
+
+    def _place(self, x: Tensor, whole: Shape) -> None:
+        """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
+        tag, shape = self.tag(x), tuple(local_of(x).shape)
+        for axis, part in tag.parts.items() if len(tag.parts) == 1 else ():
+            ways = [part, *(even(dim, size) for dim, size in enumerate(shape))] if part.alone else []
+            fits = [way for way in ways if way.whole_shape(shape, self.sizes[axis]) == whole]
+            if fits and fits[0] is not part:
+                self.mark(x, replace(tag, parts={axis: fits[0]}))
+
+    def _lose(self, tensors: Sequence[Tensor], why: str, cure: Cure = "sizes") -> None:
+        lost = Part("lost", why=why, cure=cure, where=self._path[-1])
+        for x in tensors:
+            self.mark(x, replace(self.tag(x), parts=dict.fromkeys(self.tag(x).parts or list(self.sizes)[:1], lost)))
+
+    def _lose_all(self, results: Sequence[dict[str, Part]], why: str, cure: Cure = "sizes") -> None:
+        """Lose the parts of the results of an operation."""
+        for own in results:
+            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure=cure)))
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> Tensor:
+        """A collective made `out` of x; one process has x itself."""
+        if self.worlds.at == "one":
+            return out
+        if moved.axis in self.sizes:
+            self._follow_collective(moved, x, out)
+        if self.numbers is not None:
+            self.numbers.same(out, x, moved.kind, moved.axis, moved.dims)
+        return self.beside(out, x)
+
+    def _follow_collective(self, moved: Moved, x: Tensor, out: Tensor) -> None:
+        known = self.tag(x)
+        parts = dict(known.parts)
+        before = parts.pop(moved.axis, None)
+        varies = before is not None and (before != SAME or known.wants or x.requires_grad)
+        if varies and moved.kind in ("pvary", "shard_slice"):
+            self.refuse(
+                f"{moved.kind} over '{moved.axis}' of a value that varies over it: its gradient would be added up "
+                f"twice. For an argument of a parallel forward write layouts.entered(x, '{moved.axis}', its place)",
+                "twice",
+            )
+        # What was lost in a parallel forward that is running: its author knows what is done with it.
+        theirs = before is not None and before.where in self._path and before.where in self._ours
+        lost = before is not None and before.kind == "lost" and not theirs
+        part = before if lost else after_collective(moved.kind, local_of(out).shape, moved.dims)
+        if part is not None:
+            parts[moved.axis] = part
+        wants = known.wants or x.requires_grad
+        still_split = any(part.split for part in parts.values())
+        self.mark(out, Tag(parts, wants, frozenset(), known.split_by if still_split else frozenset()))
+
+    # -- problems -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, why: str, kind: Kind = "rules", x: Tensor | None = None) -> None:
+        """Note a problem with a value at the module that is running; of a lost one, its part says the kind."""
+        path = here = self._path[-1]
+        known = self.tag(x) if x is not None else Tag()
+        lost = next((part for part in known.parts.values() if part.kind == "lost"), None)
+        if lost is not None:
+            kind, here = lost.cure, path if lost.where is None else lost.where
+        where = f" (in {here or '(the model)'!r})" if here != path else ""
+        self.problems.append(Problem(f"in {path or '(the model)'!r}: {why}{where}", kind, known.split_by, here))
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _torch.OF_MEMORY:
+            return paired_sizes.of_memory(func, args)
+        given = args, kwargs or {}
+        if self._instead is not None:
+            out, self._instead = self._instead, None
+            return out
+        world = self.worlds.at if watching() or self.worlds.at == "one" else "rank"
+        self.stuck = None
+        pairs = paired_sizes.is_paired(given)
+        if world == "one":
+            return self._alone(func, given) if pairs else self._of_one(func, given)
+        done, name = func, _torch.base_name(func)
+        if pairs and name in _VIEWS:
+            done, given = torch.ops.aten.reshape.default, (args[:2], given[1])
+        mine = taken(given, "rank") if pairs else given
+        try:
+            out = local = whole = self.values.run(done, *mine)
+            if pairs and world == "both":
+                whole = self.values.run(done, *taken(given, "one"))
+        except Exception:
+            self.stuck = Stuck(name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(given)))
+            raise
+        if pairs:
+            out = paired_sizes.paired(local, whole, {id(local_of(x)): x for x in tensors_of(given)}, self.values.agree)
+        if not watching():
+            return out  # within a collective, which says itself what it made
+        self._note_draws(func, args, out)
+        if name == "_local_scalar_dense":
+            self.read(args[0])
+        self._follow(func, given, mine, out, local, whole if world == "both" else None)
+        if self.numbers is not None:
+            self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
+            self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
+        return out
+
+    def _alone(self, func: Any, given: Any) -> Any:
+        """An operation in one process; what it writes is what it was given."""
+        out = self._of_one(func, taken(given, "one"))
+        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(given)})
+
+    def _of_one(self, func: Any, given: Any) -> Any:
+        out = self.values.run(func, *given)
+        if self._done is not None:
+            self._done.append(_Done(_torch.base_name(func), given, _shapes(out)))
+        return out
+
+    def _in_one(self, func: Any) -> _Done | None:
+        """The same operation in one process, of a function that is done in each world by itself."""
+        done = next(self._expected, None) if self._expected is not None else None
+        if done is None or done.name == _torch.base_name(func):
+            return done
+        self._expected = iter(())  # it does others from here on
+        return None
+
+    def _note_draws(self, func: Any, args: Any, out: Any) -> None:
+        """Refuse decisions by random values: each way would need a run of its own."""
+        name = _torch.base_name(func)
+        results = [x for x in tensors_of(out) if not x.is_meta]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._drawn.update(dict.fromkeys(results, name in ("rand", "rand_like")))
+            return
+        drawn = [self._drawn[x] for x in tensors_of(args) if x in self._drawn] if self._drawn else []
+        if not drawn:
+            return
+        if name == "_local_scalar_dense":
+            self.refuse(
+                "the forward decides by a random value, which goes one way here and may go another one later: draw it "
+                "outside of the model and pass it as an argument, or do without (layerdrop=0)",
+                "random",
+            )
+        certain = all(drawn) and name in ("lt", "le", "gt", "ge") and isinstance(args[1], int | float)
+        if not (certain and not 0 < args[1] < 1):
+            self._drawn.update(dict.fromkeys(results, all(drawn) and name in MOVES))
+
+    def hooked(self, x: Tensor) -> None:
+        """Something will be called with the gradient of x: refuse that where it is a part of it."""
+        for axis, part in self.tag(x).parts.items():
+            if part.in_shares:
+                what = f"a hook on a value that ranks of '{axis}' use in shares gets a part of its gradient"
+                self.refuse(what, "backward", x)
+
+    def note_backwards(self, values: Sequence[Tensor]) -> None:
+        """Remember those that ranks use in shares, and that were made by what has a backward of the user's."""
+        for x in values:
+            if _torch.has_hooks(x):
+                self.hooked(x)
+            elif _torch.users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
+                self.with_backwards.setdefault(id(x), (x, self._path[-1]))
+
+    def _follow(self, func: Any, given: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
+        inputs, results, made = tensors_of(given), tensors_of(out), tensors_of(local)
+        self.note_backwards(inputs)
+        name = _torch.base_name(func)
+        done, apart = self._in_one(func), self._expected is not None
+        shapes = _shapes(whole) if whole is not None else done and done.shapes
+        parts = self._parts(func, inputs, mine, made, shapes)
+        if apart and (_torch.is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
+            self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
+        if whole is not None:
+            self._compare(func, given, mine, made, whole, parts)
+            if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
+                self._lose_all([own for own in parts if own], why, "pads")
+        self._require_alike(func, inputs, parts)
+        self._need_whole(inputs, parts)
+        known = self._joined(inputs, parts, str(func))
+        for own in parts:
+            fresh = {axis: part for axis, part in own.items() if part.kind == "lost" and part.where is None}
+            own.update({axis: replace(part, where=self._path[-1]) for axis, part in fresh.items()})
+            self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1]) for p in fresh.values()]
+        weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
+        empty = self._empty(func, inputs, mine) if self._padded else frozenset[str]()
+        for result, own in zip(results, parts, strict=True):
+            splits = frozenset(axis for axis, part in own.items() if part.split)
+            tag = replace(known, parts=own, weight=weight, empty=empty & splits)
+            if _torch.is_mutable(func):
+                if own and not result.is_meta and not inputs[0].is_meta:
+                    self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
+                if self.tag(result).parts != own:  # other views of its memory know nothing of what is in it now
+                    self._writes += 1
+                    memory = local_of(result)
+                    self._written[_torch.storage_number(memory)] = memory.untyped_storage(), self._writes
+                self._tag_base(result, tag)
+            if inputs or own:
+                self.mark(result, tag)
+        for x in inputs:  # viewed, or written into
+            self.zeros.pop(x, None)
+        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and given[0][0] == 0)
+        self.zeros.update(dict.fromkeys(results if zeros else [], True))
+        self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
+
+    def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
+        """The axes over which results are zero in padding; refuses what is no number there."""
+        found = set[str]()
+        of = {id(local_of(x)): self.tag(x).empty for x in inputs}
+        asks = {id(local_of(x)): x.requires_grad for x in inputs}
+        for axis in frozenset[str]().union(*of.values()):
+            stays, breaks = padding.after(
+                func, *mine, lambda x, axis=axis: axis in of[id(x)], lambda x: asks[id(x)], self._asked_for
+            )
+            if breaks:
+                name = _torch.base_name(func).rstrip("_")
+                self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
+            found.update([axis] if stays else [])
+        return frozenset(found)
+
+    def _need_whole(self, inputs: list[Tensor], parts: _Made) -> None:
+        """Tell whether an operation needs a value whole that `Policy.acts` splits."""
+        lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
+        for tag in map(self.tag, inputs) if lost else ():
+            if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
+                self.worlds.needs_whole(tag.by_acts, self._path[-1])
+
+    def _parts(self, func: Any, inputs: list[Tensor], mine: Any, results: list[Tensor], shapes: Shapes | None) -> _Made:
+        """What each result is; `shapes`: of these in one process."""
+        shapes = shapes if shapes is not None and len(shapes) == len(results) else None
+        tags = {id(local_of(x)): self.tag(x) for x in inputs}
+        zeros = {id(local_of(x)) for x in inputs if x in self.zeros}
+        args, kwargs = mine
+        call = _torch.base_name(func), args, kwargs, results, [local_of(x) for x in inputs]
+        known = tags, zeros, torch.Tag.pointwise in func.tags, shapes, self._padded
+        operations = {axis: Operation(*call, *known, axis, size) for axis, size in self.sizes.items()}
+        varied = [axis for axis in operations if any(axis in tag.parts for tag in tags.values())]
+        made = {axis: parts_after(operations[axis]) for axis in varied}
+        if not varied and shapes is not None:
+            made = made_here(operations)
+        each = range(len(results))
+        return [{axis: part for axis, parts in made.items() if (part := parts[at]) is not None} for at in each]
+
+    def _compare(self, func: Any, given: Any, mine: Any, results: list[Tensor], whole: Any, found: _Made) -> None:
+        """Lose what is not the part of the whole result that it is said to be."""
+        name, wholes = _torch.base_name(func), tensors_of(whole)
+        if len(wholes) != len(results):
+            self._lose_all(found, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
+            return
+        numbers = mine is given or self._numbers_agree(func, mine, taken(given, "one"))
+        problem = ""
+        for result, whole, own in zip(results, wholes, found, strict=True):
+            if any(part.kind == "lost" for part in own.values()):
+                continue
+            expected = tuple(whole.shape)
+            shape = Tag(own).whole_shape(tuple(result.shape), self.sizes)
+            if not self._fits(shape, expected):
+                problem = (
+                    f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a "
+                    f"part of it would make {shape}: a size is taken from elsewhere than the tensors"
+                )
+            elif not numbers or not (own or self.values.agree(result, whole)):
+                problem = f"{name} is given numbers made of this rank's sizes"
+        if problem:
+            self._lose_all(found, problem)  # one wrong result tells of the others
+            if sources := paired_sizes.sources_of(leaves_of(given)):
+                self.worlds.needs_whole(sources, self._path[-1])
+
+    def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+        """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
+        name = _torch.base_name(func)
+        sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
+        named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)
+        for key, value in named.items():
+            if key in sizes:
+                continue
+            pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
+            if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
+                return False
+        if name not in _CUTS:
+            return True
+        (start, size), (expected, of_whole) = _start(named), _start(whole)
+        return start * of_whole == expected * size
+
+    def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Whether shapes are equal, but for padding."""
+        pairs = zip(shape, expected, strict=False)
+        return len(shape) == len(expected) and all(is_stored(mine, other, self._padded) for mine, other in pairs)
+
+    def _repeats_otherwise(self, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> str:
+        """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
+        if not self._padded:
+            return ""
+        heads = [
+            (local_of(x).shape[part.dim], whole_of(x).shape[part.dim])
+            for x in inputs
+            for part in self.tag(x).parts.values()
+            if part.alone and part.second is None
+        ]
+        once = [local_of(x).numel() * whole_of(y).numel() for x, y in zip(inputs, results, strict=False)]
+        again = [local_of(y).numel() * whole_of(x).numel() for x, y in zip(inputs, results, strict=False)]
+        if len(dict(heads)) == len(set(heads)) and not (heads and once != again):
+            return ""
+        return "heads are not repeated as on one rank: pad queries and keys alike"
+
+    def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
+        """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
+        lost = Part("lost", why=f"{_torch.base_name(func)} makes two split dims of one")
+        for own in parts if any(self.tag(x).by_acts for x in inputs) else ():
+            own.update({axis: lost for axis, part in own.items() if part.second is not None})
+
+    def require_varied(self, x: Tensor, axis: str, path: str) -> None:
+        """Have an input of a module varied where it is made, since those of other calls are."""
+        known = self.tag(x)
+        if known.wants or x.requires_grad:
+            why = f"it is called with a value that ranks of '{axis}' use in shares and with one that they share"
+            with self.inside(path):
+                self._vary(known, axis, why)
+
+    def _vary(self, shared: Tag, axis: str, why: str) -> None:
+        """Have a value varied where it is made; that it is not, is refused where this is not known."""
+        self.found |= Adjustments(vary={(source, axis) for source in shared.sources})
+        if not shared.sources:
+            self.refuse(why, "gradient")
+
+    def _tag_base(self, written: Tensor, tag: Tag) -> None:
+        """What is written into a view is in the tensor that it views."""
+        base = _torch.base_of(written)
+        if base is None or not tag.parts:
+            return
+        (known, _), fresh = self._tags.get(base) or _NEVER_SEEN, base in self._fresh
+        parts, have, new = dict(known.parts), local_of(base).shape, local_of(written).shape
+        for axis, part in tag.parts.items():
+            fits = len(have) == len(new) and have[part.dim] == new[part.dim] if part.split else 0
+            if part == SAME and parts.get(axis) in (None, SAME):
+                parts[axis] = SAME
+            elif fits and fresh and axis not in parts:
+                parts[axis] = part
+            elif not (fits and parts.get(axis) == part):
+                parts[axis] = Part("lost", why="split values are written into a piece of a tensor that is not split")
+        self._fresh.pop(base, None)
+        self.mark(base, Tag(parts, known.wants or tag.wants, frozenset(), known.split_by | tag.split_by))
+
+    def _joined(self, inputs: list[Tensor], parts: _Made, operation: str) -> Tag:
+        """What results have of their inputs besides parts."""
+        tags = [(tensor, self.tag(tensor)) for tensor in inputs]
+        axes = frozenset[str]().union(*(tag.parts for _, tag in tags), *parts)
+        grads = [tag for tensor, tag in tags if tensor.requires_grad or (tag.wants and not torch.is_grad_enabled())]
+        for tag in grads:
+            for axis in sorted(axes - tag.parts.keys()):
+                why = f"{operation} joins a value that all ranks of '{axis}' share with one that is split over it"
+                self._vary(tag, axis, why)
+        sources = frozenset[str]()
+        if all(tag.sources for tag in grads):
+            sources = sources.union(*(tag.sources for tag in grads))
+        split_by = frozenset().union(*(tag.split_by for _, tag in tags))
+        wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
+        return Tag({}, wants, sources, split_by)
+
+
+def _start(cut: Mapping[str, Any]) -> tuple[int, int]:
+    """Where a cut with these arguments begins, and the size of the dim along which it is made."""
+    size, begin = cut["self"].shape[cut.get("dim", 0)], cut.get("start") or 0
+    return min(max(begin + (size if begin < 0 else 0), 0), size), size

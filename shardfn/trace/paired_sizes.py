@@ -1,0 +1,329 @@
+"""Two sizes in one run: what one rank has, and what one process has. Layer 3.
+
+[Note: paired sizes]
+A forward with split weights has other sizes on a rank than in one process. It runs once, without data, and every tensor
+whose sizes differ holds two, `Paired`; each size of it is two numbers, `Size`. An operation is done on both, each with
+plain numbers, so that there is nothing to align afterwards: the same operation of the user's line, in both worlds.
+
+    world | what operations take of a pair      | where
+    ------|-------------------------------------|---------------------------------------------
+    both  | each of them by itself              | the model's own forwards
+    rank  | what a rank has                     | parallel forwards, collectives
+    one   | what one process has                | the module's own forward, in place of those
+
+Python decides by a size that differs (`if`, `range`, `float`): it goes the way of one process, and the line is noted.
+Whether a rank, which goes its own way, makes the same values is seen in a run of its own; see `values_of_a_rank` in
+trial.py. torch itself decides by one: the function that is running is done in each world by itself.
+
+A number of two worlds, and one that remembers what it was asked (`guards.py`), are numbers for Python: what a sum, a
+comparison or `int()` of one is, `methods` defines once for all methods of such a kind.
+"""
+
+import linecache
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from inspect import currentframe
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
+from shardfn.context import holding
+from shardfn.trace.values import tensors_of
+
+_Function = Callable[..., Any]
+_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OF_ONE = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne")  # or comparisons
+_COMPUTING: dict[str, _Function] = {f"__{name}__": getattr(operator, name) for name in (*_OF_TWO, *_OF_ONE)}
+_COMPUTING |= {f"__r{name}__": lambda a, b, name=name: getattr(operator, name)(b, a) for name in _OF_TWO}
+_COMPUTING |= {f"__{function.__name__}__": function for function in (round, math.trunc, math.floor, math.ceil)}
+_CONVERTING = (bool, int, float, complex, operator.index, repr, str, format)
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+World = Literal["both", "rank", "one"]
+ALONE: tuple[World, World] = ("rank", "one")
+
+
+def methods(made: _Function, decided: Callable[[Any], Any], kinds: Collection[type]) -> dict[str, _Function]:
+    """The methods of what Python takes for a number, in terms of plain numbers.
+
+    Args:
+        made: `made(function, *numbers)` is what a function makes of them and of plain ones: a sum, a comparison.
+        decided: the plain number that counts, where something else is made of one: by `int`, `if`, `range`, as text.
+        kinds: their classes.
+    """
+
+    def computing(function: _Function) -> _Function:
+        def method(*numbers: Any) -> Any:
+            known = all(type(x) in (int, float, bool, *kinds) for x in numbers)
+            return made(function, *numbers) if known else NotImplemented
+
+        return method
+
+    def converting(function: _Function) -> _Function:
+        return lambda number, *args: function(decided(number), *args)
+
+    found = {name: computing(function) for name, function in _COMPUTING.items()}
+    found |= {f"__{function.__name__}__": converting(function) for function in _CONVERTING}
+    return found | {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda a, b: (b // a, b % a)}
+
+
+class Apart(BaseException):
+    """torch decides by a size that differs: the function that is running has to be done in each world by itself."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A size by which Python decided, which is one here and another one in one process; `line` is the user's."""
+
+    rank: Any
+    one: Any
+    line: str
+    path: str
+
+
+class Worlds:
+    """In which worlds a run is, and what was decided in both by sizes that differ."""
+
+    def __init__(self, at: World = "both") -> None:
+        self.at: World = at
+        self.decided: list[Decision] = []
+        self.in_torch = False  # a function of torch is running
+        self.path: Callable[[], str] = str  # of the module that is running
+        # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
+        self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
+
+    @contextmanager
+    def only(self, world: World) -> Iterator[None]:
+        """Within it, one of them."""
+        before, self.at = self.at, world
+        try:
+            yield
+        finally:
+            self.at = before
+
+    def run(self) -> AbstractContextManager[None]:
+        """Within it, sizes ask these worlds."""
+        return holding(_WORLDS, self)
+
+    def decide(self, rank: Any, one: Any, sources: frozenset[str] = frozenset(), in_general: Any = None) -> Any:
+        """Which of two values counts; within torch there may be one that is right in general.
+
+        Raises:
+            Apart: in both worlds, within a function of torch.
+        """
+        if rank == one or self.at == "rank":
+            return rank
+        if self.at == "one":
+            return one
+        if self.in_torch and in_general is not None:
+            return in_general
+        if self.in_torch:
+            raise Apart
+        decision = Decision(rank, one, _line(), self.path())
+        if decision not in self.decided:
+            self.decided.append(decision)
+        if sources:
+            self.needs_whole(sources, decision.path)
+        return one
+
+
+_WORLDS: ContextVar[Worlds] = ContextVar("worlds")
+
+
+def _line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = currentframe()
+    assert frame is not None
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardfn"):
+        frame = frame.f_back
+    code, at = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, at, frame.f_globals).strip()
+    place = f"{os.path.relpath(code.co_filename)}:{at}"
+    return f"`{text}` ({place})" if text else place
+
+
+class _Sized(Node):
+    """A number of a rank and of one process, as torch's operators see it."""
+
+    def __init__(self, rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(rank, one)
+        self.sources = sources
+
+    def decided(self, in_general: Any = None) -> Any:
+        return _WORLDS.get().decide(self.rank, self.one, self.sources, in_general)
+
+    def made(self, rank: Any, one: Any, *others: Any) -> "Node":
+        return _Sized(rank, one, sources_of((self, *others)))
+
+
+class Size(torch.SymInt):
+    """A size that is one number on a rank and another one in one process; for Python it is an `int`."""
+
+    node: Any
+    __class__: Any = property(lambda self: int)  # for `isinstance`
+
+    def __init__(self, rank: int, one: int, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(_Sized(rank, one, sources))
+
+    def __hash__(self) -> int:
+        raise TypeError(  # einops does without its caches then, which would mix what ranks and one process have
+            f"a size of this rank, {self.node.rank}, which is {self.node.one} on one rank, is no key: write int(n)"
+        )
+
+
+def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
+    """A number that is `rank` and `one`; one that is no integer is decided by."""
+    if type(rank) is type(one) and rank == one:
+        return rank
+    if type(rank) is int and type(one) is int:
+        return Size(rank, one, sources)
+    return _WORLDS.get().decide(rank, one, sources)
+
+
+def of_world(x: Any, world: World) -> Any:
+    """What one world has of a number."""
+    if isinstance(x, _SYMBOLS) and isinstance(x.node, Node):
+        return x.node.one if world == "one" else x.node.rank
+    return x
+
+
+def _computed(function: Callable[..., Any], *numbers: Any) -> Any:
+    rank, one = (function(*(of_world(x, world) for x in numbers)) for world in ALONE)
+    return both(rank, one, sources_of(numbers))
+
+
+for _name, _method in methods(_computed, lambda size: size.node.decided(), (Size, torch.SymInt)).items():
+    setattr(Size, _name, _method)
+
+
+class Paired(Tensor):
+    """A tensor without data that has other sizes, or known values, on a rank than in one process."""
+
+    local: Tensor
+    whole: Tensor
+
+    @staticmethod
+    def __new__(cls: type["Paired"], local: Tensor, whole: Tensor) -> "Paired":
+        """`local` is what a rank has, `whole` what one process has in its place."""
+        shapes, strides = zip(local.shape, whole.shape, strict=True), zip(local.stride(), whole.stride(), strict=True)
+        made = wrapper(cls, [_symbol(*n) for n in shapes], [_symbol(*n) for n in strides], local)
+        made.local, made.whole = local, whole
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Outside of runs: in each world, or in the one that is."""
+        if func in OF_MEMORY:
+            return of_memory(func, args)
+        kwargs = kwargs or {}
+        local, whole = (func(*taken(args, world), **taken(kwargs, world)) for world in ALONE)
+        return paired(local, whole, {id(local_of(x)): x for x in tensors_of(args)})
+
+    __torch_function__: Any = plainly
+
+
+def of_memory(func: Any, args: Any) -> Any:
+    """How a pair lies in memory; who asks for plain numbers decides by them."""
+    rank, one = (OF_MEMORY[func](*taken(args, world)) for world in ALONE)
+    if isinstance(rank, list):
+        made = _WORLDS.get().decide if func in PLAIN else _symbol
+        return [made(*n) for n in zip(rank, one, strict=True)]
+    return _WORLDS.get().decide(rank, one, in_general=False)
+
+
+def _symbol(rank: int, one: int) -> Any:
+    return rank if rank == one else symbol(_Sized(rank, one))
+
+
+def local_of(x: Tensor) -> Tensor:
+    """What a rank has of a tensor."""
+    return x.local if type(x) is Paired else x
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """What one process has in the place of a tensor."""
+    return x.whole if type(x) is Paired else x
+
+
+def taken(tree: Any, world: World) -> Any:
+    """What one world has of the arguments of an operation."""
+    if type(tree) is Paired:
+        return tree.whole if world == "one" else tree.local
+    if isinstance(tree, list | tuple):
+        items = [taken(x, world) for x in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {key: taken(x, world) for key, x in tree.items()}
+    return of_world(tree, world)
+
+
+def is_paired(tree: Any) -> bool:
+    """Whether the worlds have different arguments."""
+    if isinstance(tree, list | tuple):
+        return any(map(is_paired, tree))
+    if isinstance(tree, dict):
+        return any(map(is_paired, tree.values()))
+    return type(tree) is Paired or isinstance(tree, _SYMBOLS)
+
+
+def sources_of(values: Iterable[Any]) -> frozenset[str]:
+    """The modules at which `Policy.acts` splits what sizes among values, or their nodes, are of."""
+    nodes = (x.node if type(x) in (Size, torch.SymInt) else x for x in values)
+    return frozenset[str]().union(*(node.sources for node in nodes if isinstance(node, _Sized)))
+
+
+def lie_alike(local: Tensor, whole: Tensor) -> bool:
+    """Whether there may be one tensor in both worlds, if its values are the same."""
+    return (local.shape, local.stride(), local.dtype) == (whole.shape, whole.stride(), whole.dtype)
+
+
+Same = Callable[[Tensor, Tensor], bool]
+
+
+def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
+    """Results of an operation in both worlds as one; those that are arguments are these.
+
+    `same`: whether known values are.
+    """
+    if isinstance(local, list | tuple):
+        if len(local) != len(whole):
+            return local
+        items = [paired(a, b, given, same) for a, b in zip(local, whole, strict=True)]
+        return items if isinstance(local, list) else tuple(items)
+    if not isinstance(local, Tensor):
+        return local if type(local) is type(whole) and local == whole else _number(local, whole)
+    if id(local) in given:
+        return given[id(local)]
+    if lie_alike(local, whole) and same(local, whole):
+        return local
+    return Paired(local, whole)
+
+
+def _number(rank: Any, one: Any) -> Any:
+    """A number that an operation gives to torch."""
+    if type(rank) is int and type(one) is int:
+        return symbol(_Sized(rank, one))
+    if rank != rank and one != one:  # neither is a number
+        return rank
+    raise Apart
+
+
+def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
+    """What a function of torch returned, with sizes that Python takes for integers."""
+    if isinstance(x, tuple) and any(type(n) is torch.SymInt for n in x):
+        return type(x)(sizes_of(n, sources) if type(n) is torch.SymInt else n for n in x)
+    if type(x) is torch.SymInt:
+        worlds = _WORLDS.get()
+        if worlds.at != "both":
+            return of_world(x, worlds.at)
+        return both(x.node.rank, x.node.one, x.node.sources | frozenset(sources))
+    if type(x) is torch.SymBool or type(x) is torch.SymFloat:
+        return both(of_world(x, "rank"), of_world(x, "one"))
+    return x

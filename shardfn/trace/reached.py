@@ -1,0 +1,205 @@
+"""What Python code can reach and change that is no tensor: containers, objects, closures and globals. Layer 3.
+
+A run without data goes through the user's modules and code, which assign attributes, or collect outputs in a list that
+a hook has in its closure. `undone` puts all of it back, also what this library puts into modules for such a run.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn._torch import forward_hooks
+from shardfn.layout import OWN, class_of, unwrapped
+from shardfn.trace.values import is_cache
+
+_DEPTH = 8  # how many steps are followed from a module, an argument or a hook
+_NEAR = 3  # the same, of what is looked at in every call
+_MOST = 2**12  # items of a container that are looked into
+_FOREIGN = {"torch", "shardfn", "numpy", "builtins", "logging", "functools", "typing", "enum"}
+_PLAIN = (str, bytes, int, float, complex, type(None), Tensor, nn.Module, type, ModuleType, torch.dtype, torch.device)
+_ENDS = (*_PLAIN, FunctionType, MethodType, partial)  # also where functions are not followed
+
+_CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such: their own methods may be user's code
+
+_TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
+
+Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
+
+
+class Reached:
+    """What a model's forwards and hooks, and other values, can reach and change; and what it holds now."""
+
+    def __init__(self, model: nn.Module, *roots: Any) -> None:
+        self._found: Held = {}
+        # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
+        self.collected: list[Any] = []
+        modules = [unwrapped(module) for module in model.modules()]
+        self._tables = {id(vars(module)) for module in modules}
+        for cls in users_classes(model):
+            _follow([x for x in vars(cls).values() if isinstance(x, FunctionType)], _DEPTH, self._found)
+        for module in modules:
+            self._found[id(vars(module))] = vars(module), dict(vars(module))
+            for name, value in vars(module).items():
+                if not name.startswith(OWN):
+                    _follow(value, _DEPTH, self._found)
+        for hooks in forward_hooks(model):
+            _follow(tuple(hooks.values()), _DEPTH, self._found)
+        _follow(roots, _DEPTH, self._found)
+        self._of_caches: Held = {}  # which keep parts for the next call
+        for value, _ in list(self._found.values()):
+            if is_cache(value):
+                _follow(value, _DEPTH, self._of_caches)
+
+    @contextmanager
+    def undone(self, given: Iterable[Any]) -> Iterator[None]:
+        """Afterwards all of it holds that again, and what can be reached from what a run is given."""
+        own = reach(x for x in given if not is_cache(x))
+        self.collected = []
+        try:
+            yield
+        finally:
+            for value, held in [*self._found.values(), *own.values()]:
+                now = read(value)
+                if not alike(now, held):
+                    before = set(map(id, _items(held)))
+                    if id(value) in self._tables:
+                        self.collected += [x for name, x in now.items() if name not in _TORCHS and id(x) not in before]
+                    elif id(value) not in self._of_caches:
+                        new = [item for item in _items(now) if id(item) not in before]
+                        self.collected += [x for item in new for x in _kept(item, _NEAR)]
+                    _write(value, held)
+
+
+def reach(values: Iterable[Any]) -> Held:
+    """What can be changed in place of values, and what is in it; functions are not followed."""
+    found: Held = {}
+    for value in values:
+        _follow(value, _NEAR, found, _ENDS)
+    return found
+
+
+def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN) -> None:
+    """Note what can be changed in place, and what it leads to; not what is at the ends."""
+    if not depth or isinstance(value, ends) or id(value) in found:
+        return
+    held = read(value)
+    if held is not None:
+        found[id(value)] = value, held
+    for item in islice(chain(_items(held), _leads_to(value)), _MOST):
+        _follow(item, depth - 1, found, ends)
+
+
+def _kept(value: Any, depth: int) -> Iterator[Any]:
+    """The tensors, whole numbers and words in a value; other numbers, which may be times, are nobody's."""
+    if isinstance(value, Tensor | int | str):
+        yield value
+    elif depth and not (isinstance(value, _ENDS) or is_cache(value)):
+        for item in islice(chain(_items(read(value)), _leads_to(value)), _MOST):
+            yield from _kept(item, depth - 1)
+
+
+def read(value: Any) -> Any:
+    """What something holds that can be changed in place; None of other things."""
+    if isinstance(value, dict):
+        return dict(zip(dict.keys(value), dict.values(value), strict=True))
+    if isinstance(value, _CONTAINERS):
+        iterate: Any = _base(value).__iter__
+        return (set if isinstance(value, set) else list)(iterate(value))
+    if isinstance(value, CellType):
+        try:
+            return [value.cell_contents]
+        except ValueError:  # it is empty
+            return []
+    if isinstance(value, FunctionType):  # of what is its module's
+        own = {} if _is_foreign(value) else value.__globals__
+        return {name: own[name] for name in _names(value.__code__) if name in own}
+    if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)):
+        return None
+    return _attributes(value)
+
+
+def _write(value: Any, held: Any) -> None:
+    """Give something back what it held."""
+    if isinstance(value, _CONTAINERS):
+        base: Any = _base(value)
+        base.clear(value)
+        for key, item in held.items() if isinstance(held, dict) else ():
+            base.__setitem__(value, key, item)
+        if not isinstance(held, dict):
+            (base.update if isinstance(held, set) else base.extend)(value, held)
+    elif isinstance(value, CellType):
+        if held:
+            value.cell_contents = held[0]
+        else:
+            del value.cell_contents
+    elif isinstance(value, FunctionType):
+        value.__globals__.update(held)
+    else:
+        for name in read(value).keys() - held.keys():
+            object.__delattr__(value, name)
+        for name, item in held.items():
+            object.__setattr__(value, name, item)
+
+
+def alike(now: Any, held: Any) -> bool:
+    """Whether something holds the very values that it held."""
+    if isinstance(held, set):
+        return now == held
+    keys = list(now) == list(held) if isinstance(held, dict) else len(now) == len(held)
+    return keys and all(map(is_, _items(now), _items(held)))
+
+
+def _items(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held or ()
+
+
+def _leads_to(value: Any) -> tuple[Any, ...]:
+    """What is reached through something that is not changed itself."""
+    match value:
+        case tuple():
+            return value
+        case MethodType():
+            return value.__self__, value.__func__
+        case partial():
+            return value.func, value.args, value.keywords
+        case FunctionType() if not _is_foreign(value):
+            return *(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
+    return ()
+
+
+def users_classes(model: nn.Module) -> list[type]:
+    """The classes of a model's modules, and what they inherit, that are not of a library."""
+    kinds = {cls: None for module in model.modules() for cls in class_of(unwrapped(module)).__mro__}
+    return [cls for cls in kinds if not _is_foreign(cls)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _base(value: Any) -> Any:
+    """The container that a value is at bottom."""
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Those in its `__dict__` and its slots, as if it had no `__getstate__` of its own."""
+    state: Any = object.__getstate__(value)
+    table, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(slots or {}), **(table or {})}
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Whether a class or a function is of torch, of this library, or of Python's own."""
+    return (kind.__module__ or "builtins").partition(".")[0] in _FOREIGN

@@ -1,0 +1,620 @@
+"""A run of a model's forward without data, with the sizes that one rank has. Layer 4.
+
+It happens before the first real call on a mesh with compute axes, and in `plan(..., example=...)` without any process.
+It finds sizes taken from the configuration instead of the tensors, adds the collectives that only the data flow shows
+(see [Note: varying and invariant]), and counts the bytes of activations that travel.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn import _torch
+from shardfn._torch import outside_transforms, pytree
+from shardfn.binding import Around, Forward, InnerCall, Wiring, has_attribute, own_forward
+from shardfn.binding import Place as Modules
+from shardfn.comm import watched
+from shardfn.context import derivatives_asked_for
+from shardfn.layout import (
+    MeshSpec,
+    Plan,
+    Policy,
+    Problem,
+    Tag,
+    class_of,
+    compute_view,
+    has_derivatives,
+    is_in,
+    matches,
+    modules_above,
+    planning,
+    submodule,
+    unwrapped,
+)
+from shardfn.notation import ShardError, of_like_layers
+from shardfn.parallel import (
+    Adjustments,
+    ComputeAxes,
+    cast_inputs,
+    chained,
+    kept_by_acts,
+    others_forwards,
+    owned_names,
+    shared_alone,
+    shared_parts,
+    unit_casts,
+    weight_parts,
+    wire,
+)
+from shardfn.random import dropout_modules
+from shardfn.trace import side_effects as beside
+from shardfn.trace.guards import Place, Watch, reads_noted
+from shardfn.trace.interpreter import Variance
+from shardfn.trace.paired_sizes import Decision, Paired, Size, World
+from shardfn.trace.reached import Reached
+from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, over, said
+from shardfn.trace.traced_axes import Flow, TracedAxes
+from shardfn.trace.value_numbers import Numbers
+from shardfn.trace.values import to_meta
+
+_TRIES = 16  # how many further runs may look for what to write when one fails
+# What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one
+# model, so that runs end.
+_GROWS = ("several", "entries", "whole", "sums", "gather", "vary")
+# What the last run found belongs to the adjustments as it is.
+_ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
+_NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
+
+
+def plan(
+    model: nn.Module | Mapping[str, Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy, *, example: Any = None
+) -> Plan:
+    """What `policy` means for `model` on `mesh`; needs no process group, and the model may be on the meta device.
+
+        >>> import shardfn as sf
+        >>> from torch import nn
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+        >>> megatron = sf.Policy(rules={"0.weight": "ff@tp c@fsdp", "1.weight": "c@fsdp ff@tp"})
+        >>> p = sf.plan(model, sf.MeshSpec(fsdp=16, tp=4), megatron, example=torch.empty(8, 64))
+        >>> p.bytes_per_rank, p.comm_bytes
+        (2080, 96672)
+
+    Args:
+        model: a module, or a mapping of names to tensors.
+        mesh: a `DeviceMesh` with axis names, or a `MeshSpec`.
+        policy: rules, units, precision.
+        example: one data rank's inputs: one value, a tuple of several, a dict by the forward's own names
+            (`{"input_ids": ids}`), or `((ids,), {"labels": ids})`. The forward then runs once on meta tensors of local
+            shape, and `comm_bytes` counts activations too. Without it a head count taken from the configuration, or a
+            layer that no rule splits, is only found by the first `apply`.
+
+    Returns:
+        plain data; `print` shows it as a table.
+
+    Raises:
+        ShardError: listing every problem at once: unknown axes, rules that match nothing, dims that do not divide,
+            sizes that clash, modules that cannot compute with split parameters; with `example` also the module whose
+            forward does not fit the local sizes.
+        TypeError: `model`, `mesh` or `policy` is something else.
+        ValueError: the mesh has no axis names.
+    """
+    made = planning.plan(model, mesh, policy)
+    if example is None:
+        return made
+    if not isinstance(model, nn.Module):
+        raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
+    calls = [("", *_arguments(model, example))]
+    trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__", calls)
+    trial.adjustments()
+    return replace(made, activation_bytes=trial.bytes_moved)
+
+
+def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments; a dict is taken for the latter when the forward has parameters of its names."""
+    given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    args, named = given if len(given) == 2 and isinstance(given[0], tuple) else ((), example)
+    if isinstance(named, Mapping):
+        with suppress(TypeError):
+            inspect.signature(class_of(model).forward).bind(model, *args, **named)
+            return args, dict(named)
+    return given, {}
+
+
+class Trial:
+    """Runs a forward on meta tensors until nothing is found to add."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan_: Plan,
+        mesh: DeviceMesh | MeshSpec,
+        buffers: Mapping[str, Tensor],
+        method: str,
+        calls: Sequence[InnerCall],
+        *,
+        differentiates: bool = True,
+    ) -> None:
+        """`calls`: what is run is the last one; those before it fill caches that it reads."""
+        self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
+        self.names = owned_names(model, plan_)
+        self.bytes_moved = 0
+        self._more: dict[str, Set[Any]] | None = None  # what a further run may try
+        self._reached = Reached(model, calls)
+        self.reads: dict[tuple[int, Any], Place] = {}  # of attributes, in all runs
+        self._watch: Watch | None = None
+        self._buffers = dict(buffers)
+        self._calls, self._differentiates, self._asked_for = calls, differentiates, derivatives_asked_for()
+        self._blanks: Sequence[Place] = ()
+        self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
+        self._decided: Sequence[Decision] = ()  # in the last run
+        self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
+
+    def adjustments(self, known: Adjustments | None = None, blanks: Sequence[Place] = ()) -> Adjustments:
+        """What has to be added to the derived collectives.
+
+        Args:
+            known: what was found for other arguments, which may do.
+            blanks: attributes that a call before has filled with tensors.
+
+        Raises:
+            ShardError: the forward fails with local sizes, or no collective can make its gradients whole.
+        """
+        self._blanks = blanks
+        self._require_attributes()
+        try:
+            return self._settle(known)
+        except Unserved as failure:
+            change = self._change(failure.failure)
+            text = said(change, self.plan) if change is not None else advice(failure.failure)
+            raise ShardError(f"{failure}\n{text}") from failure.__cause__
+
+    def watched(self, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
+        """What runs ask of the values in some places; None when they fail."""
+        self._watch = watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
+        try:
+            with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
+                for world in ("one", "rank"):
+                    self._left(adjust, self._variance(world))
+        except Exception:
+            return None
+        finally:
+            self._watch = None
+        return watch
+
+    def _require_attributes(self) -> None:
+        """Every attribute that `Policy.local_sizes` names is there.
+
+        Raises:
+            ShardError: no module that a pattern matches has one.
+        """
+        for pattern, given in self.plan.policy.local_sizes.items():
+            named = [unwrapped(module) for path, module in self.model.named_modules() if matches(pattern, path)]
+            for name in given if named else ():
+                if not any(has_attribute(module, name) for module in named):
+                    raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
+
+    def _change(self, failure: Failure) -> Policy | None:
+        """The change of the policy with which the forward runs to its end, found by trying."""
+        kept, tries = Policy(), 0
+        while tries < _TRIES:
+            for change in changes(self.plan, self.model, failure):
+                tries += 1
+                with suppress(ShardError):
+                    policy = replace(self.plan.policy, ignore=()) | kept | change
+                    other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
+                    given = self.model, other, self.mesh, self._buffers, self.method, self._calls
+                    trial = Trial(*given, differentiates=self._differentiates)
+                    try:
+                        trial._settle()
+                    except Unserved as next_one:
+                        if next_one.failure.where == failure.where:
+                            continue
+                        kept, failure = kept | change, next_one.failure  # it came further
+                        break
+                    return kept | change
+            else:
+                return None
+        return None
+
+    def _settle(self, known: Adjustments | None = None) -> Adjustments:
+        # Where attention is one operation.
+        with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
+            if known is not None and (as_known := self._found_less(replace(known, **_NO_ENDS))):
+                return as_known
+            try:
+                adjust = self._found(Adjustments())
+            except ShardError:
+                if not self._several_tried:
+                    raise
+                self._several = False
+                adjust = self._found(Adjustments())
+            if self._more is not None:
+                # What varied still does, and the ends of that run are not those of this one.
+                return self._found_less(replace(adjust, **_NO_ENDS, **self._more)) or adjust
+            return adjust
+
+    def _found_less(self, tried: Adjustments) -> Adjustments | None:
+        """What a run that tries less communication finds, unless that leaves more whole."""
+        bytes_moved = self.bytes_moved
+        with suppress(ShardError):
+            found = self._found(tried)
+            if (found.entries, found.whole, found.several) == (tried.entries, tried.whole, tried.several):
+                return found
+        self.bytes_moved = bytes_moved
+        return None
+
+    def _found(self, known: Adjustments) -> Adjustments:
+        try:
+            return self._settled(known)
+        except ShardError as first:
+            # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
+            # broadcast to them.
+            groups = self._groups()
+            if not groups:
+                raise
+            try:
+                return self._settled(replace(known, vary=known.vary | groups))
+            except Unserved as later:
+                raise Unserved(f"{later}\n{_with_groups(groups)}", later.failure) from later.__cause__
+            except ShardError:
+                raise first from first.__cause__  # it says more
+
+    def _settled(self, adjust: Adjustments) -> Adjustments:
+        while (grown := _grown(adjust, (run := self._run(adjust)).found)) is not None:
+            self._several_tried |= grown.several != adjust.several
+            adjust = grown
+        found, problems = run.found, run.problems
+        if not problems and not found.vary:
+            ended = self._ended(adjust, found)
+            if self._decided:
+                self._require_values_of_a_rank(adjust, ended)
+            if found.in_shares or found.may_scatter:
+                self._more = {"in_shares": found.in_shares, "may_scatter": found.may_scatter}
+            return ended
+        for source, axis in sorted(found.vary if not problems else ()):
+            what = f"{source} meets values that are split over '{axis}', also where it is not of the module that has it"
+            problems.append(Problem(what, "gradient"))
+        failure = self._unserved(problems)
+        pending = all(problem.kind in ("sums", "backward") for problem in problems)  # whatever else varies
+        for source, axis in sorted(adjust.vary) if not pending else ():
+            path = source.removeprefix("module ")
+            if path != source and not shared_parts(self.plan, path, axis):
+                raise ShardError(f"{failure}\n{advice(failure.failure)}\n{shared_alone(path, axis)}")
+        raise failure
+
+    def _unserved(self, problems: Sequence[Problem]) -> Unserved:
+        kinds = of_like_layers(list(dict.fromkeys(problem.what for problem in problems)))
+        listed = "\n".join(f"  {kind}" for kind in kinds)
+        return Unserved(f"apply: {header(self.plan, problems)}\n{listed}", Failure(tuple(dict.fromkeys(problems))))
+
+    def _ended(self, adjust: Adjustments, found: Adjustments) -> Adjustments:
+        """The same with what the last run found that is about itself."""
+        ends = {name: getattr(found, name) for name in _ENDS}
+        drops = self._drops if any(tag.parts for *_, tag in self._drops) else []
+        splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
+        return replace(adjust, **ends, splits=splits)
+
+    def _forward(self, wiring: Wiring, run: Variance, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
+        """What modules return and keep of inputs and buffers without data; `begin` is called before each call."""
+        output, calls = None, cast_inputs(self.plan, to_meta(self._calls, run.values))
+        weights = _WithoutData(cache(partial(self._weight, run)), dict(to_meta(self._buffers, run.values)))
+        _name_all(run.numbers, calls, "input")
+        _name_all(run.numbers, weights.buffers, "buffer")
+        with ExitStack() as around:
+            around.enter_context(
+                self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values()))
+            )
+            for place in self._blanks:
+                if place.table is not None:
+                    place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
+                    _name_all(run.numbers, blank, f"attribute {place.name} of {id(place.table)}")
+            around.callback(random.setstate, random.getstate())
+            modules = Modules(self.model, self.names, wiring)
+            modules.prepare()
+            for mode in (
+                modules.computes(weights),
+                torch.random.fork_rng([]),  # random numbers go on from where they were, and Python's
+                reads_noted(self.model, self.reads),
+                watched(run.note_collective),
+                run.worlds.run(),
+                run,
+                beside.Functions(run),
+                torch.enable_grad(),
+            ):
+                around.enter_context(mode)
+            if self._watch is not None:
+                leaves, structure = pytree.tree_flatten(calls)
+                self._watch.put(leaves, run.values)
+                calls = pytree.tree_unflatten(leaves, structure)
+                around.enter_context(self._watch)
+            for path, args, kwargs in calls:
+                begin()
+                output = getattr(unwrapped(submodule(self.model, path)), self.method)(*args, **kwargs)
+        return output, self._reached.collected, [*weights.buffers.values()]
+
+    def _groups(self) -> frozenset[tuple[str, str]]:
+        """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
+        return frozenset(
+            (f"module {module.name}", axis)
+            for module in self.plan.info.modules
+            if module.kind == "linear"
+            for axis, parts in self.plan.weight_of(module).shared
+            if self.plan.axes[axis] % parts == 0
+        )
+
+    def _run(self, adjust: Adjustments) -> Variance:
+        """One forward, which has found what is missing."""
+        variance = self._variance("both")
+        kept = self._left(adjust, variance)
+        if kept is None:
+            return variance
+        output, *others = kept
+        beside.check_backwards(variance, output)
+        beside.check_outputs(variance, output, kept_by_acts(self.plan))
+        for values in others:
+            beside.check_kept(variance, values)
+        self._axes.agree()
+        self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
+        return variance
+
+    def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:
+        """Check that a rank, which goes other ways than one process, makes the same values of what it has.
+
+        Raises:
+            ShardError: it does not, or that cannot be told.
+        """
+        mine = Numbers(on_cpu=self._on_cpu)
+        followed = mine, self._left(adjust, self._variance("both", mine))
+        other = Numbers(mine, self._on_cpu)
+        alone = self._variance("rank", other)
+        try:
+            done = other, self._left(ended, alone, follows=False)
+        except ShardError:
+            raise
+        except Exception as error:
+            raise self._stopped(alone, error) from error
+        if not beside.same_values(followed, done):
+            raise self._unserved(_decisions(self._decided))
+
+    def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
+        sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
+        stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
+        padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
+        return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
+
+    def _left(self, adjust: Adjustments, variance: Variance, follows: bool = True) -> tuple[Any, ...] | None:
+        """What a forward returns and keeps; None when it failed, and another run may do better.
+
+        `follows`: which collectives are missing; or takes those that `adjust` says, as a real call does.
+        """
+        place = self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0)
+        axes = ComputeAxes(*place)
+        if follows:
+            axes = self._axes = TracedAxes(*place, variance)
+        owners = {path for path, names in self.names.items() if names}
+        above = modules_above(owners)
+        noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
+        self._drops, drops = list[_Drop](), dropout_modules(self.model)
+        around = {
+            path: _noting(variance, axes, path, path in noted, path in above, self._drops if path in drops else None)
+            for path in self.names
+        }
+        flow = Flow(self.plan, variance, self._axes, adjust, self._several)
+        steps = flow.around() if follows else {}
+        around |= {path: chained(moves, around.get(path)) for path, moves in steps.items()}
+        wiring = self._of_both(wire(self.plan, self.names, axes, adjust, around, compiles=False), variance)
+        try:
+            return self._forward(wiring, variance, flow.begin)
+        except ShardError:
+            raise
+        except Exception as error:
+            if variance.worlds.at != "both":
+                raise
+            if flow.failed(variance.failed_at):
+                return None
+            raise self._failed(adjust, variance, error) from error
+
+    def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
+        """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
+        casts, forwards = unit_casts(self.plan), dict(wiring.forwards)
+        for path in others_forwards(self.plan):
+            module = unwrapped(submodule(self.model, path))
+            own = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
+            forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
+        around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
+        around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
+        sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
+        return replace(wiring, forwards=forwards, around=around, sizes=sizes)
+
+    def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
+        """The sizes that a module has in attributes, of a rank and of one process."""
+        module, found = unwrapped(submodule(self.model, path)), dict[str, Any](own)
+        for name, size in own.items():
+            holder, _, attribute = name.rpartition(".")
+            have = getattr(module.__dict__.get(holder) if holder else module, attribute, None)
+            if isinstance(have, int) and run.worlds.at != "rank":
+                found[name] = have if have == size or run.worlds.at == "one" else Size(size, have)
+        return found
+
+    def _failed(self, adjust: Adjustments, variance: Variance, error: Exception) -> ShardError:
+        decided = variance.worlds.decided
+        if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
+            return self._unserved(_decisions(decided))
+        if why := self._fails_in(adjust, "one"):
+            return ShardError(
+                f"apply: a run of the forward without data, on whole weights, failed in {why}\n"
+                "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
+                "follow x.device, and control flow must not depend on values that depend on weights."
+                f"{self._loop_hint()}"
+            )
+        return self._stopped(variance, error)
+
+    def _stopped(self, variance: Variance, error: Exception) -> Unserved:
+        """What is said of a run with the sizes of a rank that failed."""
+        path = variance.failed_at or type(self.model).__name__
+        failure = Failure(
+            tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__
+        )
+        return Unserved(
+            f"apply: a run of the forward without data, with the sizes that one rank has over {over(self.plan)}, "
+            f"failed in {path!r}: {error}{described(self.plan, failure)}{self._loop_hint()}",
+            failure,
+        )
+
+    def _fails_in(self, adjust: Adjustments, world: World) -> str:
+        """Where and why the forward cannot be run without data in one world; empty when it can."""
+        alone = self._variance(world)
+        try:
+            self._left(adjust, alone)
+        except Exception as error:
+            return f"{alone.failed_at or type(self.model).__name__!r}: {error}"
+        return ""
+
+    def _loop_hint(self) -> str:
+        if self.method in ("__call__", "forward"):
+            return ""
+        return (
+            f" If '{self.method}' is a loop that calls the model until its values say so, name it 'generate' "
+            f"(generate = {self.method}, in its class): apply(..., method='generate') runs such calls one by one, "
+            "without gradients."
+        )
+
+    def _weight(self, run: Variance, name: str) -> Tensor:
+        """A weight without data, in the shape that modules compute with, tagged by the axes that split it."""
+        layout, sizes = self.plan.layouts[name], self.plan.axes
+        keep = (*self.plan.roles.compute, *layout.kept)
+        shapes = [leaf.local_shape(sizes, dict.fromkeys(sizes, 0), keep) for leaf in layout.leaves]
+        dtype = self.plan.compute_dtypes[name]
+        with _torch.outside_dispatch(), _torch.outside_functions(), outside_transforms():
+            parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+            made = compute_view(layout, parts).detach()
+            whole = torch.empty(layout.shape, dtype=dtype, device="meta")
+            made = made if made.shape == whole.shape else Paired(made, whole)
+        made.requires_grad_(layout.trainable and self._differentiates and has_derivatives(dtype))
+        parts = weight_parts(self.plan, layout)
+        sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
+        empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
+        run.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
+        _name_all(run.numbers, made, f"weight {name}")
+        return made
+
+
+# A call of a dropout module, by path and number: how many dims its input has, and what that is.
+_Drop = tuple[str, int, int, Tag]
+
+
+class _WithoutData:
+    """What modules ask for weights in a run without data, in the place of a session."""
+
+    def __init__(self, weight: Callable[[str], Tensor], buffers: dict[str, Tensor]) -> None:
+        self.weight, self.buffers = weight, buffers
+        self.made, self.varied = list[Any](), dict[str, Any]()  # which a session has
+        self.own = cache(partial(torch.empty_like, device="meta"))  # of a parameter that is not in the tree
+
+
+def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
+    """What the next run goes by; None when this one has found nothing new."""
+    for name in _GROWS:
+        known = getattr(adjust, name)
+        new = getattr(found, name) - known
+        if name == "sums":  # the outer ones later: before what these sums meet asks for more
+            new = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
+        if new:
+            return replace(adjust, **{name: known | new})
+    return None
+
+
+def _name_all(numbers: Numbers | None, tree: Any, kind: str) -> None:
+    """Say of every tensor of a tree that it is one of a kind, by its place."""
+    for at, leaf in enumerate(pytree.tree_leaves(tree)):
+        if isinstance(leaf, Tensor) and numbers is not None:
+            numbers.name(leaf, kind, at)
+
+
+def _not_in_one(run: Variance, path: str, moves: Around) -> Around:
+    """What goes around a forward, but for one process."""
+
+    def around(inner: Forward) -> Forward:
+        moved = moves(inner)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if run.worlds.at != "one":
+                return moved(*args, **kwargs)
+            with run.inside(path):
+                return inner(*args, **kwargs)
+
+        return forward
+
+    return around
+
+
+def _decisions(decided: Sequence[Decision]) -> list[Problem]:
+    """What is wrong with control flow that depends on sizes of a rank."""
+    return [
+        Problem(
+            f"in {each.path or '(the model)'!r}: {each.line} decides by {each.rank!r}, which is {each.one!r} on one "
+            "rank, and other values are made: its control flow depends on this rank's sizes",
+            "sizes",
+            at=each.path,
+        )
+        for each in decided
+    ]
+
+
+def _noting(
+    variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None
+) -> Around:
+    """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do.
+
+    The calls of one that drops something are noted in `drops`.
+    """
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if drops is not None:
+                x, *_ = (*args, *kwargs.values())
+                drops.append((path, sum(drop[0] == path for drop in drops), x.dim(), variance.tag(x)))
+            with variance.inside(path):
+                out = inner(*args, **kwargs)
+            for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
+                for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
+                    if part.kind == "sum":
+                        variance.found |= Adjustments(sums={(path, at, axis)})
+            apart = not variance.tag(out).parts and beside.acts_on_gradient(out) if isinstance(out, Tensor) else False
+            return axes.note_source(out, f"module {path}") if owns or apart else out
+
+        return forward
+
+    return around
+
+
+def _split_dims(ndim: int, tag: Tag) -> tuple[str, ...] | None:
+    """The axis that splits each dim of what is dropped, "" for none; None when a rank has no one piece of it."""
+    dims = [""] * ndim
+    for axis, part in tag.parts.items():
+        if part.kind == "same":
+            continue
+        if not part.is_even or dims[part.dim]:
+            return None
+        dims[part.dim] = axis
+    return tuple(dims)
+
+
+def _with_groups(groups: frozenset[tuple[str, str]]) -> str:
+    """What a run took for granted that failed, of keys of fewer heads than ranks."""
+    source, axis = min(groups)
+    return (
+        f"That is with one part of {source.removeprefix('module ')!r} for each rank of '{axis}', since its rule has "
+        "fewer parts than ranks. Attention may repeat keys, or group queries, in another way where a rank has few of "
+        "them. For a model of transformers attn_implementation='eager' repeats keys in one way, and so does generation "
+        "without padding or a static cache; or take a smaller axis."
+    )

@@ -1,0 +1,227 @@
+"""What a run without data looks at beside operations: functions of torch, what leaves it, users' backwards. Layer 3.
+
+Parts leave it by outputs or in modules, and numbers that are made of a rank's sizes may, too.
+
+[Note: backwards of users]
+Where ranks use a shared value in shares, the gradient of each is a part of a sum, which is added up where the value
+comes from. What torch's own operations do with it on the way there is linear, so that the sum is the same. The backward
+of an `autograd.Function` may be anything. So it runs without data, on a gradient that is a pending sum, by the rules
+that forwards follow: a clamp of it is lost.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn import _torch
+from shardfn._torch import pytree
+from shardfn.comm import watched
+from shardfn.layout import SUM, Part, Problem, Tag
+from shardfn.parallel import Adjustments
+from shardfn.trace.interpreter import Variance
+from shardfn.trace.paired_sizes import Apart, Paired, Size, local_of, of_world, sizes_of, whole_of
+from shardfn.trace.value_numbers import Numbers
+from shardfn.trace.values import tensors_in, tensors_of
+
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_AXIS = ""  # any
+_PLAIN = (Number, str, range, torch.dtype)
+
+
+class Functions(TorchFunctionMode):
+    """Does a function in each world by itself where torch decides by a size that differs; see [Note: paired sizes].
+
+    What is made of numbers begins on the CPU, so that a run without data sees of which. Lists become known tensors, and
+    known tensors lists. A hook is told of.
+    """
+
+    def __init__(self, run: Variance) -> None:
+        super().__init__()
+        self._run, self._worlds = run, run.worlds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _torch.HOOKING:
+            self._run.hooked(args[0])
+        if func in _READING:
+            self._run.read(*args[: 1 + (func is torch.equal)])
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
+            args = (args[0], _of_tensors(args[1]), *args[2:])
+        if func is Tensor.is_contiguous and self._worlds.at == "both":
+            return self._apart(func, args, kwargs)
+        numbers = self._run.numbers if self._worlds.at != "one" else None
+        draws = numbers.draws if numbers is not None else 0
+        before, self._worlds.in_torch = self._worlds.in_torch, True
+        try:
+            out = self._done(func, args, kwargs)
+        except Apart:
+            self._worlds.in_torch = before
+            out = self._apart(func, args, kwargs)
+        finally:
+            self._worlds.in_torch = before
+        if numbers is not None:
+            numbers.note(func, args, kwargs, out, draws)
+        if type(out) in (Tensor, bool):
+            return out
+        return sizes_of(out, self._run.tag(args[0]).by_acts if args and type(args[0]) is Paired else ())
+
+    def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.function_in_each_world(partial(self._done, func, args, kwargs), (args, kwargs))
+
+    def _done(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func is Tensor.tolist and (known := self._run.as_list(args[0])) is not None:
+            return known
+        where = args[0].device if func is Tensor.new_tensor else kwargs.get("device")
+        numbers = func in _OF_NUMBERS and not (func is not Tensor.new_tensor and args and isinstance(args[0], Tensor))
+        if not numbers or where is None or torch.device(where).type != "meta":
+            return func(*args, **kwargs)
+        plain = {key: x for key, x in kwargs.items() if key != "requires_grad"} | {"device": "cpu"}
+        held = func(*args, **plain)
+        out = held.to("meta")
+        self._run.values.note(out, held, made=True)
+        return out.requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _of_tensors(index: Any) -> Any:
+    """An index with tensors for the lists of numbers in it, of which a run without data sees what is in them."""
+    if isinstance(index, tuple):
+        return tuple(_of_tensors(at) if isinstance(at, list) else at for at in index)
+    plain = bool(index) and all(type(at) is int for at in index)
+    return torch.tensor(index).to("meta") if plain else index
+
+
+# -- what leaves a run ------------------------------------------------------------------------------------------------
+
+
+def check_kept(variance: Variance, values: Any) -> None:
+    """Note what has to be done with the parts in values that modules keep after `apply`."""
+    _check_numbers(variance, values)
+    for tensor in tensors_in(values, depth=4):
+        tag, shape = variance.tag(tensor), tuple(local_of(tensor).shape)
+        for axis, part in tag.parts.items():
+            if part.kind != "same":
+                _check_output(variance, tag, axis, part, None, shape, ())
+            elif tag.wants or tensor.requires_grad:
+                what = (
+                    f"a value of shape {shape} that ranks of '{axis}' use in shares is kept, "
+                    "where its gradient would be a part of a sum: return it, or detach it"
+                )
+                variance.problems.append(Problem(what, "gradient"))
+
+
+def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
+    """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
+    _check_numbers(variance, output)
+    for at, leaf in enumerate(pytree.tree_leaves(output)):
+        for inner, tensor in enumerate(tensors_in(leaf, depth=4)):
+            tag, shape, expected = variance.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
+            for axis, part in tag.parts.items():
+                direct = isinstance(leaf, Tensor) and not inner
+                if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
+                    if tag.source is None and tag.whole_shape(shape, variance.sizes) == expected:
+                        variance.found |= Adjustments(joined={(at, axis, part.dim)})
+                        continue
+                _check_output(variance, tag, axis, part, at if direct else None, shape, kept)
+
+
+def _check_numbers(variance: Variance, values: Any) -> None:
+    """Refuse sizes of this rank that outlive the forward."""
+    for leaf in pytree.tree_leaves(values):
+        for size in leaf if isinstance(leaf, tuple) else (leaf,):
+            if type(size) is Size:
+                rank, one = size.node.rank, size.node.one
+                what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
+                variance.problems.append(Problem(what, "sizes"))
+
+
+def same_values(mine: tuple[Numbers, Any], other: tuple[Numbers, Any]) -> bool:
+    """Whether two runs leave the same values of a rank."""
+    leaves, others = ([*_described(numbers, tree)] for numbers, tree in (mine, other))
+    return leaves == others
+
+
+def _described(numbers: Numbers, tree: Any) -> Iterator[Any]:
+    leaves, structure = pytree.tree_flatten(tree)
+    yield structure
+    for leaf in leaves:
+        tensors = [*tensors_in(leaf, depth=4)]
+        yield [(numbers.of(x), tuple(local_of(x).shape), x.dtype, x.requires_grad) for x in tensors]
+        if not tensors:
+            yield type(leaf), repr(of_world(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
+
+
+def _is_even_part(tag: Tag, axis: str) -> bool:
+    """Whether ranks have one piece each of a dim, in order, so that these can be joined."""
+    part = tag.parts[axis]
+    return part.is_even and all(
+        other is part or not other.split or other.dim != part.dim for other in tag.parts.values()
+    )
+
+
+def _check_output(
+    variance: Variance, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
+) -> None:
+    asked = bool(tag.split_by) and tag.split_by <= set(kept)
+    if asked and part.alone and at is not None:
+        variance.found |= Adjustments(kept={(at, axis, part.dim)})
+    elif asked:
+        modules = ", ".join(sorted(tag.split_by))
+        what = (
+            f"{modules}: Policy.acts leaves its output split over '{axis}', and what is made of it within the model "
+            f"is not the same as of the whole output ({part.why or part.kind})"
+        )
+        variance.problems.append(Problem(what, "acts", tag.split_by))
+    elif tag.by_acts and part.alone and at is not None:
+        variance.found |= Adjustments(joined={(at, axis, part.dim)})
+    elif tag.by_acts:
+        variance.found |= Adjustments(whole=tag.by_acts)
+    elif part.kind == "same" and at is not None:
+        variance.found |= Adjustments(shared={(at, axis)})
+    elif tag.split_by:
+        variance.found |= Adjustments(gather=tag.split_by)
+    else:
+        why = f": {part.why}" if part.why else ""
+        why += f" (in {part.where!r})" if part.where else ""
+        kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
+        what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
+        variance.problems.append(Problem(what, kind, at=part.where or ""))
+
+
+def check_backwards(variance: Variance, output: Any) -> None:
+    """Note what users' backwards make of parts of gradients; the forward has ended, see [Note: backwards of users]."""
+    variance.note_backwards(tensors_of(pytree.tree_leaves(output)))
+    for x, path in variance.with_backwards.values():
+        axes = ", ".join(axis for axis, part in variance.tag(x).parts.items() if part.in_shares)
+        if why := why_not_linear(x):
+            with variance.inside(path):
+                variance.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
+
+
+def acts_on_gradient(x: Tensor) -> bool:
+    """Whether something of the user's is given the gradient of x that may not be given a part of it."""
+    return _torch.has_hooks(x) or bool(why_not_linear(x))
+
+
+def why_not_linear(x: Tensor) -> str:
+    """Why what a user wrote may not be given parts of the gradient of x; empty when it may, or there is nothing."""
+    function = _torch.users_backward(x)
+    if function is None:
+        return ""
+    name, run = function.__qualname__, Variance({_AXIS: 2}, "rank")
+    grads = _torch.blank_gradients(x)
+    for grad in grads:
+        run.mark(grad, Tag({_AXIS: SUM}))
+    try:
+        with _torch.outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
+            found = tensors_of(_torch.ran_backward(x, grads))
+    except Exception as error:
+        return f"the backward of {name} cannot be run without data ({error})"
+    parts = [run.tag(grad).parts.get(_AXIS) for grad in found if grad not in run.zeros]
+    why = next((part.why if part is not None else "it adds numbers to it" for part in parts if part != SUM), None)
+    return "" if why is None else f"the backward of {name} is not linear in it ({why})"

@@ -1,0 +1,221 @@
+"""What to write when a run without data cannot go on: changes of the policy that may help, and advice. Layer 4.
+
+A change is only offered after a further run with it has gone to its end; `trial.py` does these runs. What is said when
+none helps depends on the kind of the problem.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardfn.layout import MAPPINGS, OUT_DIM, Layout, ModuleInfo, Plan, Policy, Problem, Stuck, first_match, starred
+from shardfn.notation import Dim, ShardError, parse
+
+_Side = tuple[ModuleInfo, int]  # a linear, and a dim of its weight
+
+_PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
+_SIZES = (
+    "take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
+    "this rank's part of each split dim is there; or name the attribute that holds one, as in "
+    "Policy(local_sizes={'attn': {'heads': 'heads@tp'}}); or "
+)
+_ADVICE = {
+    "gradient": "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared "
+    f"value; or {_PARALLEL}",
+    "whole": "Gather what is split before that, by Policy(acts={path: '... _'}) at the linear that splits it, or leave "
+    f"the axis out of the rules of its weights; or {_PARALLEL}",
+    "sizes": f"{_SIZES[0].upper()}{_SIZES[1:]}{_PARALLEL}",
+    "pads": "Pad what belongs together alike: Policy(pad={'heads': ..., 'kv': ...}) in the ratio that they have.",
+    "rules": f"Split both alike in the rules, by the same names and axes; or {_PARALLEL}",
+    "sums": "Add a sum up where it is made: what a module with parameters returns is added up, so give what makes the "
+    f"sum a module of its own, or write sf.collectives.psum(x, mesh, axis) there; or {_PARALLEL}",
+    "acts": "Compute the loss outside of the model, by sf.cross_entropy(logits, targets), or drop the entry.",
+    "random": "Each way that the forward may go has to be followed by a run of its own.",
+    "backward": "Give what acts on the gradient a module of its own that returns its result, and a module that has "
+    "hooks nn.Sequential(module): parts of a gradient are added up behind what such a module returns.",
+    "zeros": "That is NaN, or has a gradient that is, and spreads to all that it meets. Keep from zero what is divided "
+    "by, or of which a root or logarithm is taken, as by x.norm(dim=-1, keepdim=True).clamp_min(1e-12), and give norms "
+    "an eps. The gradient of a norm has no gradient there: (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() has.",
+    "twice": "Leave that collective out where the value is split already.",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run did not go on: the problems that it found; what was `raised` in the module at `path`, and where."""
+
+    problems: tuple[Problem, ...] = ()
+    path: str = ""
+    stuck: Stuck | None = None
+    raised: str = ""
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """What tells it from another one."""
+        return (self.path, self.raised, *(problem.what for problem in self.problems[:1]))
+
+
+class Unserved(ShardError):
+    """A run without data cannot go on; internal, what callers see is made of it."""
+
+    def __init__(self, message: str, failure: Failure) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+def header(plan: Plan, problems: Sequence[Problem]) -> str:
+    """What the problems have in common."""
+    kinds = {problem.kind for problem in problems}
+    if kinds <= {"gradient", "backward"}:
+        return "gradients would be partial sums"
+    if kinds == {"twice"}:
+        return "gradients would be added up twice"
+    return f"the forward cannot be computed part by part over {over(plan)}"
+
+
+def over(plan: Plan) -> str:
+    """The compute axes, with their sizes."""
+    return ", ".join(f"{axis}={plan.axes[axis]}" for axis in plan.roles.compute)
+
+
+def described(plan: Plan, failure: Failure) -> str:
+    """What an operation that raised was given, and whose parts these are, line by line; or what came before."""
+    if failure.stuck is None:
+        return "".join(f"\n  before that, in {p.at or '(the model)'!r}: {p.what}" for p in failure.problems[-1:])
+    if not any(part.split for _, tag in failure.stuck.inputs for part in tag.parts.values()):
+        return ""
+    lines = [f"\n  {failure.stuck.name} was given"]
+    for shape, tag in failure.stuck.inputs:
+        whole = tag.whole_shape(shape, plan.axes)
+        rules = {name: plan.layouts.get(f"{name}.weight") for name in sorted(tag.split_by)}
+        by = [f"{name!r} ('{layout.rule}')" for name, layout in rules.items() if layout is not None]
+        source = (tag.source or "").removeprefix("module ").removeprefix("parameter ")
+        if whole != shape:
+            lines.append(f"    {shape}, this rank's part of {whole}" + (f", split by {', '.join(by)}" if by else ""))
+        else:
+            lines.append(f"    {shape}, whole" + (f", of {source!r}" if source else ""))
+    return "\n".join(lines)
+
+
+def advice(failure: Failure) -> str:
+    """What may help when no change of the policy was found that does."""
+    if failure.raised:
+        return (
+            "Where two layers disagree about a size, split what is between them alike in both rules. Otherwise "
+            f"{_SIZES}{_PARALLEL} Tensors that are neither parameters nor buffers must follow x.device, and control "
+            "flow must not depend on values."
+        )
+    return "\n".join(dict.fromkeys(_ADVICE[problem.kind] for problem in failure.problems))
+
+
+def said(change: Policy, plan: Plan) -> str:
+    """A change of the policy that helps, as it is written."""
+    fields = ", ".join(f"{name}={getattr(change, name)!r}" for name in MAPPINGS if name in change.given)
+    drops = any("@" in plan.policy.acts.get(pattern, "") for pattern in change.acts)
+    loss = ", or compute the loss outside of the model, by sf.cross_entropy(logits, targets)" if drops else ""
+    return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}."
+
+
+def changes(plan: Plan, model: nn.Module, failure: Failure) -> Iterator[Policy]:
+    """Changes of the policy that may help, the likeliest first."""
+    stuck = failure.stuck
+    if stuck is not None and (rules := _rules_alike(plan, failure.path, stuck)):
+        yield Policy(rules=rules)
+    if stuck is not None or failure.raised:
+        yield from _sizes(plan, model, failure.path)
+    if stuck is not None:
+        yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
+    for path in dict.fromkeys(problem.at for problem in failure.problems if problem.kind == "sizes"):
+        yield from _sizes(plan, model, path)
+    asked = [problem for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")]
+    yield from _gathered(plan, {name for problem in asked for name in problem.sources})
+
+
+def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
+    """Outputs of column-parallel linears, whole."""
+    acts = {}
+    for name in sorted(names):
+        module = _linear(plan, name)
+        if module is not None:
+            factors = _dim(plan, module, OUT_DIM[module.kind]).factors
+            last = factors[0].name if len(factors) == 1 else "_"
+            acts[first_match(plan.policy.acts, [name]) or starred(name)] = f"... {last}"
+    if acts:
+        yield Policy(acts=acts)
+
+
+def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
+    """Rules of linears that have no split and meet one, such as those of an adapter beside a linear."""
+    inside, found = _linear(plan, path), dict[str, str]()
+    for shape, tag in stuck.inputs:
+        if next((part.dim for part in tag.parts.values() if part.split), None) != len(shape) - 1:
+            continue
+        size = tag.whole_shape(shape, plan.axes)[-1]
+        givers = [(m, OUT_DIM[m.kind]) for name in sorted(tag.split_by) if (m := _linear(plan, name)) is not None]
+        if inside is not None:  # what it is given is a part
+            into = 1 - OUT_DIM[inside.kind]
+            above = path.rpartition(".")[0]
+            beside = [(m, 1 - OUT_DIM[m.kind]) for m in _linears(plan) if m.name.rpartition(".")[0] == above]
+            found |= _rule(plan, (inside, into), size, beside + givers)
+        for other, known in stuck.inputs:  # what it meets is whole
+            module = _linear(plan, (known.source or "").removeprefix("module "))
+            if module is not None and not known.parts and other[-1:] == (size,):
+                found |= _rule(plan, (module, OUT_DIM[module.kind]), size, givers)
+    return found
+
+
+def _rule(plan: Plan, of: _Side, size: int, like: Sequence[_Side]) -> dict[str, str]:
+    """A rule that splits a dim of a linear, of `size`, as the first of some others of that size is split."""
+    module, at = of
+    is_split = any(factor.axes for dim in (0, 1) for factor in _dim(plan, module, dim).factors)
+    if is_split or plan.weight_of(module).shape[at] != size:
+        return {}
+    dims = [_dim(plan, other, dim) for other, dim in like if plan.weight_of(other).shape[dim] == size]
+    alike = [dim for dim in dims if any(factor.axes for factor in dim.factors)]
+    words = [str(alike[0]), "_"] if alike else []
+    return {f"{starred(module.name)}.weight": " ".join(words if at == 0 else reversed(words))} if words else {}
+
+
+def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
+    """Attributes of a module that hold the size of a split dim, or how many of its outermost factor there are."""
+    texts: dict[int, list[str]] = {}
+    for layout in plan.layouts.values():
+        for dim, size in zip(parse(_written(plan, layout)).expand(len(layout.shape)).dims, layout.shape, strict=True):
+            factors = [factor for factor in dim.factors if factor.literal is None and factor.name != "_"]
+            if len(dim.blocks) != 1 or not any(set(factor.axes) & set(plan.roles.compute) for factor in factors):
+                continue
+            whole = size // prod(factor.literal for factor in dim.factors if factor.literal is not None)
+            texts.setdefault(whole, []).append(" ".join(map(str, factors)))
+            for factor in factors:
+                if factor.axes and factor.name in plan.policy.sizes:
+                    texts.setdefault(plan.policy.sizes[factor.name], []).append(str(factor))
+    module = dict(model.named_modules()).get(path)
+    held = {name: value for name, value in vars(module).items() if type(value) is int} if module is not None else {}
+    found = {name: texts[value][0] for name, value in held.items() if value in texts and not name.startswith("_")}
+    pattern = first_match(plan.policy.local_sizes, [path])
+    given: Mapping[str, str] = plan.policy.local_sizes[pattern] if pattern is not None else {}
+    for chosen in [{name: text} for name, text in found.items()] + [found] * (len(found) > 1):
+        if chosen.keys() - given.keys():
+            yield Policy(local_sizes={pattern or starred(path): {**given, **chosen}})
+
+
+def _linears(plan: Plan) -> list[ModuleInfo]:
+    return [module for module in plan.info.modules if module.kind in OUT_DIM]
+
+
+def _linear(plan: Plan, path: str) -> ModuleInfo | None:
+    return next((module for module in _linears(plan) if module.name == path), None)
+
+
+def _written(plan: Plan, layout: Layout) -> str:
+    """The rule of a parameter as it was given, or what its default is."""
+    pattern = first_match(plan.policy.rules, layout.names)
+    return plan.policy.rules[pattern] if pattern is not None else str(layout.rule)
+
+
+def _dim(plan: Plan, module: ModuleInfo, dim: int) -> Dim:
+    """A dim of the weight of a linear as its rule has it, split over compute axes only."""
+    return parse(_written(plan, plan.weight_of(module))).expand(2).without(plan.roles.data).dims[dim]

@@ -1,0 +1,178 @@
+"""What a function inside a transform cannot do itself: found in its first run, and refused by name. Layer 3.
+
+Collectives of `torch.distributed` have no derivative and no mapped form. Under `vmap` they give unreduced or
+uninitialised data, under `jvp` a tangent of zero, under `grad` a gradient without the other ranks: all of that without
+an error. And the leaves of trees are this rank's plain parts there: a sum over one, a product of matrices, a row of it
+are not those of the leaf.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import cache, wraps
+from inspect import currentframe, unwrap
+from itertools import islice
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
+from shardfn.context import holding, losses_over
+from shardfn.notation import ShardError
+from shardfn.params import data_axes_of, has_parts, watched_parts
+
+LIBRARIES = _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
+# What was watched, once, since every operation pays for it: by code, which functions made again and again share.
+_WATCHED: set[tuple[Any, ...]] = set()
+_ON_PARTS = frozenset(str(Path(__file__).with_name(name)) for name in ("apply.py", "shard_map.py"))
+_KEEPING = frozenset(  # what is done element by element, or is not about elements, beside torch's pointwise operations
+    "radd iadd isub imul rmul rsub rdiv idiv truediv rtruediv itruediv floordiv rfloordiv rpow ipow mod rmod "
+    "pos invert and or xor detach clone to type type_as float double half bfloat16 contiguous cpu cuda "
+    "requires_grad zeros_like ones_like empty_like full_like rand_like randn_like stack unsqueeze dim size "
+    "stride is_floating_point is_complex get set repr format register_hook retain_grad grad backward".split()
+)
+# What takes a dim away.
+_TAKING_A_DIM = frozenset("sum mean prod amax amin logsumexp std var norm select unbind".split())
+
+
+def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose first run inside a transform may use collectives of `sf.collectives` and of trees only.
+
+    Raises:
+        ShardError: in that run, another one, by the name under which it was called.
+    """
+
+    code = _codes(func)
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        axes = data_axes_of((args, kwargs))
+        with losses_over(axes) if axes and in_transform() else nullcontext():
+            return first_watched(*args, **kwargs)
+
+    def first_watched(*args: Any, **kwargs: Any) -> Any:
+        given = args, kwargs
+        if _WATCHES.get() or (key := (*code, has_parts(given))) in _WATCHED:
+            return func(*args, **kwargs)
+        try:
+            with holding(_WATCHES, True), watched_parts(given) as parts, _Refusing(verb), _OfParts(verb, parts):
+                out = func(*args, **kwargs)
+        except RuntimeError as error:  # some of them torch refuses itself, without their name
+            frames = reversed([*walk_tb(error.__traceback__)])
+            if isinstance(error, ShardError) or (name := _called_as(frames)) is None:
+                raise
+            raise _refused(verb, name) from error
+        if code[0] is not None:
+            _WATCHED.add(key)
+        return out
+
+    return call
+
+
+def _codes(func: Any, depth: int = 4) -> tuple[Any, ...]:
+    """The code of a function, and of the functions that it closes over."""
+    func = unwrap(func) if callable(func) else func
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != CellType()]
+    inner = [_codes(value, depth - 1) for value in cells if depth and callable(value)]
+    return getattr(func, "__code__", getattr(func, "__name__", None)), *inner
+
+
+def _refused(verb: str, name: str) -> ShardError:
+    return ShardError(
+        f"{verb}: the function calls {name}, which has no derivative and no mapped form: results would be wrong in "
+        f"silence. Use sf.collectives (psum, pmean, all_gather, ...), or communicate outside"
+    )
+
+
+class _Refusing(TorchDispatchMode):
+    def __init__(self, verb: str) -> None:
+        super().__init__()
+        self._verb = verb
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _NAMESPACES and (name := _called_as(islice(walk_stack(currentframe()), 1, None))):
+            raise _refused(self._verb, name)
+        return AS_TENSORS.get(func, func)(*args, **(kwargs or {}))
+
+
+class _OfParts(TorchFunctionMode):
+    """Refuses what is not done element by element with parts of leaves."""
+
+    def __init__(self, verb: str, parts: Any) -> None:
+        super().__init__()
+        self._verb, self._parts = verb, parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and x in self._parts]
+        if not given or _is_ours():
+            return func(*args, **(kwargs or {}))
+        name, part = getattr(func, "__name__", "").strip("_"), self._parts[given[0]]
+        keeps = name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))
+        if not keeps and not (part.members and _is_over_members(name, args, kwargs or {})):
+            raise ShardError(
+                f"{self._verb}: {name} of {part.leaf!r} would be that of this rank's part, which is all that a leaf is "
+                "inside a transform. Use sf.tree.dot or sf.optim.global_norm of trees, or the whole leaf: "
+                f"sf.gather(params)[{part.leaf!r}]"
+            )
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._parts[x] = part._replace(members=part.members and keeps and x.dim() == given[0].dim())
+        return out
+
+
+def _is_over_members(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation takes away the first dim of its argument alone."""
+    if name == "getitem":
+        first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return isinstance(first, int) and _adds_dims(tuple(rest))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0 if name == "unbind" else None)
+    return name in _TAKING_A_DIM and dim in (0, (0,), [0])
+
+
+def _is_ours() -> bool:
+    """Whether code of this library does the operation that is under way, or what is within `apply` or a `shard_map`."""
+    innermost = True
+    for frame, _ in islice(walk_stack(currentframe()), 2, None):
+        file = frame.f_code.co_filename
+        if file == __file__:  # the function that is watched
+            return False
+        if file.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
+            continue
+        if file in _ON_PARTS or (innermost and file.startswith(_OURS)):
+            return True
+        innermost = False
+    return False
+
+
+@cache
+def _is_pointwise(name: str) -> bool:
+    found = getattr(torch.ops.aten, name, None)
+    return found is not None and any(torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
+
+
+def _adds_dims(index: Any) -> bool:
+    """Whether an index takes everything."""
+    return all(at is None or at is ... or at == slice(None) for at in (index if isinstance(index, tuple) else (index,)))
+
+
+def _called_as(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    """The function of torch.distributed that code outside of torch called, innermost frame first; None for our code."""
+    name = None
+    for frame, _ in frames:
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name == "__torch_function__":  # a mode that hands on what others call
+            continue
+        if not file.startswith(_TORCH):
+            return None if file.startswith(_OURS) else name
+        if f"{_TORCH}/distributed/" in file and frame.f_code.co_name != "wrapper":
+            module = str(frame.f_globals.get("__name__", "torch.distributed"))
+            name = f"{module.replace('.distributed_c10d', '')}.{frame.f_code.co_name}"
+    return None

@@ -1,0 +1,575 @@
+"""`apply`: run a module with the weights of a tree. Layer 4.
+
+inputs checked -> (first call: run without data) -> modules compute with a session -> outputs cast
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardfn import _torch
+from shardfn.binding import Around, Forward, InnerCall, Place, Wiring, call_now, escaped
+from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
+from shardfn.context import asks, derivatives_asked_for, note_tree, recording
+from shardfn.engine import Borrowed, Session, recomputed
+from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid, submodule, unwrapped
+from shardfn.notation import ShardError, did_you_mean
+from shardfn.parallel import (
+    Adjustments,
+    ComputeAxes,
+    SplitLogits,
+    cast_floats,
+    cast_inputs,
+    chained,
+    kept_by_acts,
+    owned_names,
+    ranks_of_acts,
+    unit_casts,
+    wire,
+)
+from shardfn.params import Params
+from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
+from shardfn.trace import Guards, Structure, Trial, Watch, is_cache, signature, snapshot, tensors_in
+from shardfn.transforms.forward_mode import as_now
+
+_signature = lru_cache(maxsize=2**8)(inspect.signature)
+_SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
+_TRIES = 2  # how many of these are asked whether they are about a call with other numbers
+_WAYS = 64  # of one kind of call that are remembered
+_CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
+_LOOPS = ("generate",)  # methods that call the model as often as its tokens say
+
+
+def apply(model: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
+    """Run `model` with the weights of `params`, like `torch.func.functional_call`.
+
+    Inside, modules see ordinary local tensors: whole over the data axes, split over the compute axes. Linears,
+    embeddings, convolutions, norms of channels and `nn.MultiheadAttention` compute with split weights by their rules;
+    sizes between them must come from the tensors, since only this rank's heads are there. The model's own modules
+    compute, and whatever else holds them (closures, lists, dicts) holds what computes. Outside of calls the model is
+    its own: its parameters and buffers stay, and it has the attributes that its forward assigned.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import Tensor, nn
+        >>> model = nn.Linear(4, 2)
+        >>> params = sf.shard(model, sf.make_mesh("cpu", fsdp=1), sf.Policy())
+        >>> x = torch.ones(3, 4)
+        >>> torch.equal(sf.apply(model, params, x), model(x))
+        True
+
+    Args:
+        model: the module, or one of the same structure; its own tensors are not used and may be on the meta device.
+        params: the tree that `shard` made for it.
+        *args: this data rank's inputs, plain tensors on the mesh's device, the same on all ranks of a compute axis.
+        method: name of a method to call instead of `forward`. `"generate"` runs without gradients, on weights that are
+            gathered before its first token and kept; its inner calls may depend on values, and it draws the random
+            numbers of the first rank of a compute axis. A loop of your own gets that by its name, `generate = sample`
+            in its class; under another one all ranks have to make the same calls.
+        **kwargs: more inputs.
+
+    Returns:
+        what the method returns; floating tensors in `output_dtype`.
+
+    Raises:
+        ShardError: the tree is not this model's; inputs on another device; on the first two calls, inputs that differ
+            between ranks of a compute axis; on the first call, sizes that do not fit the local parts, with the module.
+        TypeError: not a module, or not a tree made by `shard`.
+
+    Communication: one all-gather a bucket and data axis when the unit before it begins, and again in its backward
+    (`regather=True`); one reduce-scatter a bucket in the backward; one all-reduce a row-parallel output and, in the
+    backward, a tensor read by column-parallel linears. On gloo, buckets of 1 MiB and more travel rank to rank instead.
+    The first two calls exchange a few bytes over the mesh, and the first meets the others at the store once a unit.
+    `"generate"` gathers each bucket once, then communicates over compute axes only; it exchanges a few bytes each time,
+    and the state of torch's generators (5 kB) over compute axes.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(params, Params):
+        hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
+        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}{hint}")
+    note_tree(params)
+    call = _Call(model, params, method or "__call__")
+    adjust = call.prepare(args, kwargs)
+    args, kwargs = cast_inputs(params.plan, (args, kwargs))
+    output = call.run(adjust, args, kwargs)
+    return cast_floats(output, params.plan.policy.output_dtype)
+
+
+class _Call:
+    """One `apply`, from its checks to its result."""
+
+    def __init__(self, model: nn.Module, params: Params, method: str) -> None:
+        if not hasattr(model, method):
+            raise ShardError(
+                f"apply: {type(model).__name__} has no method '{method}'{did_you_mean(method, dir(model))}"
+            )
+        self.model, self.params, self.method = model, params, method
+        self.loops = method in _LOOPS
+        self.plan = params.plan
+        self.grid = grid(params.mesh, self.plan.roles.storage)
+        self.kept = kept_of(model, self.plan, self.grid)
+        held = params.in_place
+        self.held = held if held is not None and held.is_of(model) else None  # when leaves are the model's parameters
+
+    def prepare(self, args: Any, kwargs: Any) -> Adjustments:
+        """Check everything that can be checked without data, and find what the derivation needs.
+
+        On the first calls all ranks raise when one must: an error on some ranks is a hang on the others.
+        """
+        self.kept.calls += 1
+        if inside := _torch.in_transform():
+            _torch.checkpoint_nothing_in_transforms()
+        if (recorded := recording()) is not None:
+            recorded.models.append(self.model)
+        elif _torch.is_traced() and not torch.compiler.is_compiling():
+            raise ShardError(
+                "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
+                "would be wrong; use sf.jvp or sf.vjp"
+            )
+        adjust, problem = Adjustments(), None
+        try:
+            if self.loops:
+                self._require_plain_loop()
+            self._require_usable_tree(inside)
+            if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
+                raise ShardError(why)
+            if self.method == "__call__":
+                _signature(class_of(self.model).forward).bind(self.model, *args, **kwargs)
+            if not self.loops:
+                adjust = self._adjustments(args, kwargs)
+        except (ShardError, TypeError) as error:
+            problem = error
+        if (self.loops or self.kept.calls <= _CHECKED_CALLS) and len(self.grid.ranks()) > 1 and not inside:
+            try:
+                check_batch(self.grid, self.kept.compute, (args, kwargs, self.model.training), problem and str(problem))
+            except ShardError as error:
+                raise (problem or error) from None
+        if problem is not None:
+            raise problem
+        return adjust
+
+    def _require_plain_loop(self) -> None:
+        """What a method that runs until its tokens say so cannot be part of."""
+        if _torch.in_transform() or self.grid.pure:
+            raise ShardError(
+                f"apply: '{self.method}' goes on until its tokens say so, which no transform, recorded step or "
+                "simulated mesh can follow; call it outside of them"
+            )
+        if self._masks() is not None:
+            raise ShardError(f"apply: '{self.method}' with dropout under a dropout_seed; call model.eval() before")
+
+    def _require_usable_tree(self, inside: bool) -> None:
+        """What the tree has to be, also `inside` a transform; frozen parameters must have stayed so."""
+        if not self.plan.leaves.keys() <= self.params.keys():
+            missing = [name for name in self.plan.leaves if name not in self.params]
+            raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
+        if torch.is_grad_enabled() and any(map(asks, self.kept.frozen)):
+            raise ShardError(
+                "apply: parameters that asked for no gradient when sf.shard made the tree do now, and would get none. "
+                "Write model.load_state_dict(sf.gather(params)), and shard the model again"
+            )
+        several = inside and any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
+        if several and self.plan.vmaps is None and _torch.differentiated_in_vmap(self.params.values()):
+            raise ShardError(
+                "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
+                "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
+            )
+        if inside and self.plan.placed_axes:
+            raise ShardError(
+                "apply: sf.jvp, vjp, hvp, vmap or a transform of torch.func goes on, and modules that "
+                "parallelize_module has split compute with DTensors, which torch takes into none. Write sf.grad twice "
+                "for a Hessian-vector product, sf.grad(lambda p: sf.tree.dot(sf.grad(loss_fn)(p), v))(params), or "
+                "split the model by rules instead: sf.policies.from_parallelize_plan(plan)"
+            )
+
+    def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
+        """What a run without data adds to the derivation; found once a kind of call, see [Note: guards]."""
+        if not self.plan.splits_compute:
+            return Adjustments()
+        leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
+        kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
+        derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
+        key = (self.method, derived, str(structure), *self.kept.structure.hooks(), *kinds)
+        ways = self.kept.ways.setdefault(key, [])
+        # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
+        sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
+        goes_on = any(map(_filled, caches))
+        for at, way in enumerate(ways):
+            if (goes_on or way.sizes == sizes) and way.guards.hold(leaves):
+                if at:
+                    ways.insert(0, ways.pop(at))
+                return way.adjust
+        return self._new_way(key, ways, sizes, args, kwargs)
+
+    def _new_way(self, key: Any, known: "list[_Way]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
+        """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
+        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        ways = [way for way in known if way.sizes == sizes]
+        calls = [("", args, kwargs)]
+        trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
+        broken = [way.guards.broken(leaves) for way in ways]
+        asked = {place for way in ways for place in way.asked}
+        for way, places in zip(ways[:_TRIES], broken, strict=False):
+            unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
+            if not way.guards.answered(leaves) or any(True for _ in unwatched):
+                continue
+            more = [*places, *(place for place, _ in way.guards.loose.values())]
+            watch = trial.watched(way.adjust, more)
+            asked |= {place.key for place in more} if watch is None else watch.asked
+            if watch is not None and way.guards.relaxed(watch):
+                return way.adjust
+        blanks = [place for places in broken for place in places if place.holds_tensors]
+        same = (adjust for made, adjust in reversed(self.kept.adjustments.items()) if made[:2] == key[:2])
+        adjust = self.kept.adjustments[key] = trial.adjustments(next(same, None), blanks)
+        known.insert(0, _Way(adjust, Guards(leaves, list(trial.reads.values())), asked, sizes))
+        del known[_WAYS:]
+        return adjust
+
+    def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
+        """The forward on this rank."""
+        if self.loops:
+            with torch.no_grad(), random_numbers_of_first(self.grid, self.kept.compute):
+                return self._loop(args, kwargs)
+        masks, held = self._masks(), self.held
+        parameters = held is not None and not (self.grid.pure or _torch.in_transform() or _torch.is_traced())
+        session = Session(self.params, self.grid, (self.method, self.model.training), parameters)
+        session.masks = masks
+        place = self._begin(session, adjust)
+        try:
+            with place.computes(session), session.hooks(traced=place.compiles):
+                output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)
+                output = leaving(output, adjust, self.grid, self.plan)
+        except RuntimeError as error:
+            if (told := escaped(error)) is not None:
+                raise told from error
+            raise
+        finally:
+            session.close()
+            if masks is not None:
+                masks.over = True
+        if held is not None:
+            held.end(self.model, self.params)
+        if not _torch.in_transform():
+            place.wait(session, output)
+        return output
+
+    def _begin(self, session: Session, adjust: Adjustments) -> Place:
+        """What modules do in a call, with the buffers of the tree or, where these are theirs, their own."""
+        if self.held is None:
+            session.buffers = self.params.buffers
+        else:
+            self.held.begin(self.model, self.params)
+        places, key = self.kept.places, (adjust, session.masks is not None)
+        place = places.get(key)
+        if place is None or not place.is_there:
+            place = places[key] = _place(self.model, self.plan, self.grid, self.kept.names, *key)
+        place.prepare()
+        return place
+
+    def _loop(self, args: Any, kwargs: Any) -> Any:
+        """A method that calls the model as often as its tokens say.
+
+        Data ranks stop at different tokens: all weights are gathered before the first one and kept, so that none waits
+        for another one.
+        """
+        session = Session(self.params, self.grid, (self.method, self.model.training))
+        session.hold()
+        history = _History(self.kept.ranks_of_sequences)
+        training = tuple(module.training for module in self.model.modules())
+
+        def entry(path: str) -> Around:
+            def step(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = cast_inputs(self.plan, (args, kwargs))
+                adjust = self._step_adjustments(history, training, path, args, kwargs)
+                with self._begin(session, adjust).computes(session):
+                    output = unwrapped(submodule(self.model, path)).forward(*args, **kwargs)
+                    output = leaving(output, adjust, self.grid, self.plan)
+                    return cast_floats(output, self.plan.policy.output_dtype)
+
+            return lambda _: step
+
+        model = unwrapped(self.model)
+        place = Place(model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()}))
+        if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
+            vars(model)["get_compiled_call"] = lambda compile_config: model
+        try:
+            with place.for_now(), place.computes(session):
+                return getattr(model, self.method)(*args, **kwargs)
+        finally:
+            session.close()
+            vars(model).pop("get_compiled_call", None)
+
+    def _step_adjustments(self, history: "_History", training: Any, path: str, args: Any, kwargs: Any) -> Adjustments:
+        """Those of an inner call, found once a kind, from a run without data of the calls before it too."""
+        if not self.plan.splits_compute:
+            return Adjustments()
+        key = (self.method, training, *history.note(path, args, kwargs))
+        if key not in self.kept.adjustments:
+            calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
+            found = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
+            if found.kept:
+                where = repr(path) if path else "the model"
+                raise ShardError(
+                    f"apply: '{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...); "
+                    "leave it out for this tree"
+                )
+            self.kept.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
+        return self.kept.adjustments[key]
+
+    def _masks(self) -> Masks | None:
+        """Those of the `dropout_seed` around, if the model drops anything."""
+        given = stream()
+        if given is None or not dropping(self.model):
+            return None
+        if self.plan.placed_axes:
+            raise ShardError(
+                "dropout_seed: modules compute with DTensors that parallelize_module made, and nobody knows which part "
+                "of an activation a rank has. Split by rules: sf.policies.from_parallelize_plan(plan)"
+            )
+        return Masks(given, *part_over(self.grid, self.plan.roles.data))
+
+
+def _in_unit(unit: str, model: nn.Module) -> Around:
+    """What goes around the forward of a unit."""
+    here = weakref.ref(unwrapped(submodule(model, unit)))
+
+    def around(inner: Forward) -> Forward:
+        @_torch.left_by_dynamo
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            session, module = call_now().session, here()
+            assert module is not None
+            if session.computes_again(unit) and not any(map(_torch.has_forward_hooks, module.modules())):
+                try:
+                    return _recomputed(unit, module, inner, args, kwargs)
+                except Borrowed:
+                    session.runtime.recomputable.discard(unit)
+            session.enter(unit)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                session.leave(unit)
+
+        return forward
+
+    return around
+
+
+def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
+    """The forward of a unit that computes again for its derivatives, also when the call is over."""
+    call = call_now()
+    session = call.session
+    leaves = {name: session.leaves[name] for name in session.runtime.leaves_of[unit]}
+    random = session.masks.inputs if session.masks is not None else []
+    formulas = as_now()
+
+    def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
+        with call.place.computes(session), session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
+            return inner(*args, **kwargs)
+
+    way = unit, module.training, _torch.kinds_of_transforms()
+    out = recomputed(module, run, [*leaves.values(), *random], args, kwargs, way not in session.runtime.watched)
+    session.runtime.watched.add(way)
+    return out
+
+
+def _dropout(path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
+    """The forward of a dropout module under a `dropout_seed`."""
+
+    def forward(own: Any, input: Tensor) -> Tensor:  # as torch calls it, which may be given it by name
+        return call_now().session.masks.apply(path, own, input, offsets)
+
+    return forward
+
+
+def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> Tensor:
+    """Scores of attention, of whose heads this rank has its part over some axes, under a `dropout_seed`."""
+    return call_now().session.masks.scores(path, x, p, part_over(grid, axes))
+
+
+@dataclass
+class _Way:
+    """What runs without data found, what has to be as it was, and which changes of that need a new run at once."""
+
+    adjust: Adjustments
+    guards: Guards
+    asked: set[Any]
+    sizes: Any  # of the inputs beside a cache; None without one, when they are part of the kind
+
+
+@dataclass
+class _Kept:
+    """What is remembered between calls about a model with a plan on a grid."""
+
+    structure: Structure
+    names: Mapping[str, Mapping[str, str]]  # module path -> attribute -> canonical parameter
+    frozen: Sequence[Tensor]  # the model's parameters of which the tree has no gradients
+    compute: Sequence[str]  # axes along which ranks work on the same samples; of DTensors, their modules decide
+    ranks_of_sequences: int  # between how many ranks `Policy.acts` splits activations
+    calls: int = 0
+    adjustments: dict[Any, Adjustments] = field(default_factory=dict)
+    places: dict[tuple[Adjustments, bool], Place] = field(default_factory=dict)
+    ways: dict[Any, list[_Way]] = field(default_factory=dict)
+
+
+def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _Kept:
+    """It goes with the plan, to which it refers, or with the model; of a model that has changed it is made anew."""
+    known: dict[int, tuple[Any, _Kept]] = plan.home.once(("models", grid), dict)
+    key = id(model)
+    had = known[key][1] if key in known else None
+    if had is None or not had.structure.is_of(model):
+        _require_one(model, plan)
+        _require_sizes(model, plan)
+        compute = [axis for axis in plan.roles.compute if plan.axes[axis] > 1 and axis not in plan.placed_axes]
+        # Those that are shards themselves are looked at elsewhere.
+        named = [(plan.canonical.get(n, ""), p) for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        frozen = [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]
+        calls = 0 if had is None else had.calls  # maybe changed on one rank only, which must not ask the others again
+        had = _Kept(Structure(model), owned_names(model, plan), frozen, compute, ranks_of_acts(plan), calls)
+        known[key] = weakref.ref(model, lambda _: known.pop(key, None)), had
+    return had
+
+
+def leaving(output: Any, adjust: Adjustments, grid: Grid, plan: Plan) -> Any:
+    """An output as callers get it: split leaves as `SplitLogits`, so that taking them for whole ones is an error."""
+    if not (adjust.kept or adjust.shared or adjust.joined):
+        return output
+    leaves, structure = _torch.pytree.tree_flatten(output)
+    for at, axis, dim in adjust.joined:
+        leaves[at] = all_gather_invariant(leaves[at], grid.mesh, axis, dim)
+    for at, axis in adjust.shared:  # each rank takes it for its own, and their gradients are added up
+        leaves[at] = weighed(leaves[at], 1 / grid.sizes[axis])
+    for at, axis, dim in adjust.kept:
+        with nullcontext() if _torch.simulated() else _torch.outside_modes():  # a mesh computes with tensors
+            mesh = grid.mesh[axis]
+        leaves[at] = SplitLogits.of(leaves[at], mesh, dim, partial(_origin, plan))
+    return _torch.pytree.tree_unflatten(leaves, structure)
+
+
+def _origin(plan: Plan) -> str:
+    """What left an output split, for errors."""
+    acts = plan.policy.acts
+    entries = {module: first_match(acts, [module]) or module for module in sorted(kept_by_acts(plan))}
+    written = ", ".join(f"{entry!r}: {acts[entry]!r}" for entry in dict.fromkeys(entries.values()))
+    return f"Policy(acts={{{written}}}) leaves the output of {' and '.join(map(repr, entries))} split"
+
+
+def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> Place:
+    """What modules do in calls of a plan, to which runs without data have added; `seeded`: a `dropout_seed` goes on."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if not (isinstance(p, DTensor) or name in plan.canonical or name in plan.info.ignored):
+            raise ShardError(
+                f"apply: {name!r} was added to the model after sf.shard made the tree, which lacks it: shard it again"
+            )
+    axes = ComputeAxes(grid.mesh, grid.sizes, grid.coords)
+    axes.varied = lambda: call_now().session.varied
+    axes.gathers_again = lambda gathers: call_now().session.keeps_pieces(gathers)
+    axes.drops = partial(_scores, grid=grid) if seeded else None
+    around = {unit.name: _in_unit(unit.name, model) for unit in plan.units if unit.name}
+    around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
+    paths = dropout_modules(model) if seeded else ()
+    dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}
+    return Place(model, names, wire(plan, names, axes, adjust, around, dropouts))
+
+
+class _History:
+    """The first inner call of each kind: a run without data repeats them, so that caches are filled as they were.
+
+    Tokens decide when a loop stops, so that it cannot run without data. Its inner calls can, and a cache that goes from
+    one to the next keeps what they put into it, this rank's part.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: between how many activations may be split."""
+        self._ranks = ranks
+        self._calls: dict[Any, InnerCall] = {}
+        self._caches: dict[int, tuple[Any, Any]] = {}  # the cache itself keeps its id from being given to another one
+
+    def note(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Remember a call that is about to be made, if it is the first of its kind; returns that kind."""
+        leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
+        known = any(map(_filled, filter(is_cache, leaves)))  # how, a run of calls before says, of any length
+        kinds = ((type(x), _filled(x)) if is_cache(x) else _kind(x, known, self._ranks) for x in leaves)
+        key = (path, str(structure), *kinds)
+        for cache in filter(is_cache, leaves):
+            if id(cache) not in self._caches:
+                self._caches[id(cache)] = cache, None if _filled(cache) else snapshot(cache)
+        if key not in self._calls:
+            empty = [self._caches[id(x)][1] or _FILLED if is_cache(x) else x for x in leaves]
+            args, kwargs = _torch.pytree.tree_unflatten(empty, structure)
+            self._calls[key] = path, args, kwargs
+        return key
+
+    def calls(self) -> list[InnerCall]:
+        """The calls up to now.
+
+        Raises:
+            ShardError: a cache was filled before the method began, and nobody knows with what.
+        """
+        calls = list(self._calls.values())
+        if any(leaf is _FILLED for leaf in _torch.pytree.tree_leaves(calls)):
+            raise ShardError(
+                "apply: the first call of its kind gets a cache that is filled already, so that nothing tells which "
+                "part of it this rank has. Generate once with an empty cache, which is then known, or leave it out."
+            )
+        return calls
+
+
+_FILLED = object()
+
+
+def _filled(cache: Any) -> bool:
+    """Whether a cache holds keys and values."""
+    return any(x.is_floating_point() and x.numel() for x in tensors_in(cache, 4, of_caches=True))
+
+
+def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
+    """What of an input of an inner call of a loop is looked at: there, sizes change with every token.
+
+    A call that `goes_on` has a filled cache, of which only the calls before it know what it holds.
+
+    Activations may be split between `ranks` where they can be.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.requires_grad, *((goes_on or min(size, 2), size % ranks) for size in leaf.shape)
+    if type(leaf) is int and abs(leaf) <= _SMALL:
+        return leaf
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def _require_sizes(model: nn.Module, plan: Plan) -> None:
+    """Check that `Policy.local_sizes` names attributes as what they are, which one rank would not notice."""
+    if not plan.policy.local_sizes:
+        return
+    policy = replace(plan.policy, ignore=(), pad={})
+    whole = decide(plan.info, dict.fromkeys(plan.axes, 1), policy).local_sizes
+    for path, sizes in whole.items():
+        module = unwrapped(submodule(model, path))
+        for attribute, size in sizes.items():
+            have = getattr(module, attribute, None)
+            if isinstance(have, int) and have != size:
+                raise ShardError(
+                    f"apply: Policy.local_sizes names {attribute!r} of {path or 'the model'!r}, which is {have}, as "
+                    f"what is {size} on one rank. Name all of its factors, such as {{{attribute!r}: 'heads@tp d'}}"
+                )
+
+
+def _require_one(model: nn.Module, plan: Plan) -> None:
+    """Check that the tree is not one of several members."""
+    for name, param in model.named_parameters():
+        layout = plan.layouts.get(plan.canonical.get(name, ""))
+        if layout is not None and len(layout.shape) > param.dim() and layout.shape[1:] == param.shape:
+            raise ShardError(
+                f"apply: the tree has several members, {name!r} of shape {tuple(layout.shape)}, the model's has "
+                f"{tuple(param.shape)}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, "
+                "sf.tree.map(lambda w: w[0], tree)"
+            )
