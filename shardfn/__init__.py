@@ -1,4 +1,4 @@
-"""shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts. Layer 7."""
+"""shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts."""
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType

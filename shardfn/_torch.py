@@ -1,6 +1,6 @@
 """The only file that touches private or version-dependent torch names.
 
-Everything here is resolved once, at import, and used elsewhere under one name. Layer 0.
+Everything here is resolved once, at import, and used elsewhere under one name.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""`sf.collectives`: collectives over one mesh axis, with a declared transpose. Layer 5."""
+"""`sf.collectives`: collectives over one mesh axis, with a declared transpose."""
 
 from shardfn.comm import all_gather as all_gather
 from shardfn.comm import all_gather_invariant as all_gather_invariant

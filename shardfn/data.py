@@ -1,4 +1,4 @@
-"""`sf.data`: which part of a batch a rank works on, and dropout by sample. Layer 5."""
+"""`sf.data`: which part of a batch a rank works on, and dropout by sample."""
 
 from shardfn.params import Mean, local_batch, rank
 from shardfn.random import dropout, dropout_seed

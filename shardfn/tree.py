@@ -1,4 +1,4 @@
-"""`sf.tree`: functions over trees of shards. Layer 5."""
+"""`sf.tree`: functions over trees of shards."""
 
 from shardfn.optim import dot
 from shardfn.params import cast, ema, leaves, lerp, map, map_local, paths, select, zeros_like

@@ -26,7 +26,7 @@ SECTIONS = (arguments, methods, functions, state_dicts)  # importing them enters
 def test_row(key: str) -> None:
     """Rows of 4.2 run torch's own functional collectives, in which processes of torch 2.13 were seen to die on gloo.
 
-    See `core/buckets.py`; ours do without them, torch's state dict functions do not.
+    See `comm/buckets.py`; ours do without them, torch's state dict functions do not.
     """
     row = TABLE.rows[key]
     try:

@@ -1,4 +1,4 @@
-"""`core/storage.py`: runs against a brute-force search for neighbours, and writes through flat tensors."""
+"""`comm/storage.py`: runs against a brute-force search for neighbours, and writes through flat tensors."""
 
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Forwards run by `torch.compile`, with their gathers outside of the graph. Layer 3.
+"""Forwards run by `torch.compile`, with their gathers outside of the graph.
 
     enter unit -> gather -> as_usual(unit): [ graph(module, ...) ] -> leave unit
 

@@ -1,4 +1,4 @@
-"""The user's own modules run: what asks them for a parameter gets a weight in a call, and its own outside. Layer 3.
+"""The user's own modules run: what asks them for a parameter gets a weight in a call, and its own outside.
 
 [Note: tables that ask]
 No copy of a model is needed: `self` in a forward, what a closure, a list or a dict of modules holds, is the object that

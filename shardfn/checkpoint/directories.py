@@ -1,4 +1,4 @@
-"""Trees to checkpoint directories and back, on any mesh. Layer 4.
+"""Trees to checkpoint directories and back, on any mesh.
 
 torch.distributed.checkpoint writes the files and reshards on load. A save goes into a new directory beside the others
 and is renamed into place when every rank has written, so that a name always stands for a whole checkpoint. What is

@@ -1,4 +1,4 @@
-"""Files in the safetensors format into shards and back, each rank its own parts. Layer 4.
+"""Files in the safetensors format into shards and back, each rank its own parts.
 
 Reading, every rank reads what it keeps. Writing, the first rank gets one parameter after the other in small messages,
 so that it never has more than one whole.

@@ -1,4 +1,4 @@
-"""What the tensors of a model are called in files, and what of them lies where. Layer 2.
+"""What the tensors of a model are called in files, and what of them lies where.
 
 A model of the transformers library may have other tensors than its files: one for all experts where a file has one for
 each, say. Its own conversions say so. They are run here on `Patchwork`s, which go through the code that stacks, joins,

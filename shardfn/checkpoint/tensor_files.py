@@ -1,4 +1,4 @@
-"""Files in the safetensors format: parts of their tensors read and written, a few megabytes at a time. Layer 2.
+"""Files in the safetensors format: parts of their tensors read and written, a few megabytes at a time.
 
 The library checks files that are read. Bytes are moved here: its reader (0.8) takes the whole tensor when a part is
 asked for, or maps the file, whose pages then count as memory, and its writer wants all tensors of a file at once.

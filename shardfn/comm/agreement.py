@@ -1,4 +1,4 @@
-"""Ranks tell each other what they are about to do, before they do it. Layer 3.
+"""Ranks tell each other what they are about to do, before they do it.
 
 An error on one rank only is a hang on the others. Whatever a rank alone can see (its own model, policy, batch) is
 exchanged once, and every rank raises when one of them has to.

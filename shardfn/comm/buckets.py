@@ -1,9 +1,9 @@
-"""Moving many leaves together: gather, reduce, and the differentiable pair over a plan's bucket. Layer 3.
+"""Moving many leaves together: gather, reduce, and the differentiable pair over a plan's bucket.
 
     gather    undo the split over the data axes         one all-gather an axis
     reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
 
-Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in crossing.py. A `Flight` is a
+Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in packing.py. A `Flight` is a
 communication that goes on while something else is done. `whole` gathers one `DTensor` of any layout.
 """
 

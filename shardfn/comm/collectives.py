@@ -2,7 +2,7 @@
 
 Here: four movers over a `ProcessGroup` without autograd (`gather_flat`, `scatter_sum_flat`, `sum_flat_`,
 `exchange_flat`), and collectives over one named mesh axis with a declared transpose (`psum`, `pvary`, ...).
-Not here: DTensor, buckets, anything that decides which collective to use. Layer 2.
+Not here: DTensor, buckets, anything that decides which collective to use.
 
 No function communicates on a meta tensor (a dry run sees the right shapes) or over a single rank.
 """
@@ -236,7 +236,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Any numbers.
 
-    One all-reduce, on gloo in float32 for 16-bit floats; see [Note: small collectives] in direct.py.
+    One all-reduce, on gloo in float32 for 16-bit floats; see [Note: small collectives] in point_to_point.py.
 
         >>> import shardfn as sf
         >>> import torch

@@ -1,4 +1,4 @@
-"""How the leaves of a bucket cross one mesh axis: pack, communicate, unpack, in steps that wait for nothing. Layer 3.
+"""How the leaves of a bucket cross one mesh axis: pack, communicate, unpack, in steps that wait for nothing.
 
 A rank holds the shards of all leaves side by side in one flat tensor:
 

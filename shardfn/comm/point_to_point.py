@@ -1,4 +1,4 @@
-"""Small collectives on gloo, as messages from every rank to every other one. Layer 1.
+"""Small collectives on gloo, as messages from every rank to every other one.
 
 [Note: small collectives]
 Gloo runs a collective in a thread of its own, and an all-reduce takes 2 (W - 1) turns there, one after the other. While

@@ -1,4 +1,4 @@
-"""Memory: tensors side by side in it, found again and worked on as one; buffers that are used again. Layer 1.
+"""Memory: tensors side by side in it, found again and worked on as one; buffers that are used again.
 
 Local tensors only. Buffers are used again and again because page faults of fresh memory cost more than a copy into it.
 

@@ -1,4 +1,4 @@
-"""The class APIs that people have scripts for, on shardfn's engine: change one import, keep the script. Layer 6.
+"""The class APIs that people have scripts for, on shardfn's engine: change one import, keep the script.
 
 fsdp1       `torch.distributed.fsdp.FullyShardedDataParallel`, and everything else in that package and its modules
 fsdp2       `torch.distributed.fsdp.fully_shard`, and what belongs to it

@@ -1,4 +1,4 @@
-"""`import shardfn.compat.auto` first, and imports of `torch.distributed.fsdp` find our class. Layer 6."""
+"""`import shardfn.compat.auto` first, and imports of `torch.distributed.fsdp` find our class."""
 
 from shardfn.compat import switch
 

@@ -1,4 +1,4 @@
-"""The import switch: in a script that nobody changed, the classes that this package has are ours. Layer 6.
+"""The import switch: in a script that nobody changed, the classes that this package has are ours.
 
 Into torch's own modules it puts our names, so that every way to import them finds ours, also in libraries that are
 imported later. torch's parts that know the classes are imported before, and keep those that they know. hfai's,

@@ -1,4 +1,4 @@
-"""What is under way: functions under `vmap`, losses that run to be differentiated, a recording by `jit`. Layer 0.
+"""What is under way: functions under `vmap`, losses that run to be differentiated, a recording by `jit`.
 
 A graph is walked where it is asked about only: a node costs half a microsecond.
 """

@@ -1,4 +1,4 @@
-"""Gradients of one backward, reduced bucket by bucket while it goes on. Layer 3.
+"""Gradients of one backward, reduced bucket by bucket while it goes on.
 
 Autograd adds up what reaches a leaf as soon as it comes, and so would read sums that are still on their way. Here
 leaves get no gradient from autograd through their buckets: `Reductions` take each bucket, start its reduction and hand

@@ -1,4 +1,4 @@
-"""Units that compute again in the backward, for transforms of `torch.func`, which forbid saved-tensor hooks. Layer 3.
+"""Units that compute again in the backward, for transforms of `torch.func`, which forbid saved-tensor hooks.
 
     forward    save the inputs and the shards, gather, compute, free
     backward   gather, compute again under `vjp`, free

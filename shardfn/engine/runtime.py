@@ -1,4 +1,4 @@
-"""What all calls of a plan on a grid share: memory, learnt order, what is in the air. Layer 3.
+"""What all calls of a plan on a grid share: memory, learnt order, what is in the air.
 
 A plan is plain data, and `Plan.home` keeps one of these for each grid that it runs on.
 

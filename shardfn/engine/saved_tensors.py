@@ -1,4 +1,4 @@
-"""What autograd keeps instead of what was gathered: of a bucket, and of an activation. Layer 3.
+"""What autograd keeps instead of what was gathered: of a bucket, and of an activation.
 
 A `Gathered` is one bucket of one gather. Where its bytes are, `_flight` and `_flat` say:
 

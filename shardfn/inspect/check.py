@@ -1,4 +1,4 @@
-"""`simulate`: all ranks of a mesh in this process; `check`: a sharded step there, against one on one rank. Layer 4."""
+"""`simulate`: all ranks of a mesh in this process; `check`: a sharded step there, against one on one rank."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

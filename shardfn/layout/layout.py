@@ -1,4 +1,4 @@
-"""How one parameter is stored and seen: integers only. Layer 1.
+"""How one parameter is stored and seen: integers only.
 
 A parameter has a *model* shape (what an ordinary state dict holds). It is stored as one or more *leaves*, each a
 tensor whose dims are split by plain chunking, and a module computes with its *gathered* form: whole over the data
@@ -13,9 +13,9 @@ others of it:
 
     stored     `Layout`, `Leaf`    the axes that split the factors of its dims, as the rule says         here
     integers   `Box`               (start, length) of each dim of the model's tensor, for one rank       here
-    abstract   `Part`              blocks along one dim, of which each rank of an axis has a part        parts.py
+    abstract   `Part`              blocks along one dim, of which each rank of an axis has a part        partition.py
 
-What a `Part` becomes in a view, a slice or a product stands in parts.py, and where boxes lie in tensors of files that
+What a `Part` becomes in a view, a slice or a product stands in partition.py, and where boxes lie in tensors of files that
 are joined and cut in stored_names.py. Functions on tensors here only reshape, narrow and pad; none communicates.
 """
 

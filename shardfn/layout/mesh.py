@@ -1,4 +1,4 @@
-"""Meshes: making one, describing one without processes, and the order in which shards are stored. Layer 1.
+"""Meshes: making one, describing one without processes, and the order in which shards are stored.
 
 [Note: axis order]
 A parameter split over tp and then over fsdp on one dim is, on a mesh whose axes are ordered compute axes first and

@@ -1,4 +1,4 @@
-"""What a plan needs to know about a model, as plain data; its modules; declared forwards. Layer 1.
+"""What a plan needs to know about a model, as plain data; its modules; declared forwards.
 
 A plan must be comparable, picklable and free of tensors, so the `nn.Module` itself never gets into it: names, shapes,
 dtypes, ties and module kinds do.

@@ -1,4 +1,4 @@
-"""Which part of a tensor the ranks of one axis have, as plain data, and what views make of it. Layer 1.
+"""Which part of a tensor the ranks of one axis have, as plain data, and what views make of it.
 
 Besides, what a run without data knows of a tensor, and what it cannot go on with.
 

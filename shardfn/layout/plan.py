@@ -1,4 +1,4 @@
-"""What has been decided about one model on one mesh, as plain data: layouts, units and buckets. Layer 2.
+"""What has been decided about one model on one mesh, as plain data: layouts, units and buckets.
 
 Nothing here touches a tensor's values or a process group. The code that moves data looks its decisions up here and
 never thinks; `planning.py` makes them.

@@ -1,4 +1,4 @@
-"""Decide, then do: what a policy means for one model on one mesh. Layer 2.
+"""Decide, then do: what a policy means for one model on one mesh.
 
 A plan for 4096 ranks is made on a laptop: nothing here touches a tensor's values or a process group. What is decided
 stands in a `Plan`, see `plan.py`.

@@ -1,4 +1,4 @@
-"""`Policy`: everything a user decides about layout, units and precision, as frozen data; and its patterns. Layer 0.
+"""`Policy`: everything a user decides about layout, units and precision, as frozen data; and its patterns.
 
 A pattern of names: `*` one segment, `**` any number, `{a,b}` alternatives, `re:...`; anchored at both ends.
 """

@@ -1,4 +1,4 @@
-"""The error that every caller sees, and the way several problems become one message. Layer 0."""
+"""The error that every caller sees, and the way several problems become one message."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

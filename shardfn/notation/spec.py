@@ -1,4 +1,4 @@
-"""The rule notation: text to a `Spec` and back, and the sizes that its names stand for. Layer 1.
+"""The rule notation: text to a `Spec` and back, and the sizes that its names stand for.
 
     rule    := dim* partial?                          one dim per tensor dim, in stored order
     dim     := factor | "(" factor+ ")" | "(" block ("+" block)+ ")" | "..."

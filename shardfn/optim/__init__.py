@@ -1,4 +1,4 @@
-"""`sf.optim`: optimizers over trees of shards. Layer 5."""
+"""`sf.optim`: optimizers over trees of shards."""
 
 from shardfn.optim.base import Optimizer, ScheduleState, apply_updates, chain, masked, schedule, warmup_cosine
 from shardfn.optim.elementwise import AdamState, LionState, SGDState, adamw, lion, sgd

@@ -1,4 +1,4 @@
-"""What an optimizer is and the trees it works on, options and rates, and optimizers made of others. Layer 4."""
+"""What an optimizer is and the trees it works on, options and rates, and optimizers made of others."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

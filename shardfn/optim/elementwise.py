@@ -1,4 +1,4 @@
-"""AdamW, SGD and Lion: a rule each, and what puts it on trees with groups, dtypes and checks. Layer 4."""
+"""AdamW, SGD and Lion: a rule each, and what puts it on trees with groups, dtypes and checks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

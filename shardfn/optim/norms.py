@@ -1,4 +1,4 @@
-"""The norm of a whole tree, clipping by it, and inner products: the only collectives of optimizers. Layer 4."""
+"""The norm of a whole tree, clipping by it, and inner products: the only collectives of optimizers."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache

@@ -1,4 +1,4 @@
-"""Optimizer classes of torch, on trees of shards. Layer 4."""
+"""Optimizer classes of torch, on trees of shards."""
 
 import inspect
 from collections.abc import Sequence

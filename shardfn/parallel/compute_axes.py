@@ -1,6 +1,6 @@
-"""What forwards do between the parts of ranks, by rules or as a run without data found it. Layer 3.
+"""What forwards do between the parts of ranks, by rules or as a run without data found it.
 
-Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `flow.py`.
+Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `traced_axes.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set

@@ -1,4 +1,4 @@
-"""Mixtures of experts: over an axis of their own, or of which each rank has a part within. Layer 4.
+"""Mixtures of experts: over an axis of their own, or of which each rank has a part within.
 
 Over an axis of their own, tokens go to the ranks that have their experts, and back.
 

@@ -1,6 +1,6 @@
-"""Which modules have a parallel forward, and those of convolutions, norms and attention. Layer 4.
+"""Which modules have a parallel forward, and those of convolutions, norms and attention.
 
-Those of linears and tables are in `tensor_parallel.py`. Channels are dim 1 of activations here.
+Those of linears and tables are in `linears.py`. Channels are dim 1 of activations here.
 
     convolution, columns   x [b, in, ..]     -> pvary -> conv(x, W, b)        -> [b, out@tp, ..]
     convolution, rows      x [b, in@tp, ..]  -> conv(x, W) -> psum -> + b     -> [b, out, ..]

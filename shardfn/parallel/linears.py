@@ -1,8 +1,8 @@
-"""Parallel forwards derived from the rules of a module's weights. Layer 4.
+"""Parallel forwards derived from the rules of a module's weights.
 
 A weight W of a linear is [out, in]. A compute axis on an out factor makes it column-parallel, on an in factor
 row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: varying and invariant] is in
-`engine/variance.py`.
+`trace/interpreter.py`.
 
     column   x [.., in]     -> pvary (once a tensor) -> x @ W.T + b            -> [.., out@tp]
     row      x [.., in@tp]  -> x @ W.T -> psum -> + b                          -> [.., out]

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are whole, or split over the vocabulary; and the logits that are split. Layer 4.
+"""Cross entropy of logits that are whole, or split over the vocabulary; and the logits that are split.
 
 The loss is computed in float32 at least, by pieces.
 

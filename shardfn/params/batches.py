@@ -1,4 +1,4 @@
-"""Which part of a batch a rank works on, and means over unequal parts. Layer 4.
+"""Which part of a batch a rank works on, and means over unequal parts.
 
 Batches are split over the data axes only: ranks along a compute axis (`tp`) work on the same samples. Nothing here
 communicates.

@@ -1,4 +1,4 @@
-"""The verbs: `shard`, `gather`, `reduce_grads`, `reshard`. Layer 3.
+"""The verbs: `shard`, `gather`, `reduce_grads`, `reshard`.
 
 Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`, the values
 that `shard` begins with in `initialize`.

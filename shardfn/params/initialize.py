@@ -1,4 +1,4 @@
-"""The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors. Layer 3.
+"""The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors.
 
 Filled by `init`, they do not depend on the mesh. Those in files come from `weights`.
 """

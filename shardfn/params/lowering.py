@@ -1,4 +1,4 @@
-"""Trees inside a transform: this rank's plain parts in place of DTensors. Layer 4.
+"""Trees inside a transform: this rank's plain parts in place of DTensors.
 
 A transform of `torch.func` wraps tensors. A wrapped DTensor has lost its methods, and forward mode takes none at all.
 So trees are lowered before a transform and lifted after it. In between, the plan says what a part is part of.

@@ -1,4 +1,4 @@
-"""`Params`, the tree of shards, and functions over it. Layer 2.
+"""`Params`, the tree of shards, and functions over it.
 
 `Params` is a `dict` registered as a pytree: keys are parameter names, leaves are `DTensor`s, and the plan is its static
 context, so `torch.utils._pytree.tree_map` and every `torch.func` transform keep the type.

@@ -1,4 +1,4 @@
-"""Ready-made policies: the usual forms of data parallelism, and what other libraries' plans mean here. Layer 5.
+"""Ready-made policies: the usual forms of data parallelism, and what other libraries' plans mean here.
 
 Every preset returns an ordinary `Policy`: merge it with `|`, or pass the fields that differ.
 

@@ -1,4 +1,4 @@
-"""What a transformers model's own plans mean as rules, and rules for families without a plan. Layer 5.
+"""What a transformers model's own plans mean as rules, and rules for families without a plan.
 
 Two sources say which weights are split, in this order: the model's `tp_plan` (of its configuration and its heads), and
 the names that attention and feed-forward layers have everywhere. How many heads lie in a weight is read off the

@@ -1,4 +1,4 @@
-"""Dropout whose masks belong to the samples: a function of a seed, a name and global positions. Layer 2.
+"""Dropout whose masks belong to the samples: a function of a seed, a name and global positions.
 
     position   [n] of each dim        first * n + 0, 1, ..: `first` counts the parts before this rank's, or this lane's
     row        [n] of each dim        a hash of the positions, keyed by the module's path, the call and the dim

@@ -1,4 +1,4 @@
-"""Shards that a module holds: its parameters are the leaves of a tree. Layer 5.
+"""Shards that a module holds: its parameters are the leaves of a tree.
 
 `Trainer` and the compatible classes keep no tree. The parameters of their module are `nn.Parameter(DTensor)`s, so that
 optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` knows where each leaf is, and makes the tree

@@ -1,4 +1,4 @@
-"""Other objects in a checkpoint of a `Trainer`: torch optimizers, schedules, scalers. Layer 5.
+"""Other objects in a checkpoint of a `Trainer`: torch optimizers, schedules, scalers.
 
 What a torch optimizer has for each parameter is a tree like the parameters, and saved as one: under the model's names
 and in its shapes, so that it can be loaded on another mesh. The rest is tensors and JSON, since a checkpoint must not

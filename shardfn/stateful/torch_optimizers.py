@@ -1,4 +1,4 @@
-"""torch optimizers of shards: their steps that would go wrong are refused, and the others counted. Layer 5."""
+"""torch optimizers of shards: their steps that would go wrong are refused, and the others counted."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence

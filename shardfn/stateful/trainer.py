@@ -1,4 +1,4 @@
-"""`Trainer`, the only stateful object: it holds what the functions are given. Layer 5.
+"""`Trainer`, the only stateful object: it holds what the functions are given.
 
 It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `step` on the same trees.
 """

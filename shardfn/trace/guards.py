@@ -1,6 +1,6 @@
 """What a run without data was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
 
-Layer 3.
+.
 
 [Note: guards]
 A forward may go another way when a number, an attribute or an item of a list is another one. At first each that a run

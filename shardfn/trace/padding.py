@@ -1,4 +1,4 @@
-"""What operations make of padding, which is zero in weights: where it stays so, and where it is no number. Layer 3.
+"""What operations make of padding, which is zero in weights: where it stays so, and where it is no number.
 
 A padded head divided by its norm is 0 / 0, and NaN times a weight of zero is NaN: in what the head is added to, and in
 the gradient of what it was made of. What an operation does element by element it is asked on one element, and

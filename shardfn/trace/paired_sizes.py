@@ -1,4 +1,4 @@
-"""Two sizes in one run: what one rank has, and what one process has. Layer 3.
+"""Two sizes in one run: what one rank has, and what one process has.
 
 [Note: paired sizes]
 A forward with split weights has other sizes on a rank than in one process. It runs once, without data, and every tensor
@@ -13,7 +13,7 @@ plain numbers, so that there is nothing to align afterwards: the same operation 
 
 Python decides by a size that differs (`if`, `range`, `float`): it goes the way of one process, and the line is noted.
 Whether a rank, which goes its own way, makes the same values is seen in a run of its own; see `values_of_a_rank` in
-trial.py. torch itself decides by one: the function that is running is done in each world by itself.
+shape_trace.py. torch itself decides by one: the function that is running is done in each world by itself.
 
 A number of two worlds, and one that remembers what it was asked (`guards.py`), are numbers for Python: what a sum, a
 comparison or `int()` of one is, `methods` defines once for all methods of such a kind.

@@ -1,4 +1,4 @@
-"""A run of a model's forward without data, with the sizes that one rank has. Layer 4.
+"""A run of a model's forward without data, with the sizes that one rank has.
 
 It happens before the first real call on a mesh with compute axes, and in `plan(..., example=...)` without any process.
 It finds sizes taken from the configuration instead of the tensors, adds the collectives that only the data flow shows

@@ -1,4 +1,4 @@
-"""What a run without data looks at beside operations: functions of torch, what leaves it, users' backwards. Layer 3.
+"""What a run without data looks at beside operations: functions of torch, what leaves it, users' backwards.
 
 Parts leave it by outputs or in modules, and numbers that are made of a rank's sizes may, too.
 

@@ -1,6 +1,6 @@
-"""What to write when a run without data cannot go on: changes of the policy that may help, and advice. Layer 4.
+"""What to write when a run without data cannot go on: changes of the policy that may help, and advice.
 
-A change is only offered after a further run with it has gone to its end; `trial.py` does these runs. What is said when
+A change is only offered after a further run with it has gone to its end; `shape_trace.py` does these runs. What is said when
 none helps depends on the kind of the problem.
 """
 

@@ -1,4 +1,4 @@
-"""What a run without data follows between modules: what collectives make of parts, and which steps it takes. Layer 4.
+"""What a run without data follows between modules: what collectives make of parts, and which steps it takes.
 
 `TracedAxes` has what forwards do between the parts of ranks. `Flow` finds where `Policy.acts` needs values sliced or
 gathered, see [Note: steps] in wiring.py.

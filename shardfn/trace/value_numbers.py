@@ -1,4 +1,4 @@
-"""Numbers of values: what two runs of one forward make alike has the same one. Layer 3.
+"""Numbers of values: what two runs of one forward make alike has the same one.
 
 [Note: numbers of values]
 A forward that decides by a size of this rank may still compute the same: `k if repeats == 1 else k.expand(...)`. So a

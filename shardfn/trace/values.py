@@ -1,4 +1,4 @@
-"""What a run without data computes with: blanks in the places of tensors, and values where they are known. Layer 3.
+"""What a run without data computes with: blanks in the places of tensors, and values where they are known.
 
 [Note: known values]
 Of small integer and boolean tensors, and of what is made of them alone, the values are known.

@@ -1,4 +1,4 @@
-"""Differentiation with respect to trees of shards. Layer 4."""
+"""Differentiation with respect to trees of shards."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence

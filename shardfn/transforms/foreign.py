@@ -1,4 +1,4 @@
-"""What a function inside a transform cannot do itself: found in its first run, and refused by name. Layer 3.
+"""What a function inside a transform cannot do itself: found in its first run, and refused by name.
 
 Collectives of `torch.distributed` have no derivative and no mapped form. Under `vmap` they give unreduced or
 uninitialised data, under `jvp` a tangent of zero, under `grad` a gradient without the other ranks: all of that without
@@ -31,7 +31,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 # What was watched, once, since every operation pays for it: by code, which functions made again and again share.
 _WATCHED: set[tuple[Any, ...]] = set()
-_ON_PARTS = frozenset(str(Path(__file__).with_name(name)) for name in ("apply.py", "shard_map.py"))
+_ON_PARTS = frozenset(str(Path(__file__).with_name(name)) for name in ("module_call.py", "shard_map.py"))
 _KEEPING = frozenset(  # what is done element by element, or is not about elements, beside torch's pointwise operations
     "radd iadd isub imul rmul rsub rdiv idiv truediv rtruediv itruediv floordiv rfloordiv rpow ipow mod rmod "
     "pos invert and or xor detach clone to type type_as float double half bfloat16 contiguous cpu cuda "

@@ -1,4 +1,4 @@
-"""Functions of torch by their formulas, where torch's own derivatives of derivatives fail. Layer 1.
+"""Functions of torch by their formulas, where torch's own derivatives of derivatives fail.
 
 In torch 2.13 the gradient of a forward-mode derivative is wrong, without an error, for layer, instance and batch
 norms, and so is that of a gradient in a `vmap`. `mse_loss`, `huber_loss`, `soft_margin_loss`, `glu` and fused attention

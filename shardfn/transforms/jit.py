@@ -1,4 +1,4 @@
-"""`jit`: a whole step as one graph. Layer 4.
+"""`jit`: a whole step as one graph.
 
     first call     flatten -> record on tensors without values -> graph -> compile -> run
     later calls    flatten -> the same kinds of inputs as before? -> run

@@ -1,4 +1,4 @@
-"""`apply`: run a module with the weights of a tree. Layer 4.
+"""`apply`: run a module with the weights of a tree.
 
 inputs checked -> (first call: run without data) -> modules compute with a session -> outputs cast
 """

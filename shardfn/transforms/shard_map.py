@@ -1,4 +1,4 @@
-"""`shard_map`: a function of local tensors as a function of DTensors. Layer 4.
+"""`shard_map`: a function of local tensors as a function of DTensors.
 
 Every operation of the function is followed: over which axes do its operands differ between ranks? A value that is the
 same on all ranks of an axis and meets one that is not gets a `pvary`, as in JAX, so that its gradient is whole. An

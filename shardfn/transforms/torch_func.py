@@ -1,11 +1,11 @@
-"""`torch.func` with trees of shards: `jvp`, `vjp`, `hvp`, and `vmap`. Layer 4.
+"""`torch.func` with trees of shards: `jvp`, `vjp`, `hvp`, and `vmap`.
 
 Trees are lowered (see lowering.py) and given to `torch.func`. Inside, `apply` gathers a unit when it is used, and every
 collective has a derivative in both directions.
 
 What `vmap` maps over lies on mesh axes: samples on the data axes, members of an ensemble on the axis that splits their
 dim. Those axes have no part in the mapped function, which sees one sample or one member: nothing is gathered or reduced
-over them. A tree that comes out has the mapped dim in front again, split over them. Its plans (`core/plan.py`):
+over them. A tree that comes out has the mapped dim in front again, split over them. Its plans (`layout/plan.py`):
 
     outside   w [out@tp, in@fsdp]        x [b@fsdp, c]
     inside    w [out@tp, in]             x [c]            `without(fsdp)`

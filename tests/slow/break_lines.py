@@ -2,7 +2,7 @@
 
     python tests/slow/break_lines.py --lines 50                      # evenly over the folders of shardfn
     python tests/slow/break_lines.py --lines 10 --only 'core/engine/*' --first-only
-    python tests/slow/break_lines.py --again core/policy.py:64:1    # one of them again, as its row names it
+    python tests/slow/break_lines.py --again layout/policy.py:64:1    # one of them again, as its row names it
 
 The seed is the commit's hash by default. Each line is broken in a clone of this checkout's commit; the tests that name
 its module run first, then the rest of the everyday suite, until one fails. A row says what was broken and which test

@@ -1,4 +1,4 @@
-"""What each class takes as ranks, as a mesh whose axes the engine knows by name. Layer 6.
+"""What each class takes as ranks, as a mesh whose axes the engine knows by name.
 
 Axes that have no name, or one that says something else, are `replicate` and `fsdp`. FSDP1 takes process groups too, and
 finds out on which device it computes; FSDP2 takes meshes with more dims than those of the data ranks. Of some models

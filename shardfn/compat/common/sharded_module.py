@@ -1,4 +1,4 @@
-"""Modules of classes that shard in place: what they know, the policy of a tree of them, its run, loads. Layer 6.
+"""Modules of classes that shard in place: what they know, the policy of a tree of them, its run, loads.
 
 `fsdp1.Instance` and `fsdp2.Group` are the two kinds. A tree is of one kind: what is below the module that is called.
 

@@ -1,4 +1,4 @@
-"""Everything that `torch.distributed.fsdp` has for FSDP1, with the class on shardfn's engine. Layer 6.
+"""Everything that `torch.distributed.fsdp` has for FSDP1, with the class on shardfn's engine.
 
     from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
 

@@ -1,4 +1,4 @@
-"""The one name of `torch.distributed.fsdp._runtime_utils` that scripts call. Layer 6."""
+"""The one name of `torch.distributed.fsdp._runtime_utils` that scripts call."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Everything in `torch.distributed.fsdp.api`: torch's own enums and config classes. Layer 6."""
+"""Everything in `torch.distributed.fsdp.api`: torch's own enums and config classes."""
 
 from typing import Any
 

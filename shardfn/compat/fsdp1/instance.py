@@ -1,4 +1,4 @@
-"""What one instance of FSDP1 was asked and knows, what that means in a policy, and how it shards. Layer 6."""
+"""What one instance of FSDP1 was asked and knows, what that means in a policy, and how it shards."""
 
 import inspect
 import os

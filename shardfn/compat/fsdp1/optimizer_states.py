@@ -1,4 +1,4 @@
-"""Optimizer state dicts: by name and whole or sharded, and back, under torch's names old and new. Layer 6.
+"""Optimizer state dicts: by name and whole or sharded, and back, under torch's names old and new.
 
 optimizer.state_dict()        ids -> DTensors           ->  optim_state_dict           names -> whole or DTensors
 names -> whole or DTensors    optim_state_dict_to_load  ->  optimizer.load_state_dict  ids -> DTensors

@@ -1,4 +1,4 @@
-"""`torch.distributed.fsdp.sharded_grad_scaler`: torch's scaler, for gradients that are DTensors. Layer 6."""
+"""`torch.distributed.fsdp.sharded_grad_scaler`: torch's scaler, for gradients that are DTensors."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""State dicts in three flavours: full, sharded, local; `summon_full_params`, whole parameters in place. Layer 6.
+"""State dicts in three flavours: full, sharded, local; `summon_full_params`, whole parameters in place.
 
     FULL       whole tensors on every rank, or on the first; a collective        loads whole tensors
     SHARDED    `DTensor`s, for torch.distributed.checkpoint; no communication    loads DTensors of any layout

@@ -1,4 +1,4 @@
-"""Everything in `torch.distributed.fsdp.wrap`: torch's own policies; they do not care what class wraps. Layer 6."""
+"""Everything in `torch.distributed.fsdp.wrap`: torch's own policies; they do not care what class wraps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: FSDP1's class on shardfn's engine. Layer 6.
+"""`FullyShardedDataParallel`: FSDP1's class on shardfn's engine.
 
 [Note: a module that stands before another]
 `FSDP(model)` is a new object, of a class that derives from FSDP1's and from the model's. It shares the model's tables

@@ -1,10 +1,10 @@
-"""`fully_shard` and `FSDPModule`, FSDP2 on shardfn's engine; what a call of it was asked, and knows. Layer 6.
+"""`fully_shard` and `FSDPModule`, FSDP2 on shardfn's engine; what a call of it was asked, and knows.
 
 [Note: a class swapped in place]
 `fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes
 its parameters `nn.Parameter(DTensor)` shards under the same names. The class only overrides `__call__`, which runs the
 module by `apply` with the tree of all groups below; inner groups are its units. Copies that the engine makes are of the
-model's own class (`CLASS` in `core/model.py`).
+model's own class (`CLASS` in `layout/model.py`).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What `hfai.distributed.fsdp` and `haiscale.fsdp` have, on shardfn's engine. Layer 6.
+"""What `hfai.distributed.fsdp` and `haiscale.fsdp` have, on shardfn's engine.
 
     from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
 

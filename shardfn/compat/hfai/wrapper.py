@@ -1,4 +1,4 @@
-"""hfai's `FullyShardedDataParallel`: FSDP1's with other arguments, and state dicts of this rank's parts. Layer 6."""
+"""hfai's `FullyShardedDataParallel`: FSDP1's with other arguments, and state dicts of this rank's parts."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
