@@ -1,4 +1,4 @@
-"""The shape of the package: layers, cycles, purity, private names, function length, and what is public.
+"""The shape of the package: rooms, cycles, purity, private names, lengths, and what is public.
 
 Everything up to "What is public" reads source with `ast` and imports nothing, so that it also runs over broken modules.
 """
@@ -16,78 +16,40 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
-# A module imports only from its own layer or a lower one. A package without an entry takes its parent's.
-LAYERS = {
-    "shardfn._torch": 0,
-    "shardfn.notation.errors": 0,
-    "shardfn.layout.policy": 0,
-    "shardfn.context.transform_state": 0,
-    "shardfn.notation.spec": 1,
-    "shardfn.layout.layout": 1,
-    "shardfn.layout.mesh": 1,
-    "shardfn.layout.model": 1,
-    "shardfn.trace.operations": 1,
-    "shardfn.layout.partition": 1,
-    "shardfn.comm.point_to_point": 1,
-    "shardfn.transforms.forward_mode": 1,
-    "shardfn.comm.storage": 1,
-    "shardfn.layout.plan": 2,
-    "shardfn.layout.planning": 2,
-    "shardfn.params.tree": 2,
-    "shardfn.checkpoint.stored_names": 2,
-    "shardfn.checkpoint.tensor_files": 2,
-    "shardfn.random.masks": 2,
-    "shardfn.comm.collectives": 2,
-    "shardfn.comm.agreement": 3,
-    "shardfn.transforms.foreign": 3,
-    "shardfn.comm.buckets": 3,
-    "shardfn.comm.packing": 3,
-    "shardfn.params.initialize": 3,
-    "shardfn.params.functional": 3,
-    "shardfn.parallel.compute_axes": 3,
-    "shardfn.core.engine": 3,
-    "shardfn.parallel.linears": 4,
-    "shardfn.parallel.loss": 4,
-    "shardfn.parallel.experts": 4,
-    "shardfn.parallel.layers": 4,
-    "shardfn.parallel.wiring": 4,
-    "shardfn.trace.traced_axes": 4,
-    "shardfn.trace.suggestions": 4,
-    "shardfn.trace.shape_trace": 4,
-    "shardfn.transforms.module_call": 4,
-    "shardfn.params.batches": 4,
-    "shardfn.transforms.autodiff": 4,
-    "shardfn.transforms.torch_func": 4,
-    "shardfn.params.lowering": 4,
-    "shardfn.core.optim": 4,
-    "shardfn.inspect.check": 4,
-    "shardfn.checkpoint.directories": 4,
-    "shardfn.inspect.inspect": 4,
-    "shardfn.transforms.shard_map": 4,
-    "shardfn.checkpoint.safetensors": 4,
-    "shardfn.transforms.jit": 4,
-    "shardfn.core": 4,
-    "shardfn.collectives": 5,
-    "shardfn.optim": 5,
-    "shardfn.tree": 5,
-    "shardfn.checkpoint": 5,
-    "shardfn.data": 5,
-    "shardfn.families": 5,
-    "shardfn.policies": 5,
-    "shardfn.held": 5,
-    "shardfn.torch_optimizers": 5,
-    "shardfn.stateful": 5,
-    "shardfn.trainer": 5,
-    "shardfn": 5,
-    "shardfn.compat": 6,
-    "shardfn.testing": 7,
+# Which rooms each room imports from: what stands here and nothing else, in the order of a reader. A folder of shardfn is
+# a room, and so is each of `compat`; modules beside them are faces, which only export.
+ROOMS = {
+    "_torch": "",
+    "notation": "",
+    "context": "_torch notation",
+    "layout": "_torch notation",
+    "comm": "_torch notation context layout",
+    "binding": "_torch notation context layout",
+    "params": "_torch notation context layout comm",
+    "random": "_torch notation context layout",
+    "parallel": "_torch notation context layout comm binding",
+    "engine": "_torch notation context layout comm binding params random",
+    "trace": "_torch notation context layout comm binding random parallel",
+    "transforms": "_torch notation context layout comm binding params random parallel engine trace",
+    "optim": "_torch notation context layout comm params",
+    "checkpoint": "_torch notation layout comm params",
+    "policies": "_torch notation layout comm parallel",
+    "inspect": "_torch notation layout params trace transforms optim",
+    "stateful": "_torch notation context layout comm binding params engine transforms optim checkpoint",
+    "compat.common": "_torch notation layout comm binding params checkpoint stateful",
+    "compat.fsdp2": "_torch notation layout binding params engine stateful compat.common",
+    "compat.fsdp1": "_torch notation context layout comm binding params checkpoint stateful compat.common compat.fsdp2",
+    "compat.hfai": "_torch notation comm compat.common compat.fsdp1",
+    "compat": "notation layout compat.fsdp2 compat.fsdp1 compat.hfai",
+    "testing": "_torch layout comm",
 }
+FACES = ("shardfn", "shardfn.collectives", "shardfn.data", "shardfn.tree")
+PUBLIC_ROOMS = ("optim", "checkpoint", "policies", "testing", "compat", "compat.fsdp1", "compat.fsdp2", "compat.hfai")
 LEAVES = ("shardfn.compat", "shardfn.testing")  # imported by users only
-# How modules compute with split weights knows nothing of the run without data, which overrides it.
-PARALLEL = ("compute_axes", "tensor_parallel", "parallel_layers", "wiring", "experts", "loss")
-TRACE = ("trial", "flow", "cures", "operations", "variance", "paired", "numbering", "beside_operations")
+STATEFUL = ("shardfn.stateful", *LEAVES)  # all else is functions of values
+MAX_DEPTH, MAX_MODULES, MAX_MODULE_LINES = 12, 14, 600
 PRIVATE_ALLOWED = ("shardfn._torch", "shardfn.compat")  # may use torch's private names, and silence a checker
 MAX_LINES = 60
 
@@ -163,41 +125,92 @@ def own_imports(module: str) -> Iterator[tuple[str, ast.stmt]]:
             yield target, node
 
 
-def find_layer(module: str) -> int | None:
-    """The layer of a module, or of the nearest package above it; the two outermost packages lend theirs to nobody."""
-    name = module
-    while name not in LAYERS or (name != module and name in ("shardfn", "shardfn.core")):
-        name = name.rpartition(".")[0]
-        if not name:
-            return None
-    return LAYERS[name]
+def room_of(module: str) -> str:
+    """The room of a module, "" of a face."""
+    names = module.split(".")[1:]
+    if module in FACES:
+        return ""
+    return ".".join(names[:2]) if ".".join(names[:2]) in ROOMS else names[0]
 
 
-@each_module
-def test_module_has_a_layer(module: str) -> None:
-    layer = find_layer(module)
-    assert layer is not None, f"{module} has no layer: add it to LAYERS in tests/test_layout.py"
+@cache
+def rooms_imported(room: str) -> dict[str, str]:
+    """Room that a room imports from -> where it does first."""
+    found: dict[str, str] = {}
+    for module in MODULES:
+        if room_of(module) == room:
+            for target, node in own_imports(module):
+                if room_of(target) != room:
+                    found.setdefault(room_of(target), where(module, node))
+    return found
+
+
+def depth_of(room: str) -> int:
+    return 1 + max(map(depth_of, ROOMS[room].split()), default=0)
+
+
+def test_every_module_is_in_a_room() -> None:
+    strangers = {module for module in MODULES if module not in FACES and room_of(module) not in ROOMS}
+    assert not strangers, f"{strangers}: which room do they belong to? Rooms stand in tests/laws/test_rooms.py"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_from_the_rooms_of_the_table(room: str) -> None:
+    found, allowed = rooms_imported(room), set(ROOMS[room].split())
+    extra = [f"{at}: {room} imports from {other or 'a face'}" for other, at in found.items() if other not in allowed]
+    assert not extra, extra
+    assert not allowed - set(found), f"{room} imports nothing from {allowed - set(found)}; take them from the table"
+
+
+def test_rooms_are_few_floors() -> None:
+    depths = {room: depth_of(room) for room in ROOMS}  # also that there is no cycle
+    assert max(depths.values()) <= MAX_DEPTH, depths
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_is_small_and_says_what_lives_there(room: str) -> None:
+    module = f"shardfn.{room}"
+    assert MODULES[module].name == "__init__.py"
+    inside = [name for name in MODULES if room_of(name) == room and name != module]
+    assert len(inside) <= MAX_MODULES, f"{room} has {len(inside)} modules; is it two rooms?"
     docstring = ast.get_docstring(parse(module)) or ""
-    if MODULES[module].name != "__init__.py":
-        stated = re.search(r"\blayer (\d)", docstring, re.IGNORECASE)
-        assert stated, f"the docstring of {module} does not say its layer; write 'Layer {layer}.'"
-        assert int(stated[1]) == layer, f"{module}: its docstring says layer {stated[1]}, LAYERS says {layer}"
+    assert "Not here:" in docstring, f"{room} says what lives there, and what does not: 'Not here: ...'"
+    if room not in PUBLIC_ROOMS:
+        unnamed = [name for name in inside if f"`{name.rpartition('.')[2]}`" not in docstring]
+        assert not unnamed, f"the docstring of {room} says in which order to read; it leaves out {unnamed}"
 
 
 @each_module
-def test_imports_only_from_own_or_lower_layers(module: str) -> None:
-    layer = find_layer(module)
+def test_module_is_short(module: str) -> None:
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_MODULE_LINES, f"{module} has {lines} lines; split it ({MAX_MODULE_LINES})"
+
+
+@each_module
+def test_nothing_reaches_behind_a_room(module: str) -> None:
+    """Other rooms import what a room's `__init__` exports, from there."""
     for target, node in own_imports(module):
-        below = find_layer(target)
-        if layer is not None and below is not None:
-            assert below <= layer, f"{where(module, node)}: layer {layer} imports {target} of layer {below}"
+        room = room_of(target)
+        if room and room != room_of(module):
+            assert isinstance(node, ast.ImportFrom) and not node.level, where(module, node)
+            assert node.module in (f"shardfn.{room}", "shardfn"), f"{where(module, node)}: import from shardfn.{room}"
+            if node.module == "shardfn":
+                assert target == f"shardfn.{room}", f"{where(module, node)}: import from shardfn.{room}"
 
 
-@pytest.mark.parametrize("name", PARALLEL)
-def test_what_computes_imports_nothing_that_traces(name: str) -> None:
-    module = f"shardfn.core.{name}"
-    traced = [where(module, node) for target, node in own_imports(module) if target.rpartition(".")[2] in TRACE]
-    assert not traced, f"{traced}: let TracedAxes override it"
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in PUBLIC_ROOMS])
+def test_a_room_exports_what_others_use(room: str) -> None:
+    module = f"shardfn.{room}"
+    exported = {alias.asname or alias.name for node in parse(module).body for alias in getattr(node, "names", ())}
+    used = set()
+    for other in MODULES:
+        for dotted, _ in read_imports(other):
+            if room_of(other) != room and dotted.startswith(f"{module}."):
+                used.add(dotted.removeprefix(f"{module}.").partition(".")[0])
+            if room_of(other) != room and dotted == module:  # `from shardfn import _torch`
+                nodes = [node for node in ast.walk(parse(other)) if isinstance(node, ast.Attribute)]
+                used |= {node.attr for node in nodes if ast.unparse(node.value) == room}
+    assert exported - used == set(), f"{room} exports {exported - used}, which no other room uses"
 
 
 @each_module
@@ -237,14 +250,14 @@ def test_planning_needs_no_processes() -> None:
 
 
 @each_module
-def test_core_is_pure(module: str) -> None:
-    if not is_inside(module, "shardfn.core"):
+def test_what_is_not_stateful_is_pure(module: str) -> None:
+    if is_inside(module, STATEFUL):
         return
     for node in ast.walk(parse(module)):
-        assert not isinstance(node, ast.Global), f"{where(module, node)}: `global` in core"
+        assert not isinstance(node, ast.Global), f"{where(module, node)}: `global`"
         if isinstance(node, ast.ClassDef):
             modules = [ast.unparse(b) for b in node.bases if re.match(r"(torch\.)?nn\.|Module$", ast.unparse(b))]
-            assert not modules, f"{where(module, node)}: {node.name} is an nn.Module; core holds functions"
+            assert not modules, f"{where(module, node)}: {node.name} is an nn.Module; here are functions"
 
 
 def is_private(name: str) -> bool:
