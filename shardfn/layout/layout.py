@@ -15,8 +15,8 @@ others of it:
     integers   `Box`               (start, length) of each dim of the model's tensor, for one rank       here
     abstract   `Part`              blocks along one dim, of which each rank of an axis has a part        partition.py
 
-What a `Part` becomes in a view, a slice or a product stands in partition.py, and where boxes lie in tensors of files that
-are joined and cut in stored_names.py. Functions on tensors here only reshape, narrow and pad; none communicates.
+What a `Part` becomes in a view, a slice or a product stands in partition.py, and where boxes lie in tensors of files
+that are joined and cut in stored_names.py. Functions on tensors here only reshape, narrow and pad; none communicates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,9 +13,9 @@ Activations between modules may be split along another dim than features, as `Po
 
 [Note: steps]
 Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
-(`traced_axes.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice, after the
-all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is enough, a
-second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
+(`traced_axes.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice,
+after the all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is
+enough, a second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
 scattered where it is made.
 """
 

@@ -10,7 +10,8 @@ through every operation and says where it is missing.
 
 [Note: beside the whole]
 Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So every operation is
-done on what one process has, too (`paired_sizes.py`), and each result must be the part of the whole one that is claimed.
+done on what one process has, too (`paired_sizes.py`), and each result must be the part of the whole one that is
+claimed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

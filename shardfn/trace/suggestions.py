@@ -1,7 +1,7 @@
 """What to write when a run without data cannot go on: changes of the policy that may help, and advice.
 
-A change is only offered after a further run with it has gone to its end; `shape_trace.py` does these runs. What is said when
-none helps depends on the kind of the problem.
+A change is only offered after a further run with it has gone to its end; `shape_trace.py` does these runs. What is said
+when none helps depends on the kind of the problem.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

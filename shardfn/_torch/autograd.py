@@ -1,0 +1,120 @@
+"""Autograd: nodes, hooks, versions of tensors, backwards that run."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import _python_dispatch
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint keeps what operations give here, or looks for it: it counts them."""
+    kinds = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
+# What calls something with the gradient of a tensor.
+HOOKING = (Tensor.register_hook, Tensor.retain_grad)
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether something is called with the gradient of a tensor, or of outputs of the module that made it."""
+    return bool(x._backward_hooks) or _function_of(x) is BackwardHookFunction
+
+
+def users_backward(x: Tensor) -> type | None:
+    """The `autograd.Function` of the user's that made x."""
+    function = _function_of(x)
+    module = function.__module__ if function is not None else ""
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    torchs = module.startswith("torch.") and not module.startswith("torch._library.")  # which wraps the user's
+    return None if ours or torchs else function
+
+
+def _function_of(x: Tensor) -> type | None:
+    return getattr(x.grad_fn, "_forward_cls", None)
+
+
+def blank_gradients(x: Tensor) -> list[Tensor]:
+    """Gradients without data of all that the `autograd.Function` made that made x."""
+    node: Any = x.grad_fn
+    return [torch.empty(tuple(y.shape), dtype=y.dtype, device="meta") for y in node._input_metadata]
+
+
+def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
+    """What the backward of the `autograd.Function` that made x makes of gradients; hooks are not called."""
+    node: Any = x.grad_fn
+    return node.apply(*grads)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; not counted for one made under `torch.inference_mode()`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# `version_of` of a tensor that autograd saves, which is none of inference mode.
+version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def call_parameters(tensors: Iterable[Tensor]) -> None:
+    """Let `isinstance(x, nn.Parameter)` hold of tensors that stand for parameters."""
+    for tensor in tensors:
+        tensor._is_param = True
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """`version_of` of each."""
+    try:
+        return list(map(version_of_saved, tensors))
+    except RuntimeError:  # one is of inference mode
+        return list(map(version_of, tensors))
+
+
+# A number of the backward under way in this thread, larger than those of all that began before; -1 when there is none.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+# Run a callback when the backward that is running now has visited its whole graph.
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward under way only adds a gradient for `node` to the `.grad` of a leaf."""
+    if type(node).__name__ != "AccumulateGrad":
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad collects it
+        return False
+
+
+node_that_runs: Callable[[], Any] = torch._C._current_autograd_node  # of the backward in this thread; None outside
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")  # of a node: how many this thread had made before it
+made_before: Callable[[], int] = attrgetter("_C._autograd._get_sequence_nr")(torch)
+metadata_of: Callable[[Any], dict[Any, Any]] = attrgetter("metadata")  # a dict that lives as long as a node of a graph
+
+
+def out_of_inference_mode() -> AbstractContextManager[Any]:
+    """Tensors made within are ordinary ones, which may be written later; gradients are recorded as before."""
+    return _out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def grad_dtypes_of(leaves: Iterable[Tensor]) -> list[torch.dtype]:
+    """The dtypes of the gradients of leaves, which may be set to others than the leaves' own."""
+    return [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Whether hooks of a leaf wait for its gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

@@ -1,0 +1,164 @@
+"""What goes on around an operation: modes, graphs that are traced, arguments by name."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfn._torch.memory import holds_data
+from shardfn._torch.simulation import simulated
+
+# What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
+LAZY_MODULES = ("torch._dynamo",)
+
+
+# What a tree of the upper part of a structure says of each leaf; None when it is no such tree.
+one_for_each: Callable[[Any, pytree.TreeSpec], list[Any] | None] = pytree._broadcast_to_and_flatten
+
+
+def base_name(operation: Any) -> str:
+    """The name of an operation without namespace and overload: `"add_"` of `aten.add_.Tensor`."""
+    return operation._schema.name.rpartition("::")[2]
+
+
+def named_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What an operation is given, by the names of its arguments."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What an operator is given, with a change of all but the tensors that it writes to."""
+    named = {argument.name: argument for argument in func._schema.arguments}
+
+    def changed(argument: Any, value: Any) -> Any:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        return value if written else pytree.tree_map(change, value)
+
+    places = zip(named.values(), args, strict=False)
+    return tuple(changed(*each) for each in places), {key: changed(named[key], value) for key, value in kwargs.items()}
+
+
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operation writes one of its arguments
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def seen_by_dynamo() -> bool:
+    """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
+    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
+
+
+def has_no_memory() -> bool:
+    """Whether new tensors stand for values that a graph will compute; see `sf.jit`."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+    """The operations of `fn(*inputs)` as a `torch.fx.GraphModule`, found without computing anything.
+
+    Tensors from elsewhere are attributes of it, as fake ones; the second result has the real ones by identity of these.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Not `tracing_mode="fake"`, which makes a symbol of every value that Python asks for.
+    with torch.random.fork_rng(devices=()), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        watch = _Recorder(mode)
+
+        def run(*given: Tensor) -> Any:
+            with watch:
+                return fn(*given)
+
+        graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
+    return graph, watch.real
+
+
+class _Recorder(TorchDispatchMode):
+    """What recording alone gets wrong.
+
+    Real tensors, from elsewhere: operations on nothing else would be done at once, and not be part of the graph. Here
+    they are fake ones, too. Nor have they values.
+
+    Random numbers: what a recomputation draws again is what was drawn, not new numbers. A recomputation sets the state
+    of torch's generator to what it was. Recording leaves it alone, so that here every operation that draws takes one
+    real number, and the state before it tells which one it is.
+    """
+
+    def __init__(self, mode: fake_tensor.FakeTensorMode) -> None:
+        super().__init__()
+        self.real: dict[int, Tensor] = {}  # by the identity of its fake one
+        self._mode = mode
+        self._fakes: dict[int, Tensor] = {}  # by the identity of the real one
+        self._drawn: dict[tuple[Any, bytes], Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(map(holds_data, pytree.tree_leaves((args, kwargs)))):
+            return self._noting_draws(func, args, kwargs or {})
+        args, kwargs = pytree.tree_map_only(Tensor, self._as_fake, (args, kwargs or {}))
+        out = self._noting_draws(func, args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: self.real.get(id(x), x), out)
+
+    def _as_fake(self, x: Tensor) -> Tensor:
+        if not holds_data(x):
+            return x
+        if id(x) not in self._fakes:
+            with outside_dispatch():  # of a view the base comes first, which is none of the step's operations
+                fake = self._fakes[id(x)] = self._mode.from_tensor(x)
+            self.real[id(fake)] = x
+        return self._fakes[id(x)]
+
+    def _noting_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        with outside_dispatch():
+            key = func, torch.get_rng_state().numpy().tobytes()
+            torch.rand(())
+        changes = func._schema.is_mutable
+        if key in self._drawn:
+            again = pytree.tree_map_only(Tensor, torch.clone, self._drawn[key])
+            return args[0].copy_(again) if changes else again
+        out = func(*args, **kwargs)
+        self._drawn[key] = pytree.tree_map_only(Tensor, torch.clone, out)  # unused ones leave the graph
+        return out
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Within it, operations are neither recorded nor done for simulated ranks; other modes are off, too."""
+    return outside_dispatch() if has_no_memory() or simulated() else nullcontext()
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Whether a recorded operation failed since Python wants a value, or a shape depends on one."""
+    kinds = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+    of_memory = "is not supported for tensor subclasses", "Cannot access data pointer", "FakeTensor.__format__"
+    return isinstance(error, kinds) or any(why in str(error) for why in of_memory)
+
+
+def backend_for_graphs(name: str) -> Callable[..., Any]:
+    """What `torch.compile(backend=name)` hands a graph and its inputs to."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+# No mode sees operations within.
+outside_dispatch: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many see operations here
+
+
+outside_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # no mode sees functions
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack  # which see functions here

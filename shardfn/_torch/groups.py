@@ -1,0 +1,86 @@
+"""Process groups: their collectives under one name in every torch, also as operations of a graph."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+
+# torch 2.13 renamed these two; the old names warn on every call, the new ones are absent before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+
+# A store for a world of one; exported by torch.distributed, but not declared.
+HashStore: Callable[[], Any] = dist.__dict__["HashStore"]
+
+# Whether a compiled all-to-all has a gradient; in torch 2.11 that is zero, without an error.
+COMPILES_EXCHANGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+# Collectives as operations of a graph: what is started here is there after `waited`.
+
+
+def gathering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[n] -> [W*n]`: an all-gather."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+
+
+def scattering_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[W*n] -> [n]`: a reduce-scatter."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+
+
+def summing(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An all-reduce."""
+    return torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
+
+
+def exchanging(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[W*n] -> [W*n]`: an all-to-all of equal parts."""
+    parts = [x.numel() // group.size()] * group.size()
+    return torch.ops._c10d_functional.all_to_all_single(x, parts, parts, group.group_name)
+
+
+waited: Callable[[Tensor], Tensor] = torch.ops._c10d_functional.wait_tensor  # the result of a collective
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new process group that only its members make, all of them at the same point.
+
+    Torch names such a group after how many the process is in, which is not the same on all members: a name of which one
+    waits in vain for the other. Ours counts those of these ranks, which each member has made.
+    """
+    count = _groups_made[tuple(ranks)] = _groups_made.get(tuple(ranks), 0) + 1
+    name = f"shardfn:{'_'.join(map(str, ranks))}:{count}"
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name):
+        made: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+# The process group with a `group_name`.
+group_named: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d.__dict__["_resolve_process_group"]
+_groups_made: dict[tuple[int, ...], int] = {}  # ranks -> how often this process has made a group of them
+
+
+# The key-value store through which the ranks of the default process group met.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
+
+
+def close_connections(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """Make every call of the group fail on all its ranks, those that wait in one included.
+
+    gloo has no `abort` that reaches its peers, but closes a connection on which a wait ran out of time.
+    """
+    if device.type != "cpu":
+        group.abort()
+        return
+    for peer in range(group.size()):
+        if peer != rank:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
