@@ -1,4 +1,4 @@
-"""`layout/layout.py`: leaves and compute views of one tensor, checked on every coordinate of a mesh without processes."""
+"""`layout/layout.py`: leaves and compute views of a tensor, checked on every coordinate of a mesh without processes."""
 
 from itertools import product
 

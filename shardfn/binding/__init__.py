@@ -4,19 +4,7 @@ Read `module_tables` (the tables of a module, which ask the call that goes on), 
 `torch.compile`). Not here: where the weights come from, see `engine`; what a parallel forward computes, see `parallel`.
 """
 
-from shardfn.binding import compiled, module_tables
-from shardfn.binding.compiled import as_they_are, untraced
-from shardfn.binding.module_tables import (
-    Around,
-    Forward,
-    InnerCall,
-    Place,
-    Wiring,
-    call_now,
-    escaped,
-    has_attribute,
-    is_computing,
-    own_forward,
-    weight_now,
-    with_tables,
-)
+from shardfn.binding import module_tables
+from shardfn.binding.compiled import Forward, as_they_are, compiled, untraced
+from shardfn.binding.module_tables import Around, InnerCall, Place, Wiring, call_now, escaped, has_attribute
+from shardfn.binding.module_tables import is_computing, own_forward, weight_now, with_tables

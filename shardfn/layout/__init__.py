@@ -6,101 +6,18 @@ decided) and `planning` (deciding). Not here: process groups, bytes; nothing her
 """
 
 from shardfn.layout import mesh, planning
-from shardfn.layout.layout import (
-    Axes,
-    Box,
-    Layout,
-    Leaf,
-    blocks,
-    clear_padding_,
-    compute_view,
-    compute_view_shape,
-    from_compute_view,
-    local_boxes,
-    local_slice,
-    narrowed,
-    own_parts,
-    parts_of,
-    runs,
-    to_leaves,
-)
-from shardfn.layout.mesh import (
-    Grid,
-    MeshSpec,
-    Roles,
-    axes_of,
-    chunk,
-    default_device_type,
-    device_of,
-    grid,
-    index_along,
-    make_mesh,
-    nested_chunk,
-    nested_index,
-    not_in_mesh,
-    part_of,
-    per_rank,
-    roles,
-    use_part,
-)
-from shardfn.layout.model import (
-    BIAS_DIM,
-    CLASS,
-    OUT_DIM,
-    OWN,
-    WRAPPED,
-    ModuleInfo,
-    StandIn,
-    by_all_names,
-    calls_own,
-    class_name,
-    class_of,
-    declares,
-    describe,
-    has_derivatives,
-    kind_of,
-    may_be_differentiated,
-    named_buffers,
-    named_parameters,
-    note_shard,
-    patched_forward,
-    register,
-    shallow_copy,
-    shards_in,
-    submodule,
-    unwrapped,
-)
-from shardfn.layout.partition import (
-    BY_ACTS,
-    SAME,
-    SUM,
-    Cure,
-    Kind,
-    Lost,
-    Part,
-    Problem,
-    Runs,
-    Shape,
-    Stuck,
-    Tag,
-    after_collective,
-    even,
-    in_two_dims,
-    reshaped,
-    sliced,
-)
+from shardfn.layout.layout import Axes, Box, Layout, Leaf, blocks, clear_padding_, compute_view, compute_view_shape
+from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, narrowed, own_parts, parts_of, runs
+from shardfn.layout.layout import to_leaves
+from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid, index_along
+from shardfn.layout.mesh import make_mesh, nested_chunk, nested_index, not_in_mesh, part_of, per_rank, roles, use_part
+from shardfn.layout.model import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names, calls_own
+from shardfn.layout.model import class_name, class_of, declares, describe, has_derivatives, kind_of
+from shardfn.layout.model import may_be_differentiated, named_buffers, named_parameters, note_shard, patched_forward
+from shardfn.layout.model import register, shallow_copy, shards_in, submodule, unwrapped
+from shardfn.layout.partition import BY_ACTS, SAME, SUM, Cure, Kind, Lost, Part, Problem, Runs, Shape, Stuck, Tag
+from shardfn.layout.partition import after_collective, even, in_two_dims, reshaped, sliced
 from shardfn.layout.plan import Bucket, Plan, Reduction, Unit
 from shardfn.layout.planning import decide, plan, replace_units
-from shardfn.layout.policy import (
-    BATCH_AXES,
-    MAPPINGS,
-    Policy,
-    batch_with,
-    exactly,
-    first_match,
-    is_batch_axis,
-    is_in,
-    matches,
-    modules_above,
-    starred,
-)
+from shardfn.layout.policy import BATCH_AXES, MAPPINGS, Policy, batch_with, exactly, first_match, is_batch_axis, is_in
+from shardfn.layout.policy import matches, modules_above, starred

@@ -9,18 +9,5 @@ from shardfn.parallel.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.parallel.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
 from shardfn.parallel.linears import Layouts, kept_by_acts, others_forwards, weight_parts
 from shardfn.parallel.loss import SplitLogits, cross_entropy
-from shardfn.parallel.wiring import (
-    Around,
-    boundaries,
-    cast_floats,
-    cast_inputs,
-    chained,
-    is_split,
-    owned_names,
-    ranks_of_acts,
-    shared_alone,
-    shared_parts,
-    stepping,
-    unit_casts,
-    wire,
-)
+from shardfn.parallel.wiring import boundaries, cast_floats, cast_inputs, chained, is_split, owned_names, ranks_of_acts
+from shardfn.parallel.wiring import shared_alone, shared_parts, stepping, unit_casts, wire

@@ -15,8 +15,8 @@ Activations between modules may be split along another dim than features, as `Po
 Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
 (`traced_axes.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice,
 after the all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is
-enough, a second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the output is
-scattered where it is made.
+enough, a second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the
+output is scattered where it is made.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set

@@ -9,21 +9,5 @@ from shardfn.params.batches import Mean, local_batch, rank
 from shardfn.params.functional import gather, reduce_grads, require_reduced, reshard, shard
 from shardfn.params.initialize import NewTree, Origin, agreed_plan
 from shardfn.params.lowering import Across, entered, left, lower, over_params
-from shardfn.params.tree import (
-    Params,
-    cast,
-    data_axes_of,
-    ema,
-    has_parts,
-    is_tree,
-    leaves,
-    lerp,
-    map,
-    map_local,
-    path_name,
-    paths,
-    select,
-    trees_in,
-    watched_parts,
-    zeros_like,
-)
+from shardfn.params.tree import Params, cast, data_axes_of, ema, has_parts, is_tree, leaves, lerp, map, map_local
+from shardfn.params.tree import path_name, paths, select, trees_in, watched_parts, zeros_like

@@ -3,16 +3,5 @@
 Not here: `torch`'s generators, which initialisation uses, see `params`.
 """
 
-from shardfn.random.masks import (
-    Masks,
-    Offsets,
-    axes_of_dims,
-    dropout,
-    dropout_modules,
-    dropout_seed,
-    dropping,
-    lane,
-    offsets_of_call,
-    part_over,
-    stream,
-)
+from shardfn.random.masks import Masks, Offsets, axes_of_dims, dropout, dropout_modules, dropout_seed, dropping, lane
+from shardfn.random.masks import offsets_of_call, part_over, stream

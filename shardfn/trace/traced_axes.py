@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn.binding import Around
 from shardfn.layout import BY_ACTS, OUT_DIM, MeshSpec, Part, Plan, Tag, class_name
 from shardfn.notation import ShardError, parse
-from shardfn.parallel import Adjustments, Around, ComputeAxes, Step, boundaries, is_split, stepping
+from shardfn.parallel import Adjustments, ComputeAxes, Step, boundaries, is_split, stepping
 from shardfn.random import axes_of_dims
 from shardfn.trace.interpreter import Variance
 from shardfn.trace.paired_sizes import local_of

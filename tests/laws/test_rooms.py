@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Which rooms each room imports from: what stands here and nothing else, in the order of a reader. A folder of shardfn is
-# a room, and so is each of `compat`; modules beside them are faces, which only export.
+# Which rooms each room imports from: what stands here and nothing else, in the order of a reader. A folder of shardfn
+# is a room, and so is each of `compat`; modules beside them are faces, which only export.
 ROOMS = {
     "_torch": "",
     "notation": "",

@@ -6,17 +6,5 @@ imports; those are in the room of their class.
 
 from shardfn.compat.common import meshes, sharded_module
 from shardfn.compat.common.meshes import HYBRID, OWN_AXES
-from shardfn.compat.common.sharded_module import (
-    RECORD,
-    CopiesIntoShards,
-    Sharded,
-    Tree,
-    compile_units,
-    held_now,
-    laid_out,
-    own_modules,
-    put_shards,
-    run,
-    spread_inside,
-    whole_of,
-)
+from shardfn.compat.common.sharded_module import RECORD, CopiesIntoShards, Sharded, Tree, compile_units, held_now
+from shardfn.compat.common.sharded_module import laid_out, own_modules, put_shards, run, spread_inside, whole_of
