@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardfn.comm.collectives import watched
+from shardfn.comm.transposes import watched
 from shardfn.layout.partition import SAME, SUM, Part, Tag, even
 from shardfn.testing import on_meshes
 from shardfn.trace import operations

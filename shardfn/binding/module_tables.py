@@ -41,7 +41,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardfn import _torch
-from shardfn.binding.compiled import Forward, GraphBreak, compiled, own_code
+from shardfn.binding.graphs import Forward, GraphBreak, compiled, own_code
 from shardfn.layout import StandIn, class_of, patched_forward, unwrapped
 from shardfn.notation import ShardError
 

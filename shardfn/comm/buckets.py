@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
-from shardfn.comm.collectives import Flight, Steps, accumulation_dtype, backend_of, sum_steps
 from shardfn.comm.packing import Crossing, Host, PureCrossing, apart_again, host_of, stored_on, together, undone
 from shardfn.comm.storage import Buffers, FreshBuffers, split_flat
+from shardfn.comm.transfers import Flight, Steps, accumulation_dtype, backend_of, sum_steps
 from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
 from shardfn.notation import ShardError
 
@@ -98,7 +98,7 @@ def whole(tensor: DTensor) -> Tensor:
 
         >>> import shardfn as sf
         >>> from torch import nn
-        >>> from shardfn.core.buckets import whole
+        >>> from shardfn.comm.buckets import whole
         >>> params = sf.shard(nn.Linear(4, 2), sf.make_mesh("cpu", fsdp=1), sf.Policy())
         >>> type(whole(params["weight"])).__name__
         'Tensor'

@@ -46,8 +46,8 @@ from torch.nn.functional import pad
 
 from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, gathering, set_storage, tensor_over, waited
 from shardfn.comm import collectives
-from shardfn.comm.collectives import Steps, Works, accumulation_dtype, backend_of
 from shardfn.comm.storage import Buffer, Buffers, FreshBuffers, View, view_of
+from shardfn.comm.transfers import Steps, Works, accumulation_dtype, backend_of
 from shardfn.layout import Axes, Grid, Leaf, Policy, per_rank
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay

@@ -59,7 +59,7 @@ def segments(
 ) -> Iterator[Segment]:
     """Who holds what along one dim of a model that is stored as the dims `shape`, outermost first.
 
-        >>> from shardfn.core.inspect import segments
+        >>> from shardfn.inspect.inspect import segments
         >>> for segment in segments((2, 4), (2, 4), ((), ("tp",)), {"tp": 2}):
         ...     print(segment.start, segment.stop, segment.at)
         0 2 (('tp', 0),)
@@ -94,7 +94,7 @@ def segments(
 def owners(sizes: Mapping[str, int], ranks: Sequence[int], at: At) -> list[int]:
     """The global ranks at `at`; `ranks` are those of the mesh in row-major order of `sizes`.
 
-    >>> from shardfn.core.inspect import owners
+    >>> from shardfn.inspect.inspect import owners
     >>> owners({"fsdp": 2, "tp": 2}, range(4), (("tp", 1),))
     [1, 3]
     """
@@ -196,7 +196,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     """The short name of a dtype.
 
     >>> import torch
-    >>> from shardfn.core.inspect import dtype_text
+    >>> from shardfn.inspect.inspect import dtype_text
     >>> [dtype_text(d) for d in (torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn)]
     ['bf16', 'u8', 'bool', 'f8e4m3fn']
     """
@@ -403,7 +403,7 @@ def _strip(view: View, dim: int) -> _Strip:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in a few characters.
 
-    >>> from shardfn.core.inspect import ranks_text
+    >>> from shardfn.inspect.inspect import ranks_text
     >>> ranks_text([3]), ranks_text([0, 2]), ranks_text([*range(8), 12]), ranks_text(range(0, 64, 8))
     ('3', '0,2', '0-7,12', '0,8,…,56')
     """
@@ -517,7 +517,7 @@ def _groups(views: Mapping[str, View]) -> list[tuple[View, list[str]]]:
 def names_text(names: Sequence[str], most: int = 4) -> list[str]:
     """Names that differ in numbers only as one, and how many there are; at most `most` lines.
 
-    >>> from shardfn.core.inspect import names_text
+    >>> from shardfn.inspect.inspect import names_text
     >>> names_text(["h.0.w", "h.1.w", "head.w"])
     ['h.*.w (2)', 'head.w']
     """

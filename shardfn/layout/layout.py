@@ -255,7 +255,7 @@ def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:
 def runs(extent: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """What a rank has of a dim that is made of factors, as runs of neighbouring elements, in order.
 
-        >>> from shardfn.core.layout import runs
+        >>> from shardfn.layout.layout import runs
         >>> list(runs((2, 4), [(0, 2), (2, 2)]))  # the second half of four, twice
         [(2, 2, 0), (6, 2, 2)]
 
@@ -298,7 +298,7 @@ def blocks(size: Sequence[int], limit: int, whole: Sequence[int] | None = None) 
 
     With `whole`, the tensor is a part of one of that shape, in whose memory the elements are counted.
 
-        >>> from shardfn.core.layout import blocks
+        >>> from shardfn.layout.layout import blocks
         >>> list(blocks((3, 4), 8))
         [((0, 2), (0, 4)), ((2, 1), (0, 4))]
     """

@@ -114,7 +114,7 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
     The elements of the tensor lie as [outer, W, inner], and a dim of `new` has W when the dims before it divide outer
     and those after it inner.
 
-        >>> from shardfn.core.parts import even, reshaped
+        >>> from shardfn.layout.partition import even, reshaped
         >>> reshaped(even(1, 8), (5, 8), (5, 2, 4))[0]
         Part(kind='split', dim=1, runs=((1, 2),), share=1, second=None, why='')
 
@@ -144,7 +144,7 @@ def in_two_dims(part: Part, shape: Shape, new: Shape, whole: Shape, size: int) -
     The ranks lie as [outer, W, inner] in one dim, and as [outer, W / n, n, inner] in two: queries of 8 heads over 4
     ranks, as [2 groups, 4], are 2 of the 4 of one group on each.
 
-        >>> from shardfn.core.parts import even, in_two_dims
+        >>> from shardfn.layout.partition import even, in_two_dims
         >>> in_two_dims(even(1, 2), (5, 2), (5, 1, 2), whole=(5, 2, 4), size=4)
         Part(kind='split', dim=1, runs=((1, 1),), share=2, second=2, why='')
     """

@@ -230,7 +230,7 @@ _MEANS = {"front": r"(?:.*\.)?", "back": r"(?:\..*)?", "any": ".*", "one": r"[^.
 def exactly(name: str) -> str:
     """The pattern of one name.
 
-    >>> from shardfn.core.policy import exactly
+    >>> from shardfn.layout.policy import exactly
     >>> exactly("layers.0"), exactly("a*")
     ('layers.0', 're:a\\\\*')
     """
@@ -240,7 +240,7 @@ def exactly(name: str) -> str:
 def starred(name: str) -> str:
     """A path with `*` for the numbers of layers.
 
-    >>> from shardfn.core.policy import starred
+    >>> from shardfn.layout.policy import starred
     >>> starred("layers.10.mlp.0")
     'layers.*.mlp.*'
     """
@@ -251,7 +251,7 @@ def starred(name: str) -> str:
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern.
 
-        >>> from shardfn.core.policy import compile_pattern
+        >>> from shardfn.layout.policy import compile_pattern
         >>> bool(compile_pattern("layers.*.{wq,wk}.weight").fullmatch("layers.11.wk.weight"))
         True
 
@@ -277,7 +277,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 def is_in(name: str, module: str) -> bool:
     """Whether a name is that of something in a module, at any depth.
 
-    >>> from shardfn.core.policy import is_in
+    >>> from shardfn.layout.policy import is_in
     >>> is_in("layers.0.mlp", "layers.0"), is_in("layers.0", "layers.0"), is_in("layers", "")
     (True, False, True)
     """
@@ -287,7 +287,7 @@ def is_in(name: str, module: str) -> bool:
 def modules_above(names: Iterable[str]) -> set[str]:
     """The modules that something of those names is in.
 
-    >>> from shardfn.core.policy import modules_above
+    >>> from shardfn.layout.policy import modules_above
     >>> sorted(modules_above(["layers.0.mlp", "head"]))
     ['', 'layers', 'layers.0']
     """

@@ -260,7 +260,7 @@ def parse(rule: str, span: Span | None = None) -> Spec:
     """The `Spec` that `rule` spells, or the part of it at `span`; errors show all of it.
 
     Example:
-        >>> from shardfn.core.spec import parse
+        >>> from shardfn.notation.spec import parse
         >>> str(parse("( heads@tp   d )  c@fsdp"))
         '(heads@tp d) c@fsdp'
 
