@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfn as sf
-from shardfn.inspect import inspect
-from shardfn.inspect.inspect import dtype_text, names_text, owners, ranks_text, segments, typeof, visualize
+from shardfn.inspect import views
+from shardfn.inspect.pictures import names_text, visualize
+from shardfn.inspect.views import dtype_text, owners, ranks_text, segments, typeof
 from shardfn.layout.mesh import nested_chunk
 from shardfn.notation.spec import parse
 from shardfn.testing import count_collectives, on_meshes, run
@@ -117,7 +118,7 @@ def test_cells_are_what_the_ranks_hold(axes: dict[str, int]) -> None:
     plan = sf.plan(numbered(), sf.MeshSpec(**axes), POLICY)
     actual = run(shards_of, axes, ranks=4)
     for name, layout in plan.layouts.items():
-        view = inspect.views_of("test", plan, name)[name]
+        view = views.views_of("test", plan, name)[name]
         assert view.shape == layout.shape
         drawn: dict[int, list[int]] = {rank: [] for rank in range(4)}
         index = torch.arange(layout.numel).reshape(layout.shape)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardfn as sf
-from shardfn.inspect.inspect import typeof
+from shardfn.inspect.views import typeof
 from shardfn.notation.spec import Block, Dim, Factor, Spec, parse
 from shardfn.testing import on_meshes
 

@@ -492,6 +492,6 @@ def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], su
 
 
 def test_what_nothing_is_known_of_says_so_where_it_is_done_in_each_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(operations._RULES, "upsample_nearest2d")
+    monkeypatch.delitem(operations.RULES, "upsample_nearest2d")
     _, said = _made_by_ranks(ALONG["nearest2d"], _rand(4, 4, 4, 4), even(1, 2))
     assert said.kind == "lost" and said.why == "nothing is known of upsample_nearest2d on split values"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardfn as sf
 from shardfn.notation.spec import parse
-from shardfn.params.functional import steps
+from shardfn.params.reshard import steps
 from shardfn.testing import count_collectives, run
 
 LAYOUTS = (

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardfn import testing
 from shardfn.testing import (
     Collectives,
     RankError,
@@ -34,8 +33,10 @@ from shardfn.testing import (
     assert_trees_close,
     count_collectives,
     on_meshes,
+    pool,
     run,
     run_raises,
+    shutdown,
 )
 
 ENVIRON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SHARDFN_TEST")
@@ -270,12 +271,12 @@ def test_modules_are_found_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for folder, answer in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "namesake.py").write_text(f"def answer():\n    return {answer}\n")
-        target = testing._Target("namesake", str(tmp_path / folder / "namesake.py"), "answer", 0)
+        target = pool._Target("namesake", str(tmp_path / folder / "namesake.py"), "answer", 0)
         monkeypatch.syspath_prepend(str(tmp_path / "a"))
         assert run(call_target, target, ranks=1) == [answer]
 
 
-def call_target(target: testing._Target) -> int:
+def call_target(target: pool._Target) -> int:
     return target.load()()
 
 
@@ -288,7 +289,7 @@ def test_the_rank_that_failed_is_the_cause() -> None:
     message = str(info.value)
     assert message.index("--- rank 2 ---") < message.index("--- rank 0, 1, 3 ---")
     assert 'in fail_on\n    raise ValueError("the cause")' in message
-    assert "shardfn/testing.py" not in message
+    assert "shardfn/testing/" not in message
     assert isinstance(info.value.__cause__, ValueError)
     assert str(info.value.__cause__) == "the cause"
     assert sorted(info.value.errors) == [0, 1, 2, 3]
@@ -397,7 +398,7 @@ def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
 
 
 def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "_SETTLE_TIMEOUT", 0.5)
+    monkeypatch.setattr(pool, "_SETTLE_TIMEOUT", 0.5)
     started = time.monotonic()
     os.mkfifo(tmp_path / "fifo")
     try:
@@ -411,7 +412,7 @@ def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monke
 def test_a_rank_that_died_between_calls_is_replaced() -> None:
     pids = run(os.getpid, ranks=2)
     os.kill(pids[1], signal.SIGKILL)
-    while testing._teams[2].is_alive():
+    while pool.teams[2].is_alive():
         os.sched_yield()
     assert run(group_size, ranks=2) == [(0, 2), (1, 2)]
 
@@ -430,13 +431,13 @@ def test_a_call_may_destroy_the_group() -> None:
 
 def test_process_groups_do_not_pile_up() -> None:
     files = [max(run(many_groups, ranks=2)) for _ in range(6)]
-    assert max(files) < 2 * testing._MAX_FILES
+    assert max(files) < 2 * pool._MAX_FILES
     assert files != sorted(files)  # new processes have taken over
 
 
 def test_shutdown_ends_the_processes() -> None:
     pids = run(os.getpid, ranks=2)
-    testing.shutdown()
+    shutdown()
     assert not any(is_running(pid) for pid in pids)
     assert not set(run(os.getpid, ranks=2)) & set(pids)
 

@@ -1,8 +1,9 @@
 """Moving data between ranks: collectives with declared transposes, flat buckets, small messages, agreement.
 
-Read `collectives` (over one mesh axis), `transposes` (how they are differentiated), `transfers` (bytes), then `buckets` (many leaves at once) and `packing` (how
-they lie side by side on their way), `storage` (buffers used again), `point_to_point` (small messages on gloo) and
-`agreement` (ranks say what they are about to do). Not here: what to move and when; plans say it, and `engine` does it.
+Read `collectives` (over one mesh axis), `transposes` (how they are differentiated) and `transfers` (bytes), then
+`buckets` (many leaves at once), `packing` (how they lie side by side on their way), `storage` (buffers used again),
+`point_to_point` (small messages on gloo) and `agreement` (ranks say what they are about to do). Not here: what to move
+and when; plans say it, and `engine` does it.
 """
 
 from shardfn.comm import buckets, collectives, storage
@@ -15,5 +16,5 @@ from shardfn.comm.collectives import axis_index, axis_size, into_losses, pmean, 
 from shardfn.comm.collectives import psum_scatter, pvary, shard_slice
 from shardfn.comm.packing import host_of
 from shardfn.comm.storage import BufferPool, Buffers, FreshBuffers, map_runs, merged, portions
-from shardfn.comm.transfers import Explain, Flight, Steps, backend_of, gather_flat, sum_flat_
+from shardfn.comm.transfers import Explain, Flight, Steps, accumulation_dtype, backend_of, gather_flat, sum_flat_
 from shardfn.comm.transposes import Moved, of_rank, watched, watching, weighed

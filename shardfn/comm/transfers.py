@@ -1,8 +1,8 @@
 """Flat tensors over a process group, without autograd: raw movers of bytes.
 
 `gather_flat`, `scatter_sum_flat`, `sum_flat_`, `exchange_flat`: W is the size of the group, n the length of one part.
-Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same. None communicates
-on a meta tensor or over a single rank.
+Data moves as bytes, so that a backend which lacks a dtype (gloo: float8, int16) moves it all the same. None
+communicates on a meta tensor or over a single rank.
 """
 
 from collections.abc import Callable, Generator

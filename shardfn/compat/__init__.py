@@ -5,5 +5,8 @@ fsdp2       `torch.distributed.fsdp.fully_shard`, and what belongs to it
 hfai        `hfai.distributed.fsdp` and `haiscale.fsdp`
 megatron    `megatron.core.distributed.TorchFullyShardedDataParallel`
 
-Nothing else in shardfn imports this package. It may use torch's private names: it stands where torch's own code stood.
+common      what they share: modules that shard in place, meshes
+
+Not here: the engine; they are written on `stateful`. Nothing else in shardfn imports this package. It may use torch's
+private names: it stands where torch's own code stood.
 """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.compat.fsdp2.fully_sharded import Group, fully_shard
+from shardfn.compat.fsdp2 import Group, fully_shard
 from shardfn.layout import class_of, default_device_type
 from shardfn.notation import ShardError
 

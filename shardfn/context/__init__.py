@@ -1,6 +1,7 @@
 """What goes on around a call: transforms of torch that are under way, axes that are mapped, a recording of a step.
 
-Not here: state of a model or a plan; everything here ends with the `with` that began it.
+All of it is in `transform_state`. Not here: state of a model or a plan; everything here ends with the `with` that began
+it.
 """
 
 from shardfn.context import transform_state

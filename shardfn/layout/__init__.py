@@ -2,7 +2,8 @@
 
 Read `policy` (what a user decides), `mesh` (axes, their order), `layout` (how one leaf is split), `partition` (the part
 of one dim that a rank has, and what views make of it), `model` (what a plan must know of a module), `plan` (what was
-decided) and `planning` (deciding). Not here: process groups, bytes; nothing here communicates.
+decided), then `planning`, which decides with `plan_draft`, `local_sizes` and `plan_checks`. Not here: process groups,
+bytes; nothing here communicates.
 """
 
 from shardfn.layout import mesh, planning

@@ -5,46 +5,24 @@ stands in a `Plan`, see `plan.py`.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.layout.layout import Layout, Leaf
+from shardfn.layout.local_sizes import decide_local_sizes, padding_for
 from shardfn.layout.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.layout.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
-from shardfn.layout.plan import Bucket, Plan, Unit, first_matches, innermost
-from shardfn.layout.policy import (
-    BATCH_AXES,
-    Policy,
-    compile_pattern,
-    first_match,
-    is_batch_axis,
-    is_in,
-    matches,
-    modules_above,
-)
-from shardfn.notation import (
-    Block,
-    Dim,
-    Factor,
-    ShardError,
-    Sizes,
-    Spec,
-    did_you_mean,
-    parse,
-    raise_problems,
-    repeated_axes,
-    unknown_axes,
-)
-
-_Sized = tuple[Factor, int, int]  # a factor of a rule, and its size without and with padding
-_Rule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
+from shardfn.layout.plan import Bucket, Plan, Unit, first_matches
+from shardfn.layout.plan_checks import axis_problems, check_settings, conflicts_of, uncomputable
+from shardfn.layout.plan_draft import Draft, Rule, Sized
+from shardfn.layout.policy import Policy, compile_pattern, first_match, is_in, matches, modules_above
+from shardfn.notation import Block, Dim, Factor, ShardError, Sizes, Spec, parse, raise_problems, repeated_axes
 
 
 def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshSpec, policy: Policy) -> Plan:
@@ -98,45 +76,9 @@ def _unit_pattern(unit: Any) -> Any:
     return f"class:{class_name(unit)}" if isinstance(unit, type) else unit
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A plan in the making: what it is made of, and what is wrong with that so far."""
-
-    info: ModelInfo
-    axes: dict[str, int]
-    role: Roles
-    policy: Policy
-    sizes: Sizes
-    problems: list[str]
-
-    def splitting(self, axes: Iterable[str]) -> list[str]:
-        """Those that are compute axes of several ranks."""
-        return [axis for axis in axes if axis in self.role.compute and self.axes[axis] > 1]
-
-    def ways(self, factor: Factor) -> int:
-        """How many parts a rule asks for."""
-        return prod(self.axes.get(axis, 1) for axis in factor.axes)
-
-    def padded(self, factor: Factor, size: int) -> int:
-        """The size of a factor with the padding that the policy asks for."""
-        multiple = self.policy.pad.get(factor.name, 1)
-        return -(-size // multiple) * multiple
-
-    def check_patterns(self, where: str, patterns: Iterable[str], kind: Literal["module", "parameter"]) -> None:
-        """Note the patterns that match no module, or no parameter."""
-        params = (name for param in self.info.params for name in param.names)
-        names = list(params) if kind == "parameter" else [module.name for module in self.info.modules]
-        known = [name for name in names if name]
-        few = f" The model has {', '.join(known[:3])}{', ...' if len(known) > 3 else ''}." if known else ""
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in names):
-                hint = did_you_mean(pattern, known) or "."
-                self.problems.append(f"{where} {pattern!r} matches no {kind}{hint}{few}")
-
-
 def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     """`plan` on a model that is already described."""
-    draft = _Draft(info, axes, roles(list(axes), policy.batch), policy, Sizes(policy.sizes), [])
+    draft = Draft(info, axes, roles(list(axes), policy.batch), policy, Sizes(policy.sizes), [])
     draft = replace(draft, info=_without_ignored(draft))
     info, role, problems = draft.info, draft.role, draft.problems
     rules = _rules(draft)
@@ -159,9 +101,9 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
             layouts[param.name] = made = replace(made, unit=_owner(param, members), kept=stays)
             members[made.unit].append(made)
-    problems += _uncomputable(draft, layouts, forwards)
-    local_sizes = _local_sizes(draft, rules)
-    _check_settings(draft, kept)
+    problems += uncomputable(draft, layouts, forwards)
+    local_sizes = decide_local_sizes(draft, rules)
+    check_settings(draft, kept)
     raise_problems("plan", problems)
     # The root unit first, then the others in the model's order, but none without parameters that casts nothing.
     modules = {module.name: module for module in info.modules}
@@ -171,14 +113,14 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes, forwards=forwards)
 
 
-def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: _Draft) -> bool:
+def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: Draft) -> bool:
     """Whether a module that the policy does not name has parameters, of which no compute axis splits any."""
     below = [layout for name, layout in layouts.items() if is_in(name, module)]
     whole = below and not any(axis in layout.axes for layout in below for axis in draft.role.compute)
     return bool(whole) and first_match(draft.policy.compute, [module]) is None
 
 
-def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule], forwards: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _kept_axes(draft: Draft, rules: Mapping[str, Rule], forwards: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
     found: dict[str, tuple[str, ...]] = {}
     role, problems = draft.role, draft.problems
@@ -199,121 +141,7 @@ def _kept_axes(draft: _Draft, rules: Mapping[str, _Rule], forwards: Mapping[str,
     return found
 
 
-def _local_sizes(draft: _Draft, rules: Mapping[str, _Rule]) -> dict[str, dict[str, int]]:
-    """Module -> attribute -> the size that one rank has; what the rules split has been checked with them."""
-    found: dict[str, dict[str, int]] = {}
-    given, compute = draft.policy.local_sizes, draft.role.compute
-    factors = [factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional]
-    split = {(factor.name, tuple(axis for axis in factor.axes if axis in compute)) for factor in factors}
-    draft.check_patterns("Policy.local_sizes:", given, "module")
-    for pattern, attribute, text in ((p, name, text) for p, texts in given.items() for name, text in texts.items()):
-        try:
-            size = _local_size(draft, text, split)
-        except ShardError as error:
-            draft.problems.append(f"Policy.local_sizes[{pattern!r}][{attribute!r}]: {error}")
-            continue
-        for module in draft.info.modules:
-            if size is not None and matches(pattern, module.name):
-                found.setdefault(module.name, {}).setdefault(attribute, size)  # the first match wins
-    return found
-
-
-def _local_size(draft: _Draft, text: str, split: Collection[tuple[str, tuple[str, ...]]]) -> int | None:
-    """A product or a ratio of two; None when it does not divide, which the rules that split it alike say too."""
-    terms = _terms(text)
-    for factor in (factor for spec in terms for factor in spec.factors):
-        size = _padded_size(draft, factor)
-        if size is not None and size % draft.ways(factor) and (factor.name, factor.axes) in split:
-            return None
-    local = [_local_product(draft, spec) for spec in terms]
-    if len(local) == 1:
-        return local[0]
-    if pair := _paired(terms):
-        _check_pair(draft, *pair)
-    ratio, rest = divmod(local[0], local[1])
-    if rest:
-        raise ShardError(f"{' / '.join(map(str, local))} is no whole number")
-    return ratio
-
-
-def _terms(text: str) -> list[Spec]:
-    """Both sides of a ratio, or one product."""
-    cut = f"{text}/".index("/")
-    return [parse(text, span) for span in [(0, cut), (cut + 1, len(text))][: 1 + text.count("/")]]
-
-
-def _paired(terms: Sequence[Spec]) -> tuple[Factor, Factor] | None:
-    """The factors of a ratio such as `heads@tp / kv@tp?`: so many of the first belong to each of the second."""
-    if [len(spec.factors) for spec in terms] != [1, 1]:
-        return None
-    (over,), (under,) = (spec.factors for spec in terms)
-    return (over, under) if under.literal is None or under.axes else None  # a number divides every rank's size alike
-
-
-def _check_pair(draft: _Draft, over: Factor, under: Factor) -> None:
-    """Padding comes last, so that only equal ratios leave each group on the rank of what it belongs to.
-
-    Raises:
-        ShardError: on some rank groups would meet what belongs to others.
-    """
-    many, few = (draft.sizes.get(factor.name) or 0 for factor in (over, under))
-    stored = [_padded_size(draft, factor) or 0 for factor in (over, under)]
-    ways = draft.ways(under)
-    if stored[1] % ways == 0:
-        fits = stored[0] * few == many * stored[1] or stored == [many, few]
-    else:  # ranks share one, which is stored without padding
-        fits = few == 1 or (stored[0] == many and ways % few == 0)
-    if not fits:
-        said = [
-            f"{factor.name}={size}" + (f" padded to {padded}" if padded != size else "")
-            for factor, size, padded in zip((over, under), (many, few), stored, strict=True)
-        ]
-        why = f"over {ways} ranks: on some rank {over.name} would meet {under.name} of others"
-        raise ShardError(f"{said[0]} and {said[1]} {why}. Write Policy(pad={_padding(draft, under, ways)}).")
-
-
-def _padding(draft: _Draft, factor: Factor, ways: int) -> dict[str, int]:
-    """What to pad so that a factor divides; a ratio in `Policy.local_sizes` pads what belongs together alike."""
-    for text in (text for given in draft.policy.local_sizes.values() for text in given.values()):
-        try:
-            pair = _paired(_terms(text))
-        except ShardError:
-            continue  # reported with its entry
-        if pair is None or factor.name not in (pair[0].name, pair[1].name):
-            continue
-        over, under = pair
-        many, few = (draft.sizes.get(each.name) or 0 for each in pair)
-        if few == 1 and under.optional:
-            return {over.name: ways}  # all ranks share it
-        if few and many % few == 0:
-            return {over.name: many // few * ways, under.name: ways}
-    return {factor.name: ways}
-
-
-def _padded_size(draft: _Draft, factor: Factor) -> int | None:
-    """The size of a named or numbered factor as it is stored, unpadded on one rank; None when no rule has the name."""
-    size = draft.sizes.get(factor.name)
-    return size if size is None or draft.ways(factor) == 1 else draft.padded(factor, size)
-
-
-def _local_product(draft: _Draft, spec: Spec) -> int:
-    """The product of factors, each divided by the axes that split it; those with `?` have one element at least."""
-    total = 1
-    for factor in spec.factors:
-        size = _padded_size(draft, factor)
-        if size is None:
-            raise ShardError(f"no rule has a dim named '{factor.name}'\n{spec.caret(factor.span)}")
-        if unknown := unknown_axes(spec, draft.axes):
-            raise ShardError(unknown[0])
-        ways = draft.ways(factor)
-        if size % ways and not factor.optional:
-            why = f"{factor.name}={size} does not divide, {size} % {ways} = {size % ways}"
-            raise ShardError(f"{why}\n{spec.caret(factor.span)}")
-        total *= max(1, size // ways) if factor.optional else size // ways
-    return total
-
-
-def _without_ignored(draft: _Draft) -> ModelInfo:
+def _without_ignored(draft: Draft) -> ModelInfo:
     """The model without the parameters that `Policy.ignore` names."""
     info, patterns = draft.info, draft.policy.ignore
     if not patterns:
@@ -332,9 +160,9 @@ def _without_ignored(draft: _Draft) -> ModelInfo:
     return replace(info, params=params, modules=modules, ignored=tuple(name for param in out for name in param.names))
 
 
-def _rules(draft: _Draft) -> dict[str, _Rule]:
+def _rules(draft: Draft) -> dict[str, Rule]:
     """Parameter -> its rule."""
-    found: dict[str, _Rule] = {}
+    found: dict[str, Rule] = {}
     policy, problems = draft.policy, draft.problems
     lacking: dict[tuple[str, ...], list[str]] = {}  # axes that the mesh has not -> parameters with them in their rules
     for pattern in policy.rules:
@@ -345,13 +173,13 @@ def _rules(draft: _Draft) -> dict[str, _Rule]:
     if problems:
         return found
     for param in draft.info.params:
-        problems += _conflicts(param, policy)
+        problems += conflicts_of(param, policy)
         try:
             rule = _rule(draft, param)
         except ShardError as error:
             problems.append(f"{param.name} {param.shape}: {error}")
             continue
-        wrong = _axis_problems(draft, rule[0])
+        wrong = axis_problems(draft, rule[0])
         unknown = tuple(sorted({axis for factor in rule[0].factors for axis in factor.axes} - draft.axes.keys()))
         lacking.setdefault(unknown, []).append(param.name)
         if not unknown or len(lacking[unknown]) == 1:
@@ -369,7 +197,7 @@ def _rules(draft: _Draft) -> dict[str, _Rule]:
     return found
 
 
-def _rule(draft: _Draft, param: ParamInfo) -> _Rule:
+def _rule(draft: Draft, param: ParamInfo) -> Rule:
     """The rule of a parameter by the first pattern that matches one of its names, or by default."""
     pattern = first_match(draft.policy.rules, param.names)
     if pattern is None:
@@ -380,7 +208,7 @@ def _rule(draft: _Draft, param: ParamInfo) -> _Rule:
     return (spec, source) if param.placed is None else _where_placed(draft, param, spec, source)
 
 
-def _where_placed(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> _Rule:
+def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Rule:
     """A rule with the splits that a DTensor has already, which are those over compute axes."""
     dims, role = list(spec.dims), draft.role
     if compute := [axis for factor in spec.factors for axis in factor.axes if axis in role.compute]:
@@ -405,18 +233,9 @@ def _where_placed(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> _
     return parse(str(replace(spec, dims=tuple(dims)))), f"{source}, on a DTensor"
 
 
-def _conflicts(param: ParamInfo, policy: Policy) -> list[str]:
-    """A tied parameter whose names match rules that differ."""
-    chosen = {name: policy.rules[p] for name in param.names if (p := first_match(policy.rules, [name])) is not None}
-    if len(set(chosen.values())) < 2:
-        return []
-    said = ", ".join(f"{name!r} has {rule!r}" for name, rule in chosen.items())
-    return [f"{param.name}: one tensor under several names needs one rule, but {said}"]
-
-
-def _bias_rules(draft: _Draft, found: Mapping[str, _Rule]) -> dict[str, _Rule]:
+def _bias_rules(draft: Draft, found: Mapping[str, Rule]) -> dict[str, Rule]:
     """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
-    derived: dict[str, _Rule] = {}
+    derived: dict[str, Rule] = {}
     default, role = draft.policy.default, draft.role
     placed = {param.name for param in draft.info.params if param.placed is not None}
     for module in draft.info.modules if default != "error" else ():
@@ -451,7 +270,7 @@ def _with_logical_axes(spec: Spec, policy: Policy) -> Spec:
     return out
 
 
-def _default(draft: _Draft, param: ParamInfo) -> _Rule:
+def _default(draft: Draft, param: ParamInfo) -> Rule:
     """The rule of a parameter that no pattern matches; sizes stand as numbers."""
     policy, split = draft.policy, draft.role.shardable
     if policy.default == "error":
@@ -466,28 +285,7 @@ def _default(draft: _Draft, param: ParamInfo) -> _Rule:
     return parse(" ".join(words)), f"default {policy.default!r}"
 
 
-def _axis_problems(draft: _Draft, spec: Spec) -> list[str]:
-    """Axes that the mesh lacks, that may not split weights, or that nest the wrong way round."""
-    role, problems = draft.role, unknown_axes(spec, draft.axes)
-    if spec.partial:
-        sums = ",".join(spec.partial)
-        problems.append(f"a parameter cannot be a pending sum (+{sums})\n{spec.caret(spec.partial_span)}")
-    for factor in spec.factors:
-        marked = spec.caret(factor.span)
-        problems += [
-            f"weights never shard over '{axis}', which only splits the batch; leave '@{axis}' out\n{marked}"
-            for axis in factor.axes
-            if axis in role.data and axis not in role.shardable
-        ]
-        ordered = sorted((axis for axis in factor.axes if axis in draft.axes), key=role.storage.index)
-        if len(ordered) == len(factor.axes) and ordered != list(factor.axes):
-            right = "@".join((factor.name, *ordered))
-            why = f"axes nest compute axes first, then data axes, each in the mesh's order; write '{right}'"
-            problems.append(f"{why}\n{marked}")
-    return problems
-
-
-def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
+def _layout(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     """The layout of one parameter, from its rule and the solved sizes."""
     true = draft.sizes.of(param.name, spec)
     padded = [draft.padded(factor, size) for factor, size in zip(spec.factors, true, strict=True)]
@@ -503,7 +301,7 @@ def _layout(draft: _Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     return Layout(**vars(param), rule=rule, source=source, leaves=leaves, block_dim=fused, shared=shared)
 
 
-def _shared(draft: _Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+def _shared(draft: Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
     if not rule.dims or len(rule.dims[0].blocks) > 1:
         return ()
@@ -512,7 +310,7 @@ def _shared(draft: _Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tupl
     return tuple((axis, sizes[0]) for axis in draft.splitting(asked.axes) if axis in denied)
 
 
-def _resolve(draft: _Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:
+def _resolve(draft: Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:
     """A factor of a rule with its `?` decided; what is split must divide."""
     compute = [axis for axis in factor.axes if axis in draft.role.compute]
     ways = prod(draft.axes[axis] for axis in (factor.axes if factor.optional else compute))
@@ -523,7 +321,7 @@ def _resolve(draft: _Draft, param: ParamInfo, spec: Spec, factor: Factor, size: 
     over = " x ".join(f"{axis}={draft.axes[axis]}" for axis in compute)
     remedies = [] if _counted(factor, draft.policy) else [f"'{factor}?' to replicate it when it does not divide"]
     if factor.literal is None and factor.name != "_":
-        remedies.append(f"Policy(pad={_padding(draft, factor, ways)})")
+        remedies.append(f"Policy(pad={padding_for(draft, factor, ways)})")
     cure = f"Write {', or '.join(remedies)}" if remedies else "Use a mesh whose axes divide it"
     at = next(at for at, dim in enumerate(spec.dims) if any(each is factor for each in dim.factors))
     draft.problems.append(
@@ -539,7 +337,7 @@ def _counted(factor: Factor, policy: Policy) -> bool:
     return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*+(?!\s*\?)", text) for text in texts)
 
 
-def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[Sequence[_Sized]]) -> Leaf:
+def _leaf(draft: Draft, name: str, rule: Spec, blocks: Sequence[Sequence[Sized]]) -> Leaf:
     """The stored leaf that is made of one block of each dim."""
     dims = [_flattened(draft, block) for block in blocks]
     stored = [sized for dim in dims for sized in dim]
@@ -550,7 +348,7 @@ def _leaf(draft: _Draft, name: str, rule: Spec, blocks: Sequence[Sequence[_Sized
     return Leaf(name, shape, extent, splits, merges, replace(rule, dims=own))
 
 
-def _flattened(draft: _Draft, block: Sequence[_Sized]) -> Sequence[_Sized]:
+def _flattened(draft: Draft, block: Sequence[Sized]) -> Sequence[Sized]:
     """As one factor when a plain split of the whole dim cuts only between whole outermost factors."""
     (outer, true, padded), *inner = block
     if any(factor.axes or n != stored for factor, n, stored in inner) or (inner and padded % draft.ways(outer)):
@@ -559,7 +357,7 @@ def _flattened(draft: _Draft, block: Sequence[_Sized]) -> Sequence[_Sized]:
     return [(outer, true * size, padded * size)]
 
 
-def _unit_names(draft: _Draft) -> list[str]:
+def _unit_names(draft: Draft) -> list[str]:
     """Names of the modules that `Policy.units` asks for, in the model's order."""
     modules, units = draft.info.modules, draft.policy.units
     if not modules:
@@ -598,7 +396,7 @@ def _owner(param: ParamInfo, units: Mapping[str, object]) -> str:
     return max(units.keys() & set.intersection(*(modules_above([name]) for name in param.names)), key=len, default="")
 
 
-def _unit(draft: _Draft, name: str, own: Sequence[Layout], module: ModuleInfo | None) -> Unit:
+def _unit(draft: Draft, name: str, own: Sequence[Layout], module: ModuleInfo | None) -> Unit:
     settings = _own_settings(draft.policy, module)
     there = replace(draft.policy, **{"output_dtype": None} | settings)
     buckets = _buckets(name, own, draft.role, there)
@@ -636,117 +434,3 @@ def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) 
         leaves.sort(key=lambda leaf: (not any(leaf.splits[:1]), -prod(leaf.shape)))
         found.append(Bucket(unit, tuple(leaf.name for leaf in leaves), axes, dtype, policy.reduce_dtype, kept))
     return tuple(found)
-
-
-_HOLDERS = {f"torch.nn.modules.container.Parameter{what}" for what in ("List", "Dict")}
-
-
-def _uncomputable(draft: _Draft, layouts: Mapping[str, Layout], forwards: Collection[str]) -> list[str]:
-    """Modules that own a parameter split over a compute axis without a forward that can work with its part."""
-    problems, read_by = [], set[str]()  # modules whose weights are read by the one that they are in
-    for module in draft.info.modules:
-        names = {attr: name for attr, name in module.params if name in layouts and layouts[name].placed is None}
-        own_forward = module.name in forwards
-        if module.kind == "attention" and not own_forward:
-            read_by.add(f"{module.name}.out_proj".removeprefix("."))
-            problems += _unlike_heads(draft, module, layouts)
-        bias, weight = (layouts.get(names.get(attribute, "")) for attribute in ("bias", "weight"))
-        if module.kind in BIAS_DIM and bias is not None and weight is not None:
-            dims = ((bias, 0), (weight, BIAS_DIM[module.kind]))
-            have, want = (draft.splitting(layout.model_axes(dim)) for layout, dim in dims)
-            if have != want:
-                outputs = f"the outputs of '{weight.name}' ('{weight.rule}'): {', '.join(want) or 'none'}"
-                problems.append(f"{bias.name}: rule '{bias.rule}' must split it over the compute axes of {outputs}")
-        if module.kind != "other" or own_forward or module.name in read_by or module.classes[0] in _HOLDERS:
-            continue  # a holder has no forward
-        if not module.classes[0].startswith("torch.nn."):
-            continue  # a forward of the user's: the run without data tells whether it can work with parts
-        for attribute, layout in ((attribute, layouts[name]) for attribute, name in names.items()):
-            if split := draft.splitting(layout.axes):
-                where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"
-                problems.append(
-                    f"{layout.name}: rule '{layout.rule}' splits it over {', '.join(split)}, but {where} uses its "
-                    f"'{attribute}' in a forward of its own.\n    Take '@{split[0]}' out of the rule, use nn.Linear or "
-                    "nn.Embedding there, or give the module a parallel forward: "
-                    f"Policy(compute={{{module.name!r}: fn}}), or @sf.register for its class."
-                )
-    return problems
-
-
-def _unlike_heads(draft: _Draft, module: ModuleInfo, layouts: Mapping[str, Layout]) -> list[str]:
-    """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
-    after = draft.info.module(f"{module.name}.out_proj".removeprefix("."))
-    names = dict(module.params) | {f"out_proj.{key}": name for key, name in (after.params if after else ())}
-    found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
-    complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
-    if not complete or any(layout.placed is not None for layout in found.values()):
-        return []
-    splits = {key: [draft.splitting(x.model_axes(dim)) for dim in range(len(x.shape))] for key, x in found.items()}
-    wanted, heads = splits["out_proj.weight"][1], {key: _DIM_OF_HEADS.get(key, 0) for key in splits}
-    alike = {key: [wanted if dim == heads[key] else [] for dim in range(len(x))] for key, x in splits.items()}
-    if splits == alike:
-        return []
-    axis = next(axis for dims in splits.values() for split in dims for axis in split)
-    rules = ", ".join(f"{attribute} '{layout.rule}'" for attribute, layout in found.items())
-    return [
-        f"{module.name or '(the model)'}: MultiheadAttention computes with whole heads when all of its weights are "
-        f"split between them; here {rules}.\n    Write in_proj_weight '(3 heads@{axis} d) _', in_proj_bias "
-        f"'(3 heads@{axis} d)' and out_proj.weight '_ (heads@{axis} d)'; of another kdim or vdim q_proj_weight, "
-        f"k_proj_weight and v_proj_weight '(heads@{axis} d) _'."
-    ]
-
-
-# Of a weight of `nn.MultiheadAttention`, if not the first; its own keys and values are [1, 1, c], and have none.
-_DIM_OF_HEADS = {"out_proj.weight": 1, "out_proj.bias": None, "bias_k": None, "bias_v": None}
-
-
-def _check_names(draft: _Draft) -> None:
-    """Names in `sizes`, `pad` and `axes` that look like those of the rules misspelt; axes that the mesh does not have.
-
-    Further names are fine: a policy may serve several models.
-    """
-    policy, axes, problems = draft.policy, draft.axes, draft.problems
-    factors: set[str] = set()
-    for rule in policy.rules.values():
-        try:
-            factors |= {factor.name for factor in parse(rule).factors}
-        except (ShardError, TypeError):
-            return  # reported with its rule
-    for field_name in ("sizes", "pad", "axes"):
-        for name in getattr(policy, field_name):
-            typo = next(iter(get_close_matches(name, sorted(factors - {name}), 1, 0.8)), None)
-            if name not in factors and typo and re.sub(r"\d", "", typo) != re.sub(r"\d", "", name):
-                problems.append(f"Policy.{field_name}: no rule has a dim named '{name}'; did you mean '{typo}'?")
-    for name, split in policy.axes.items():
-        for axis in (split,) if isinstance(split, str) else split:
-            if axis not in axes:
-                problems.append(f"Policy.axes[{name!r}]: unknown mesh axis '{axis}'{did_you_mean(axis, axes) or '.'}")
-    usual = BATCH_AXES if set(BATCH_AXES) <= set(policy.batch) else ()  # of which a mesh has some
-    for pattern in (pattern for pattern in policy.batch if pattern not in usual):
-        if not any(is_batch_axis(axis, [pattern]) for axis in axes):
-            hint = did_you_mean(pattern, axes) or "."
-            problems.append(f"Policy.batch: the mesh {axes} has no axis '{pattern}'{hint}")
-
-
-def _check_settings(draft: _Draft, kept: Mapping[str, Sequence[str]]) -> None:
-    """Settings that do not fit the mesh or the model, of which parameters are `kept` split over axes."""
-    _check_names(draft)
-    axes, policy, problems = draft.axes, draft.policy, draft.problems
-    axis = innermost(draft.role.data, axes)
-    own = policy.units.values() if isinstance(policy.units, Mapping) else ()
-    counts = dict.fromkeys([policy.regather, *(settings["regather"] for settings in own if "regather" in settings)])
-    if any(type(count) is int for count in counts) and any(axes[axis] > 1 for over in kept.values() for axis in over):
-        why = "weights of experts differ between neighbouring ranks, which keep parts for each other"
-        problems.append(f"Policy(regather=n): {why}; use True or False")
-    for count in counts:
-        if count and not isinstance(count, bool) and axis is not None and axes[axis] % count:
-            size = f"{axis}={axes[axis]}, {axes[axis]} % {count} = {axes[axis] % count}"
-            problems.append(f"Policy(regather={count}): a part over {count} ranks is kept, which must divide {size}")
-    for kind in ("acts", "compute") if draft.info.modules else ():
-        draft.check_patterns(f"Policy.{kind}:", getattr(policy, kind), "module")
-    for pattern, rule in policy.acts.items():
-        try:
-            unknown = unknown_axes(parse(rule), axes)
-        except ShardError as error:
-            unknown = [str(error)]
-        problems += [f"Policy.acts[{pattern!r}]: {problem}" for problem in unknown]

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfn._torch import dtensor_spec, has_no_memory, in_transform, wrap_local
-from shardfn.comm import collectives
+from shardfn.comm import accumulation_dtype, collectives
 from shardfn.notation import ShardError
 from shardfn.parallel.linears import require_ids
 
@@ -151,7 +151,7 @@ def _stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
 
 def _plain_stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
     """The same by ordinary operations."""
-    x = x.to(collectives.accumulation_dtype(x.dtype))
+    x = x.to(accumulation_dtype(x.dtype))
     limits = torch.finfo(x.dtype)
     largest = x.detach().amax(-1).clamp_min(limits.min)  # a part that is masked out, -inf, has no share, not nan
     less = x - largest.unsqueeze(-1)
@@ -170,7 +170,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: Tensor, total: bool) -> Tensor:
-        dtype = collectives.accumulation_dtype(x.dtype)
+        dtype = accumulation_dtype(x.dtype)
         stats = torch.empty((3 + total, *own.shape), dtype=dtype, device=x.device)
         for at in _pieces(own.shape, x.shape[-1]):
             stats[(slice(None), *at)] = _plain_stats(x[at], own[at], total)

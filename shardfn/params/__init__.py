@@ -1,13 +1,14 @@
 """The tree of shards and its verbs: `shard`, `gather`, `reduce_grads`, `reshard`; initialisation; batches.
 
-Read `tree` (`Params`, the pytree), `functional` (the verbs), `initialize` (weights made shard by shard), `lowering`
-(DTensors as plain tensors inside of transforms) and `batches` (a rank's samples). Not here: running a module.
+Read `tree` (`Params`, the pytree), `functional` and `reshard` (the verbs), `initialize` (weights made shard by shard),
+`lowering` (DTensors as plain tensors inside of transforms) and `batches` (a rank's samples). Not here: running modules.
 """
 
 from shardfn.params import functional, initialize
 from shardfn.params.batches import Mean, local_batch, rank
-from shardfn.params.functional import gather, reduce_grads, require_reduced, reshard, shard
+from shardfn.params.functional import gather, reduce_grads, require_reduced, shard
 from shardfn.params.initialize import NewTree, Origin, agreed_plan
 from shardfn.params.lowering import Across, entered, left, lower, over_params
+from shardfn.params.reshard import reshard
 from shardfn.params.tree import Params, cast, data_axes_of, ema, has_parts, is_tree, leaves, lerp, map, map_local
 from shardfn.params.tree import path_name, paths, select, trees_in, watched_parts, zeros_like

@@ -5,7 +5,7 @@ that `shard` begins with in `initialize`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,24 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardfn._torch import in_transform, innermost_value, materialized, unwrap_local, wrap_local
-from shardfn.comm import (
-    BucketOnGrid,
-    FreshBuffers,
-    GatherBucket,
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    empty_shards,
-    gather_leaves,
-    in_front,
-    in_layout,
-    leaf_spec,
-    portions,
-    psum,
-    psum_scatter,
-    shard_slice,
-)
+from shardfn._torch import in_transform, materialized, unwrap_local, wrap_local
+from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import (
     Bucket,
@@ -38,24 +22,18 @@ from shardfn.layout import (
     Layout,
     Plan,
     Policy,
-    axes_of,
     compute_view,
     compute_view_shape,
-    decide,
     first_match,
     from_compute_view,
     grid,
-    is_batch_axis,
     own_parts,
-    replace_units,
 )
-from shardfn.notation import ShardError, Spec, did_you_mean, parse, unknown_axes
-from shardfn.params.initialize import NewTree, Origin, shard_own
+from shardfn.notation import ShardError, did_you_mean
+from shardfn.params.initialize import Origin, shard_own
 from shardfn.params.tree import Params, watch_optimizers
 
-_MAX_BUCKET_BYTES = 64 * 2**20
-
-Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes
+MAX_BUCKET_BYTES = 64 * 2**20
 
 
 def shard(
@@ -148,10 +126,10 @@ def gather(
 
     Communication: one all-gather a bucket (at most 64 MiB) and axis; leaf by leaf for `"rank0"` and `"cpu"`.
     """
-    tree = _require_params("gather", params)
+    tree = require_params("gather", params)
     if to not in ("all", "rank0", "cpu"):
         raise ValueError(f"gather(to={to!r}): one of 'all', 'rank0', 'cpu'")
-    layouts = _selected(tree, names)
+    layouts = selected_layouts(tree, names)
     note_tree(tree)
     leaves = {leaf.name: tree[leaf.name] for layout in layouts for leaf in layout.leaves}
     if to != "all":
@@ -161,7 +139,7 @@ def gather(
         require_reduced("gather", name, leaf)
     keep = to != "rank0" or dist.get_rank() == grid(tree.mesh, tree.plan.roles.storage).ranks()[0]
     out: dict[str, Tensor] = {}
-    for layout, wholes in _gathered(tree, layouts, 0 if to != "all" else _MAX_BUCKET_BYTES):
+    for layout, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
         if keep:
             full = compute_view(layout, wholes)
             full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
@@ -171,7 +149,7 @@ def gather(
     return {name: out[first[name]] for name in order if first.get(name) in out}
 
 
-def _gathered(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterator[tuple[Layout, list[Tensor]]]:
+def gather_groups(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterator[tuple[Layout, list[Tensor]]]:
     """Parameters with their whole leaves, gathered in groups of at most `limit` bytes."""
     for group in portions(layouts, lambda x: x.numel * tree[x.leaves[0].name].element_size(), limit):
         names = [leaf.name for layout in group for leaf in layout.leaves]
@@ -240,7 +218,7 @@ class _OverCompute(torch.autograd.Function):
         return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
 
 
-def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
+def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     held = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
     if names is None:
         return held
@@ -253,7 +231,7 @@ def _selected(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
     return [layout for layout in held if first_match(wanted, layout.names) is not None]
 
 
-def _require_params(verb: str, tree: object) -> Params:
+def require_params(verb: str, tree: object) -> Params:
     if not isinstance(tree, Params):
         raise TypeError(f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}")
     return tree
@@ -309,7 +287,7 @@ def reduce_grads(
     if like is None and not isinstance(grads, Params):
         missing = "like=params, the tree they are gradients of"
         raise TypeError(f"reduce_grads: a plain mapping of local tensors needs {missing}")
-    owner = like if like is not None else _require_params("reduce_grads", grads)
+    owner = like if like is not None else require_params("reduce_grads", grads)
     plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
     pending, done = _sorted(grads, owner, places)
     if pending:
@@ -383,226 +361,3 @@ def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pendi
         + ". Write g.sum(0) for the mean over samples, and divide by their number"
         * (Partial("avg") in grad.placements)
     )
-
-
-def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
-    """The same values in another layout: another policy, another mesh of the same ranks, or both.
-
-    `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
-    return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
-    collectives that the two imply: all-gather, slice, all-to-all, reduce-scatter or all-reduce. Both differentiable.
-
-        >>> import torch, shardfn as sf
-        >>> from torch import nn
-        >>> mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
-        >>> params = sf.shard(nn.Linear(4, 6), mesh, sf.Policy())
-        >>> sf.typeof(sf.reshard(params, sf.Policy(rules={"weight": "o@tp c@fsdp"})), "weight")
-        'f32[o@tp c@fsdp]'
-        >>> sf.reshard(torch.ones(2, 3), "b s@tp -> b@tp s", mesh).shape
-        torch.Size([2, 3])
-
-    Args:
-        x: a tree made by `shard`, or (with a string) one tensor, this rank's part.
-        to: the new layout.
-        mesh: the new mesh; for a string, the mesh that its axes belong to.
-
-    Returns:
-        a new tree, or this rank's part of the tensor in the new layout.
-
-    Raises:
-        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
-
-    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
-    backward so are their gradients.
-    """
-    if isinstance(to, str):
-        return _relayout(x, to, mesh)
-    tree = _require_params("reshard", x)
-    if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
-        raise _reshards_in_transform()
-    if isinstance(to, DeviceMesh):
-        to, mesh = tree.plan.policy, to
-    mesh = mesh if mesh is not None else tree.mesh
-    made = _target_plan(tree, to, mesh)
-    if mesh is not tree.mesh:
-        a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
-        if a != b:
-            raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
-    for name, leaf in tree.items():
-        require_reduced("reshard", name, leaf)
-    asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
-    return (_resharded if asks else _moved)(tree, made, mesh)
-
-
-def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
-    """`_moved`, differentiable."""
-    made = made.with_reduction(tree.plan.reduction or "mean")
-    floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
-    held = (made.layouts[layout.name] for layout in _selected(tree, None) if layout.leaves[0].name in floating)
-    before = _Stored(tuple(floating), tree.plan, tree.mesh)
-    after = _Stored(tuple(leaf.name for layout in held for leaf in layout.leaves), made, mesh)
-    found = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
-    found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
-    return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
-
-
-def _reshards_in_transform() -> ShardError:
-    instead = "reshard it before, and pass the result to the transform"
-    return ShardError(f"reshard: a transform goes on, in which a tree cannot change its layout; {instead}")
-
-
-class _Stored(NamedTuple):
-    """The names of leaves, in order, as a plan stores them on a mesh."""
-
-    names: tuple[str, ...]
-    plan: Plan
-    mesh: DeviceMesh
-
-
-class _Resharded(torch.autograd.Function):
-    """
-    forward   leaves [as the old plan stores them] -> the same values [as the new plan stores them]
-    backward  the same the other way
-    """
-
-    @staticmethod
-    def forward(before: _Stored, after: _Stored, *leaves: Tensor) -> tuple[Tensor, ...]:
-        tree = Params(zip(before.names, leaves, strict=True), before.plan, before.mesh)
-        moved = _moved(tree, after.plan, after.mesh)
-        return tuple(moved[name] for name in after.names)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.before, ctx.after, *_ = inputs
-        ctx.dtypes = [x.dtype for x in output]
-        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        names, plan_, mesh = ctx.after
-        places = grid(mesh, plan_.roles.storage)
-        unused = {name: dtype for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True) if grad is None}
-        zeros = empty_shards(plan_, places, unused)
-        given: list[Tensor] = []
-        for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True):
-            spec = leaf_spec(plan_, places, name, dtype)
-            given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
-        return None, None, *_Resharded.apply(ctx.after, ctx.before, *given)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        raise _reshards_in_transform()
-
-
-def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
-    """The same values as the plan `made` stores them on a mesh, in new memory."""
-    places = grid(mesh, made.roles.storage)
-    stays = grid(tree.mesh, tree.plan.roles.storage).storage == places.storage
-    pairs = [(layout, made.layouts[layout.name]) for layout in _selected(tree, None)]
-    dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
-    moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
-    changed: list[Layout] = []
-    for old, new in pairs:
-        if stays and old.stored_as(new):
-            for leaf in old.leaves:
-                moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
-        else:
-            changed.append(old)
-    for layout, wholes in _gathered(tree, changed, _MAX_BUCKET_BYTES):
-        moved.cut(made.layouts[layout.name], compute_view(layout, wholes))
-    return moved.wrapped()
-
-
-def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
-    if isinstance(to, Plan):
-        if to.axes != axes_of(mesh):
-            raise ShardError(f"reshard: the plan is for a mesh {to.axes}, the mesh is {axes_of(mesh)}")
-        if to.info.params != tree.plan.info.params:
-            raise ShardError(f"reshard: the plan is for another model\n{tree.plan.diff(to)}")
-        return to
-    if not isinstance(to, Policy):
-        raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")
-    if callable(to.units) and not isinstance(to.units, type):
-        raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
-    made = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
-    if (count := tree.plan.members) is None:
-        return made
-    if not tree.plan.has_members:
-        why = f"the leaves have a first dim of {count} that is split over ranks"
-        raise ShardError(f"reshard: {why}; sf.gather(tree) makes it whole")
-    return made.stacked(count, ())
-
-
-# -- one tensor: the collectives that two rules imply ------------------------------------------------------------------
-#
-# "b s@tp c -> b s c@tp"    all-to-all          "b s c +tp -> b s c"     psum
-# "b s@tp c -> b s c"       all-gather          "b s c +tp -> b s@tp c"  psum_scatter
-# "b s c -> b s@tp c"       slice
-
-
-def _relayout(x: object, rule: str, mesh: DeviceMesh | None) -> Tensor:
-    """This rank's part of `x` after the change that `"left -> right"` names."""
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        raise TypeError(f"reshard: with a string, x is one plain local tensor, not {type(x).__name__}")
-    if mesh is None:
-        raise TypeError("reshard: with a string, pass the mesh too: reshard(x, 'b s@tp -> b s', mesh)")
-    left, right = _sides(rule, mesh, x.dim())
-    out = x
-    for collective, axis, *dims in steps(left, right):
-        out: Tensor = collective(out, mesh, axis, *dims)
-    return out
-
-
-def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
-    if rule.count("->") != 1:
-        raise ShardError(f"reshard: {rule!r} needs one '->' between the two layouts")
-    cut = rule.index("->")
-    left, right = (parse(rule, span).expand(ndim) for span in ((0, cut), (cut + 2, len(rule))))
-    names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in (left, right)]
-    if names[0] != names[1]:
-        raise ShardError(f"reshard: {rule!r} changes names; both sides name the same dims in the same order")
-    axes = axes_of(mesh)
-    for side in (left, right):
-        numbered = ((dim, i, factor) for dim in side.dims for i, factor in enumerate(dim.factors))
-        for factor in (factor for dim, i, factor in numbered if factor.axes and (i or len(dim.blocks) > 1)):
-            why = "only the outermost factor of a dim can be split here"
-            raise ShardError(f"reshard: {why}\n{side.caret(factor.span)}")
-        if unknown := unknown_axes(side, axes):
-            raise ShardError(f"reshard: {unknown[0]}")
-    return left, right
-
-
-def steps(left: Spec, right: Spec) -> list[Step]:
-    """The collectives from one layout to another: sums first, then moves, gathers (innermost first) and slices."""
-    have, want = ([[axis for factor in dim.factors for axis in factor.axes] for dim in x.dims] for x in (left, right))
-    new_sums = [axis for axis in right.partial if axis not in left.partial]
-    if new_sums:
-        why = f"a value cannot become a pending sum (+{new_sums[0]})"
-        raise ShardError(f"reshard: {why}\n{right.caret(right.partial_span)}")
-    out: list[Step] = []
-    for axis in (axis for axis in left.partial if axis not in right.partial):
-        dim = next((d for d, axes in enumerate(want) if axis in axes), None)
-        if dim is not None and want[dim] == [*have[dim], axis]:
-            out.append((psum_scatter, axis, dim))
-            have[dim].append(axis)
-        else:
-            out.append((psum, axis))
-    out += _exchanges(have, want)
-    for dim, axes in enumerate(have):
-        while axes != want[dim][: len(axes)]:
-            axis = axes.pop()
-            # Ranks of a data axis go on with losses of their own, so cotangents are summed.
-            out.append((all_gather if is_batch_axis(axis) else all_gather_invariant, axis, dim))
-    return [*out, *((shard_slice, axis, dim) for dim, axes in enumerate(have) for axis in want[dim][len(axes) :])]
-
-
-def _exchanges(have: list[list[str]], want: list[list[str]]) -> list[Step]:
-    """All-to-alls for axes that leave the end of one dim for the end of another; `have` follows."""
-    out = []
-    for i, axes in enumerate(have):
-        for j, target in enumerate(want):
-            if i != j and axes and target == [*have[j], axes[-1]]:
-                axis = axes.pop()
-                have[j].append(axis)
-                out.append((all_to_all, axis, j, i))
-    return out

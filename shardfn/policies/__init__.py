@@ -1,6 +1,7 @@
 """`sf.policies`: ready-made policies, and what the plans of other libraries mean here.
 
 `presets` are data parallelism's usual forms and torch's plans, `transformers` the model types of that library.
+Not here: what a policy means for a model, see `layout`.
 """
 
 from shardfn.parallel import Experts

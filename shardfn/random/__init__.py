@@ -1,6 +1,6 @@
 """Random numbers that do not depend on the mesh: dropout by the positions of samples.
 
-Not here: `torch`'s generators, which initialisation uses, see `params`.
+All of it is in `masks`. Not here: torch's generators, which initialisation uses, see `params`.
 """
 
 from shardfn.random.masks import Masks, Offsets, axes_of_dims, dropout, dropout_modules, dropout_seed, dropping, lane

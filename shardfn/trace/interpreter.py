@@ -28,7 +28,8 @@ from shardfn.comm import Moved, watching
 from shardfn.layout import SAME, Cure, Kind, Part, Problem, Shape, Stuck, Tag, after_collective, even
 from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
-from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here, parts_after
+from shardfn.trace.operation_rules import parts_after
+from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here
 from shardfn.trace.paired_sizes import Paired, World, Worlds, local_of, taken, whole_of
 from shardfn.trace.value_numbers import Numbers
 from shardfn.trace.values import EMPTY, Values, leaves_of, tensors_of

@@ -4,7 +4,8 @@
 
 The config classes and enums are torch's own; what belongs to FSDP2 is that of `compat.fsdp2`. `FlatParameter` is there
 for `isinstance`, which is False of every parameter here. docs/howto/from-fsdp1.md lists what each argument and method
-does.
+does. Read `instance` (what one was asked), then `wrapper`, which meets the engine in `compat.common`. Not here:
+numerics.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
@@ -32,6 +33,7 @@ from shardfn.compat.fsdp1 import api as api
 from shardfn.compat.fsdp1 import fully_sharded_data_parallel as fully_sharded_data_parallel
 from shardfn.compat.fsdp1 import sharded_grad_scaler as sharded_grad_scaler
 from shardfn.compat.fsdp1 import wrap as wrap
+from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
 from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 from shardfn.compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
 from shardfn.compat.fsdp2 import FSDPModule as FSDPModule

@@ -3,6 +3,7 @@
     from shardfn.compat.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 The policy classes are torch's own. docs/howto/from-fsdp2.md lists what each argument and method does.
+All of it is in `fully_sharded`, which meets the engine in `compat.common`. Not here: numerics.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 
 from shardfn.compat.fsdp2.fully_sharded import FSDPModule as FSDPModule
+from shardfn.compat.fsdp2.fully_sharded import Group
 from shardfn.compat.fsdp2.fully_sharded import fully_shard as fully_shard
 from shardfn.compat.fsdp2.fully_sharded import register_fsdp_forward_method as register_fsdp_forward_method
 from shardfn.compat.fsdp2.fully_sharded import share_comm_ctx as share_comm_ctx

@@ -2,7 +2,8 @@
 
     from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
 
-docs/howto/from-hfai.md lists what each argument and method does.
+docs/howto/from-hfai.md lists what each argument and method does. Not here: the class itself, which is
+FSDP1's with other arguments.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

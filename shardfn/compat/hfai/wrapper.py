@@ -15,7 +15,7 @@ from shardfn._torch import group_of
 from shardfn.comm import failing_together
 from shardfn.compat import fsdp1
 from shardfn.compat.common import HYBRID, OWN_AXES
-from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
+from shardfn.compat.fsdp1 import Instance, state_dict_settings
 from shardfn.notation import ShardError
 
 _ONE_GROUP = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)  # as `HYBRID`: frees weights, or keeps them

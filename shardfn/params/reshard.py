@@ -1,0 +1,251 @@
+"""`reshard`: a tree in the layout of another plan, also inside of transforms."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfn._torch import innermost_value, unwrap_local, wrap_local
+from shardfn.comm import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    empty_shards,
+    in_layout,
+    leaf_spec,
+    psum,
+    psum_scatter,
+    shard_slice,
+)
+from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid, is_batch_axis, replace_units
+from shardfn.notation import ShardError, Spec, parse, unknown_axes
+from shardfn.params.functional import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
+from shardfn.params.initialize import NewTree
+from shardfn.params.tree import Params
+
+Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes
+
+
+def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | None = None) -> Any:
+    """The same values in another layout: another policy, another mesh of the same ranks, or both.
+
+    `reshard(params, policy)`, `reshard(params, mesh)`, `reshard(params, policy, mesh)`, `reshard(params, plan, mesh)`
+    return new trees. With a string, one local tensor goes from the layout left of `->` to the one right of it by the
+    collectives that the two imply: all-gather, slice, all-to-all, reduce-scatter or all-reduce. Both differentiable.
+
+        >>> import torch, shardfn as sf
+        >>> from torch import nn
+        >>> mesh = sf.make_mesh("cpu", fsdp=1, tp=1)
+        >>> params = sf.shard(nn.Linear(4, 6), mesh, sf.Policy())
+        >>> sf.typeof(sf.reshard(params, sf.Policy(rules={"weight": "o@tp c@fsdp"})), "weight")
+        'f32[o@tp c@fsdp]'
+        >>> sf.reshard(torch.ones(2, 3), "b s@tp -> b@tp s", mesh).shape
+        torch.Size([2, 3])
+
+    Args:
+        x: a tree made by `shard`, or (with a string) one tensor, this rank's part.
+        to: the new layout.
+        mesh: the new mesh; for a string, the mesh that its axes belong to.
+
+    Returns:
+        a new tree, or this rank's part of the tensor in the new layout.
+
+    Raises:
+        ShardError: the layout does not fit, or the meshes have other ranks; a tree that belongs to a transform.
+
+    Communication: parameters whose layout changes are gathered in buckets of at most 64 MiB and cut again; in a
+    backward so are their gradients.
+    """
+    if isinstance(to, str):
+        return _relayout(x, to, mesh)
+    tree = require_params("reshard", x)
+    if any(innermost_value(leaf) is not leaf for leaf in tree.values()):
+        raise _reshards_in_transform()
+    if isinstance(to, DeviceMesh):
+        to, mesh = tree.plan.policy, to
+    mesh = mesh if mesh is not None else tree.mesh
+    made = _target_plan(tree, to, mesh)
+    if mesh is not tree.mesh:
+        a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
+        if a != b:
+            raise ShardError(f"reshard: the meshes have other ranks: {a} and {b}; save and load a checkpoint instead")
+    for name, leaf in tree.items():
+        require_reduced("reshard", name, leaf)
+    asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
+    return (_resharded if asks else _moved)(tree, made, mesh)
+
+
+def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """`_moved`, differentiable."""
+    made = made.with_reduction(tree.plan.reduction or "mean")
+    floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
+    held = (made.layouts[layout.name] for layout in selected_layouts(tree, None) if layout.leaves[0].name in floating)
+    before = _Stored(tuple(floating), tree.plan, tree.mesh)
+    after = _Stored(tuple(leaf.name for layout in held for leaf in layout.leaves), made, mesh)
+    found = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
+    found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
+    return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
+
+
+def _reshards_in_transform() -> ShardError:
+    instead = "reshard it before, and pass the result to the transform"
+    return ShardError(f"reshard: a transform goes on, in which a tree cannot change its layout; {instead}")
+
+
+class _Stored(NamedTuple):
+    """The names of leaves, in order, as a plan stores them on a mesh."""
+
+    names: tuple[str, ...]
+    plan: Plan
+    mesh: DeviceMesh
+
+
+class _Resharded(torch.autograd.Function):
+    """
+    forward   leaves [as the old plan stores them] -> the same values [as the new plan stores them]
+    backward  the same the other way
+    """
+
+    @staticmethod
+    def forward(before: _Stored, after: _Stored, *leaves: Tensor) -> tuple[Tensor, ...]:
+        tree = Params(zip(before.names, leaves, strict=True), before.plan, before.mesh)
+        moved = _moved(tree, after.plan, after.mesh)
+        return tuple(moved[name] for name in after.names)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.before, ctx.after, *_ = inputs
+        ctx.dtypes = [x.dtype for x in output]
+        ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        names, plan_, mesh = ctx.after
+        places = grid(mesh, plan_.roles.storage)
+        unused = {name: dtype for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True) if grad is None}
+        zeros = empty_shards(plan_, places, unused)
+        given: list[Tensor] = []
+        for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True):
+            spec = leaf_spec(plan_, places, name, dtype)
+            given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
+        return None, None, *_Resharded.apply(ctx.after, ctx.before, *given)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        raise _reshards_in_transform()
+
+
+def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+    """The same values as the plan `made` stores them on a mesh, in new memory."""
+    places = grid(mesh, made.roles.storage)
+    stays = grid(tree.mesh, tree.plan.roles.storage).storage == places.storage
+    pairs = [(layout, made.layouts[layout.name]) for layout in selected_layouts(tree, None)]
+    dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
+    moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
+    changed: list[Layout] = []
+    for old, new in pairs:
+        if stays and old.stored_as(new):
+            for leaf in old.leaves:
+                moved.shards[leaf.name].copy_(unwrap_local(tree[leaf.name]))
+        else:
+            changed.append(old)
+    for layout, wholes in gather_groups(tree, changed, MAX_BUCKET_BYTES):
+        moved.cut(made.layouts[layout.name], compute_view(layout, wholes))
+    return moved.wrapped()
+
+
+def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
+    if isinstance(to, Plan):
+        if to.axes != axes_of(mesh):
+            raise ShardError(f"reshard: the plan is for a mesh {to.axes}, the mesh is {axes_of(mesh)}")
+        if to.info.params != tree.plan.info.params:
+            raise ShardError(f"reshard: the plan is for another model\n{tree.plan.diff(to)}")
+        return to
+    if not isinstance(to, Policy):
+        raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")
+    if callable(to.units) and not isinstance(to.units, type):
+        raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
+    made = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
+    if (count := tree.plan.members) is None:
+        return made
+    if not tree.plan.has_members:
+        why = f"the leaves have a first dim of {count} that is split over ranks"
+        raise ShardError(f"reshard: {why}; sf.gather(tree) makes it whole")
+    return made.stacked(count, ())
+
+
+# -- one tensor: the collectives that two rules imply ------------------------------------------------------------------
+#
+# "b s@tp c -> b s c@tp"    all-to-all          "b s c +tp -> b s c"     psum
+# "b s@tp c -> b s c"       all-gather          "b s c +tp -> b s@tp c"  psum_scatter
+# "b s c -> b s@tp c"       slice
+
+
+def _relayout(x: object, rule: str, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of `x` after the change that `"left -> right"` names."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        raise TypeError(f"reshard: with a string, x is one plain local tensor, not {type(x).__name__}")
+    if mesh is None:
+        raise TypeError("reshard: with a string, pass the mesh too: reshard(x, 'b s@tp -> b s', mesh)")
+    left, right = _sides(rule, mesh, x.dim())
+    out = x
+    for collective, axis, *dims in steps(left, right):
+        out: Tensor = collective(out, mesh, axis, *dims)
+    return out
+
+
+def _sides(rule: str, mesh: DeviceMesh, ndim: int) -> tuple[Spec, Spec]:
+    if rule.count("->") != 1:
+        raise ShardError(f"reshard: {rule!r} needs one '->' between the two layouts")
+    cut = rule.index("->")
+    left, right = (parse(rule, span).expand(ndim) for span in ((0, cut), (cut + 2, len(rule))))
+    names = [[[factor.name for factor in dim.factors] for dim in side.dims] for side in (left, right)]
+    if names[0] != names[1]:
+        raise ShardError(f"reshard: {rule!r} changes names; both sides name the same dims in the same order")
+    axes = axes_of(mesh)
+    for side in (left, right):
+        numbered = ((dim, i, factor) for dim in side.dims for i, factor in enumerate(dim.factors))
+        for factor in (factor for dim, i, factor in numbered if factor.axes and (i or len(dim.blocks) > 1)):
+            why = "only the outermost factor of a dim can be split here"
+            raise ShardError(f"reshard: {why}\n{side.caret(factor.span)}")
+        if unknown := unknown_axes(side, axes):
+            raise ShardError(f"reshard: {unknown[0]}")
+    return left, right
+
+
+def steps(left: Spec, right: Spec) -> list[Step]:
+    """The collectives from one layout to another: sums first, then moves, gathers (innermost first) and slices."""
+    have, want = ([[axis for factor in dim.factors for axis in factor.axes] for dim in x.dims] for x in (left, right))
+    new_sums = [axis for axis in right.partial if axis not in left.partial]
+    if new_sums:
+        why = f"a value cannot become a pending sum (+{new_sums[0]})"
+        raise ShardError(f"reshard: {why}\n{right.caret(right.partial_span)}")
+    out: list[Step] = []
+    for axis in (axis for axis in left.partial if axis not in right.partial):
+        dim = next((d for d, axes in enumerate(want) if axis in axes), None)
+        if dim is not None and want[dim] == [*have[dim], axis]:
+            out.append((psum_scatter, axis, dim))
+            have[dim].append(axis)
+        else:
+            out.append((psum, axis))
+    out += _exchanges(have, want)
+    for dim, axes in enumerate(have):
+        while axes != want[dim][: len(axes)]:
+            axis = axes.pop()
+            # Ranks of a data axis go on with losses of their own, so cotangents are summed.
+            out.append((all_gather if is_batch_axis(axis) else all_gather_invariant, axis, dim))
+    return [*out, *((shard_slice, axis, dim) for dim, axes in enumerate(have) for axis in want[dim][len(axes) :])]
+
+
+def _exchanges(have: list[list[str]], want: list[list[str]]) -> list[Step]:
+    """All-to-alls for axes that leave the end of one dim for the end of another; `have` follows."""
+    out = []
+    for i, axes in enumerate(have):
+        for j, target in enumerate(want):
+            if i != j and axes and target == [*have[j], axes[-1]]:
+                axis = axes.pop()
+                have[j].append(axis)
+                out.append((all_to_all, axis, j, i))
+    return out
