@@ -13,42 +13,10 @@ from shardfn.stateful import Trainer
 from shardfn.trace import plan
 from shardfn.transforms import apply, grad, hvp, jit, jvp, shard_map, value_and_grad, vjp, vmap
 
-__all__ = [
-    "MeshSpec",
-    "Params",
-    "Plan",
-    "Policy",
-    "Report",
-    "ShardError",
-    "Trainer",
-    "apply",
-    "check",
-    "checkpoint",
-    "collectives",
-    "cross_entropy",
-    "data",
-    "gather",
-    "grad",
-    "hvp",
-    "jit",
-    "jvp",
-    "make_mesh",
-    "optim",
-    "plan",
-    "policies",
-    "reduce_grads",
-    "register",
-    "reshard",
-    "shard",
-    "shard_map",
-    "simulate",
-    "tree",
-    "typeof",
-    "value_and_grad",
-    "visualize",
-    "vjp",
-    "vmap",
-]
+__all__ = ["MeshSpec", "Params", "Plan", "Policy", "Report", "ShardError", "Trainer", "apply", "check", "checkpoint"]
+__all__ += ["collectives", "cross_entropy", "data", "gather", "grad", "hvp", "jit", "jvp", "make_mesh", "optim", "plan"]
+__all__ += ["policies", "reduce_grads", "register", "reshard", "shard", "shard_map", "simulate", "tree", "typeof"]
+__all__ += ["value_and_grad", "visualize", "vjp", "vmap"]
 
 
 def __getattr__(name: str) -> _ModuleType:

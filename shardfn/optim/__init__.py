@@ -21,23 +21,6 @@ from shardfn.optim.elementwise import AdamState, LionState, SGDState, adamw, lio
 from shardfn.optim.norms import clip, clip_by_global_norm, dot, global_norm
 from shardfn.optim.torch_classes import TorchState, from_torch
 
-__all__ = [
-    "AdamState",
-    "LionState",
-    "Optimizer",
-    "SGDState",
-    "ScheduleState",
-    "TorchState",
-    "adamw",
-    "apply_updates",
-    "chain",
-    "clip",
-    "clip_by_global_norm",
-    "from_torch",
-    "global_norm",
-    "lion",
-    "masked",
-    "schedule",
-    "sgd",
-    "warmup_cosine",
-]
+__all__ = ["AdamState", "LionState", "Optimizer", "SGDState", "ScheduleState", "TorchState", "adamw", "apply_updates"]
+__all__ += ["chain", "clip", "clip_by_global_norm", "from_torch", "global_norm", "lion", "masked", "schedule", "sgd"]
+__all__ += ["warmup_cosine"]

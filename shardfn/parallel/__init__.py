@@ -5,9 +5,8 @@ Read `compute_axes` (what a forward may ask of its ranks), `linears` and `layers
 parallelism goes into `linears` or `layers`. Not here: anything that traces; `trace` overrides `ComputeAxes`.
 """
 
+from shardfn.parallel import wiring
 from shardfn.parallel.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.parallel.experts import Experts, identity_expert, or_without_data, tensor_parallel_experts
 from shardfn.parallel.linears import Layouts, kept_by_acts, others_forwards, weight_parts
 from shardfn.parallel.loss import SplitLogits, cross_entropy
-from shardfn.parallel.wiring import boundaries, cast_floats, cast_inputs, chained, is_split, owned_names, ranks_of_acts
-from shardfn.parallel.wiring import shared_alone, shared_parts, stepping, unit_casts, wire

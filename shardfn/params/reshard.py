@@ -8,17 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import innermost_value, unwrap_local, wrap_local
-from shardfn.comm import (
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    empty_shards,
-    in_layout,
-    leaf_spec,
-    psum,
-    psum_scatter,
-    shard_slice,
-)
+from shardfn.comm import collectives, empty_shards, in_layout, leaf_spec
 from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid, is_batch_axis, replace_units
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
 from shardfn.params.functional import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
@@ -226,17 +216,18 @@ def steps(left: Spec, right: Spec) -> list[Step]:
     for axis in (axis for axis in left.partial if axis not in right.partial):
         dim = next((d for d, axes in enumerate(want) if axis in axes), None)
         if dim is not None and want[dim] == [*have[dim], axis]:
-            out.append((psum_scatter, axis, dim))
+            out.append((collectives.psum_scatter, axis, dim))
             have[dim].append(axis)
         else:
-            out.append((psum, axis))
+            out.append((collectives.psum, axis))
     out += _exchanges(have, want)
     for dim, axes in enumerate(have):
         while axes != want[dim][: len(axes)]:
             axis = axes.pop()
             # Ranks of a data axis go on with losses of their own, so cotangents are summed.
-            out.append((all_gather if is_batch_axis(axis) else all_gather_invariant, axis, dim))
-    return [*out, *((shard_slice, axis, dim) for dim, axes in enumerate(have) for axis in want[dim][len(axes) :])]
+            out.append((collectives.all_gather if is_batch_axis(axis) else collectives.all_gather_invariant, axis, dim))
+    slices = ((axis, dim) for dim, axes in enumerate(have) for axis in want[dim][len(axes) :])
+    return [*out, *((collectives.shard_slice, axis, dim) for axis, dim in slices)]
 
 
 def _exchanges(have: list[list[str]], want: list[list[str]]) -> list[Step]:
@@ -247,5 +238,5 @@ def _exchanges(have: list[list[str]], want: list[list[str]]) -> list[Step]:
             if i != j and axes and target == [*have[j], axes[-1]]:
                 axis = axes.pop()
                 have[j].append(axis)
-                out.append((all_to_all, axis, j, i))
+                out.append((collectives.all_to_all, axis, j, i))
     return out

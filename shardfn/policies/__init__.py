@@ -17,15 +17,5 @@ from shardfn.policies.presets import (
 )
 from shardfn.policies.transformers import from_transformers
 
-__all__ = [
-    "Experts",
-    "ddp",
-    "from_parallelize_plan",
-    "from_regex",
-    "from_transformers",
-    "from_wrap_policy",
-    "fsdp",
-    "gathered",
-    "hsdp",
-    "zero2",
-]
+__all__ = ["Experts", "ddp", "from_parallelize_plan", "from_regex", "from_transformers", "from_wrap_policy", "fsdp"]
+__all__ += ["gathered", "hsdp", "zero2"]

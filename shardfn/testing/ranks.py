@@ -11,18 +11,8 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from shardfn.testing.pool import (
-    Answer,
-    Failure,
-    call_on_mesh,
-    call_ranks,
-    class_name,
-    end_team,
-    find_target,
-    load_result,
-    teams,
-    teams_lock,
-)
+from shardfn.testing import pool
+from shardfn.testing.pool import Answer, Failure
 
 T = TypeVar("T")
 
@@ -82,10 +72,10 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 60.0,
         ValueError: `ranks` is not a positive number.
     """
     __tracebackhide__ = True
-    name, answers = call_ranks(fn, args, kwargs, ranks, timeout)
+    name, answers = pool.call_ranks(fn, args, kwargs, ranks, timeout)
     if any(isinstance(answer, Failure) for answer in answers):
         _raise_failures(name, answers)
-    return [load_result(name, rank, answer) for rank, answer in enumerate(answers)]
+    return [pool.load_result(name, rank, answer) for rank, answer in enumerate(answers)]
 
 
 def run_raises(
@@ -122,12 +112,13 @@ def run_raises(
         RankError: a rank returned, raised another type, or raised a message that does not match.
     """
     __tracebackhide__ = True
-    name, answers = call_ranks(fn, args, kwargs, ranks, timeout)
+    name, answers = pool.call_ranks(fn, args, kwargs, ranks, timeout)
+    wanted = pool.class_name(exc_type)
     expected = exc_type.__name__ if match is None else f"{exc_type.__name__} matching {match!r}"
     for rank, answer in enumerate(answers):
         if not isinstance(answer, Failure):
-            what = f"rank {rank} of {ranks} returned {reprlib.repr(load_result(name, rank, answer))}"
-        elif class_name(exc_type) not in answer.kinds or (match is not None and not re.search(match, answer.message)):
+            what = f"rank {rank} of {ranks} returned {reprlib.repr(pool.load_result(name, rank, answer))}"
+        elif wanted not in answer.kinds or (match is not None and not re.search(match, answer.message)):
             what = f"rank {rank} of {ranks} raised {answer.line}"
         else:
             continue
@@ -178,7 +169,8 @@ def on_meshes(*meshes: Mapping[str, int], timeout: float = 60.0) -> Callable[[Ca
             __tracebackhide__ = True
             values = {**dict(zip(parameters, args, strict=False)), **kwargs}
             axes = values.pop(parameters[0])
-            run(call_on_mesh, find_target(test), axes, values, ranks=math.prod(axes.values()), timeout=timeout)
+            target, ranks = pool.find_target(test), math.prod(axes.values())
+            run(pool.call_on_mesh, target, axes, values, ranks=ranks, timeout=timeout)
 
         ids = ["-".join(f"{axis}{size}" for axis, size in axes.items()) for axes in chosen]
         return pytest.mark.parametrize(parameters[0], chosen, ids=ids)(run_on_mesh)
@@ -196,9 +188,9 @@ def shutdown() -> None:
         >>> from shardfn.testing import shutdown
         >>> shutdown()
     """
-    with teams_lock:
-        for ranks in list(teams):
-            end_team(ranks)
+    with pool.teams_lock:
+        for ranks in list(pool.teams):
+            pool.end_team(ranks)
 
 
 def _raise_failures(name: str, answers: Sequence[Answer], headline: str | None = None) -> NoReturn:

@@ -38,20 +38,7 @@ from shardfn.layout import (
     unwrapped,
 )
 from shardfn.notation import ShardError, of_like_layers
-from shardfn.parallel import (
-    Adjustments,
-    ComputeAxes,
-    cast_inputs,
-    chained,
-    kept_by_acts,
-    others_forwards,
-    owned_names,
-    shared_alone,
-    shared_parts,
-    unit_casts,
-    weight_parts,
-    wire,
-)
+from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
 from shardfn.trace import side_effects as beside
 from shardfn.trace.guards import Place, Watch, reads_noted
@@ -88,7 +75,7 @@ class Trial:
     ) -> None:
         """`calls`: what is run is the last one; those before it fill caches that it reads."""
         self.model, self.plan, self.mesh, self.method = model, plan_, mesh, method
-        self.names = owned_names(model, plan_)
+        self.names = wiring.owned_names(model, plan_)
         self.bytes_moved = 0
         self._more: dict[str, Set[Any]] | None = None  # what a further run may try
         self._reached = Reached(model, calls)
@@ -230,8 +217,8 @@ class Trial:
         pending = all(problem.kind in ("sums", "backward") for problem in problems)  # whatever else varies
         for source, axis in sorted(adjust.vary) if not pending else ():
             path = source.removeprefix("module ")
-            if path != source and not shared_parts(self.plan, path, axis):
-                raise ShardError(f"{failure}\n{advice(failure.failure)}\n{shared_alone(path, axis)}")
+            if path != source and not wiring.shared_parts(self.plan, path, axis):
+                raise ShardError(f"{failure}\n{advice(failure.failure)}\n{wiring.shared_alone(path, axis)}")
         raise failure
 
     def _unserved(self, problems: Sequence[Problem]) -> Unserved:
@@ -246,9 +233,9 @@ class Trial:
         splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
         return replace(adjust, **ends, splits=splits)
 
-    def _forward(self, wiring: Wiring, run: Variance, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
+    def _forward(self, wired: Wiring, run: Variance, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
         """What modules return and keep of inputs and buffers without data; `begin` is called before each call."""
-        output, calls = None, cast_inputs(self.plan, to_meta(self._calls, run.values))
+        output, calls = None, wiring.cast_inputs(self.plan, to_meta(self._calls, run.values))
         weights = _WithoutData(cache(partial(self._weight, run)), dict(to_meta(self._buffers, run.values)))
         _name_all(run.numbers, calls, "input")
         _name_all(run.numbers, weights.buffers, "buffer")
@@ -261,7 +248,7 @@ class Trial:
                     place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
                     _name_all(run.numbers, blank, f"attribute {place.name} of {id(place.table)}")
             around.callback(random.setstate, random.getstate())
-            modules = Modules(self.model, self.names, wiring)
+            modules = Modules(self.model, self.names, wired)
             modules.prepare()
             for mode in (
                 modules.computes(weights),
@@ -353,10 +340,10 @@ class Trial:
         }
         flow = Flow(self.plan, variance, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
-        around |= {path: chained(moves, around.get(path)) for path, moves in steps.items()}
-        wiring = self._of_both(wire(self.plan, self.names, axes, adjust, around, compiles=False), variance)
+        around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
+        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), variance)
         try:
-            return self._forward(wiring, variance, flow.begin)
+            return self._forward(wired, variance, flow.begin)
         except ShardError:
             raise
         except Exception as error:
@@ -366,17 +353,17 @@ class Trial:
                 return None
             raise self._failed(adjust, variance, error) from error
 
-    def _of_both(self, wiring: Wiring, run: Variance) -> Wiring:
+    def _of_both(self, wired: Wiring, run: Variance) -> Wiring:
         """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
-        casts, forwards = unit_casts(self.plan), dict(wiring.forwards)
+        casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
         for path in others_forwards(self.plan):
             module = unwrapped(submodule(self.model, path))
             own = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
-        around = {path: _not_in_one(run, path, moves) for path, moves in wiring.around.items()}
-        around |= {path: chained(cast, around.get(path)) for path, cast in casts.items()}
-        sizes = {path: self._sizes(path, own, run) for path, own in wiring.sizes.items()}
-        return replace(wiring, forwards=forwards, around=around, sizes=sizes)
+        around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
+        around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
+        sizes = {path: self._sizes(path, own, run) for path, own in wired.sizes.items()}
+        return replace(wired, forwards=forwards, around=around, sizes=sizes)
 
     def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
         """The sizes that a module has in attributes, of a rank and of one process."""

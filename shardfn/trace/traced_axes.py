@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.binding import Around
 from shardfn.layout import BY_ACTS, OUT_DIM, MeshSpec, Part, Plan, Tag, class_name
 from shardfn.notation import ShardError, parse
-from shardfn.parallel import Adjustments, ComputeAxes, Step, boundaries, is_split, stepping
+from shardfn.parallel import Adjustments, ComputeAxes, Step, wiring
 from shardfn.random import axes_of_dims
 from shardfn.trace.interpreter import Variance
 from shardfn.trace.paired_sizes import local_of
@@ -170,7 +170,7 @@ class Flow:
     def __init__(self, plan: Plan, variance: Variance, axes: TracedAxes, adjust: Adjustments, several: bool) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""
         self._plan, self._variance, self._axes, self._adjust, self._several = plan, variance, axes, adjust, several
-        self._part, self._rules = variance.part, boundaries(plan)
+        self._part, self._rules = variance.part, wiring.boundaries(plan)
         if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
             self._rules = {}
         if self._rules:
@@ -206,7 +206,7 @@ class Flow:
         """Module path -> what finds and takes its steps."""
         paths = self._entries | self._rules.keys() if self._rules else ()
         both = self._inputs, self._outputs
-        return {path: stepping(self._axes, *(partial(self._of_rank, of, path) for of in both)) for path in paths}
+        return {path: wiring.stepping(self._axes, *(partial(self._of_rank, of, path) for of in both)) for path in paths}
 
     def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str, leaves: list[Any]) -> list[Step]:
         with self._variance.hidden():  # sizes are those of a rank
@@ -279,7 +279,7 @@ class Flow:
                     (at, axis, dim)
                     for dim, axes in enumerate(split)
                     for axis in axes
-                    if is_split(self._plan, axis) and not (axis in optional and self._uneven(x, axis, dim))
+                    if wiring.is_split(self._plan, axis) and not (axis in optional and self._uneven(x, axis, dim))
                 ]
         return []
 
@@ -303,7 +303,7 @@ class Flow:
             return None
         split = axes_of_dims(spec, x.dim(), dict(self._plan.axes))
         features = split[-1:]  # of "b s@tp ..." when there are no other dims
-        return None if any(is_split(self._plan, axis) for axes in features for axis in axes) else split
+        return None if any(wiring.is_split(self._plan, axis) for axes in features for axis in axes) else split
 
     def _uneven(self, x: Tensor, axis: str, dim: int) -> bool:
         part = self._part(x, axis)

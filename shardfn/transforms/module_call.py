@@ -22,19 +22,7 @@ from shardfn.context import asks, derivatives_asked_for, note_tree, recording
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid, submodule, unwrapped
 from shardfn.notation import ShardError, did_you_mean
-from shardfn.parallel import (
-    Adjustments,
-    ComputeAxes,
-    SplitLogits,
-    cast_floats,
-    cast_inputs,
-    chained,
-    kept_by_acts,
-    owned_names,
-    ranks_of_acts,
-    unit_casts,
-    wire,
-)
+from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
 from shardfn.params import Params
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import Guards, Structure, Trial, Watch, is_cache, signature, snapshot, tensors_in
@@ -98,9 +86,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     note_tree(params)
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
-    args, kwargs = cast_inputs(params.plan, (args, kwargs))
+    args, kwargs = wiring.cast_inputs(params.plan, (args, kwargs))
     output = call.run(adjust, args, kwargs)
-    return cast_floats(output, params.plan.policy.output_dtype)
+    return wiring.cast_floats(output, params.plan.policy.output_dtype)
 
 
 class _Call:
@@ -288,12 +276,12 @@ class _Call:
 
         def entry(path: str) -> Around:
             def step(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = cast_inputs(self.plan, (args, kwargs))
+                args, kwargs = wiring.cast_inputs(self.plan, (args, kwargs))
                 adjust = self._step_adjustments(history, training, path, args, kwargs)
                 with self._begin(session, adjust).computes(session):
                     output = unwrapped(submodule(self.model, path)).forward(*args, **kwargs)
                     output = leaving(output, adjust, self.grid, self.plan)
-                    return cast_floats(output, self.plan.policy.output_dtype)
+                    return wiring.cast_floats(output, self.plan.policy.output_dtype)
 
             return lambda _: step
 
@@ -434,7 +422,8 @@ def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _Kept:
         named = [(plan.canonical.get(n, ""), p) for n, p in model.named_parameters() if not isinstance(p, DTensor)]
         frozen = [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]
         calls = 0 if had is None else had.calls  # maybe changed on one rank only, which must not ask the others again
-        had = _Kept(Structure(model), owned_names(model, plan), frozen, compute, ranks_of_acts(plan), calls)
+        acts = wiring.ranks_of_acts(plan)
+        had = _Kept(Structure(model), wiring.owned_names(model, plan), frozen, compute, acts, calls)
         known[key] = weakref.ref(model, lambda _: known.pop(key, None)), had
     return had
 
@@ -475,10 +464,10 @@ def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustm
     axes.gathers_again = lambda gathers: call_now().session.keeps_pieces(gathers)
     axes.drops = partial(_scores, grid=grid) if seeded else None
     around = {unit.name: _in_unit(unit.name, model) for unit in plan.units if unit.name}
-    around |= {name: chained(cast, around[name]) for name, cast in unit_casts(plan).items()}
+    around |= {name: wiring.chained(cast, around[name]) for name, cast in wiring.unit_casts(plan).items()}
     paths = dropout_modules(model) if seeded else ()
     dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}
-    return Place(model, names, wire(plan, names, axes, adjust, around, dropouts))
+    return Place(model, names, wiring.wire(plan, names, axes, adjust, around, dropouts))
 
 
 class _History:
