@@ -1,7 +1,7 @@
 """Private and version-dependent names of torch, and ways around its errors: nothing else touches these.
 
 Each is resolved once, at import, and used elsewhere under one name, with the condition under which it can go.
-`dtensors`, `memory` and `groups` are about tensors and how they travel, `autograd`, `transforms` and `dispatch` about
+`tensors`, `memory` and `groups` are about tensors and how they travel, `autograd`, `transforms` and `dispatch` about
 what goes on around an operation, `modules` about `nn.Module`, `simulation` about all ranks in one process, `symbols`
 about numbers that stand for sizes. Not here: anything that knows of a plan; `compat` stands where torch's classes
 stood, and uses private names too.
@@ -11,17 +11,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn._torch.autograd import HOOKING, accumulates, after_backward, backward_id, blank_gradients, call_parameters
-from shardfn._torch.autograd import grad_dtypes_of, has_gradient_hooks, has_hooks, in_selective_checkpoint, made_before
-from shardfn._torch.autograd import metadata_of, node_that_runs, number_of, out_of_inference_mode, ran_backward
-from shardfn._torch.autograd import users_backward, version_of, version_of_saved, versions_of
+from shardfn._torch.autograd import HOOKING, accumulates, after_backward, backward_id, blank_gradients, grad_dtypes_of
+from shardfn._torch.autograd import has_gradient_hooks, has_hooks, in_selective_checkpoint, made_before, metadata_of
+from shardfn._torch.autograd import node_that_runs, number_of, out_of_inference_mode, ran_backward, users_backward
 from shardfn._torch.dispatch import LAZY_MODULES, asks_for_values, backend_for_graphs, base_name, dispatch_modes
-from shardfn._torch.dispatch import function_modes, has_no_memory, is_mutable, is_traced, named_arguments, one_for_each
-from shardfn._torch.dispatch import outside_dispatch, outside_functions, outside_modes, record, seen_by_dynamo
-from shardfn._torch.dispatch import without_writing
-from shardfn._torch.dtensors import differentiates_from_local, dtensor_spec, dtypes_of, fresh_leaves, move_to_mesh
-from shardfn._torch.dtensors import same_layouts, spec_of, unwrap_local, unwrap_locals, with_local, with_locals
-from shardfn._torch.dtensors import wrap_local
+from shardfn._torch.dispatch import function_modes, is_mutable, named_arguments, one_for_each, outside_dispatch
+from shardfn._torch.dispatch import outside_functions, outside_modes, record, without_writing
 from shardfn._torch.groups import COMPILES_EXCHANGES, HashStore, all_gather_single, all_to_all_single, close_connections
 from shardfn._torch.groups import default_store, exchanging, gathering, group_named, group_of, reduce_scatter_single
 from shardfn._torch.groups import scattering_sum, summing, waited
@@ -32,10 +27,13 @@ from shardfn._torch.modules import call_wrapped, children_of, compiler_of, compi
 from shardfn._torch.modules import forward_hooks, function_of_custom, has_forward_hooks, init_of, left_by_dynamo
 from shardfn._torch.modules import names_left_out, padding_widths, parameters_of, refresh_flat_weights, set_tables
 from shardfn._torch.modules import unsplit_classes, wrapped_by
-from shardfn._torch.simulation import AS_TENSORS, of_each_rank, on_each_rank, part_of_rank, simulated, simulated_ranks
+from shardfn._torch.simulation import AS_TENSORS, of_each_rank, on_each_rank, part_of_rank, simulated_ranks
 from shardfn._torch.symbols import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
+from shardfn._torch.tensors import call_parameters, differentiates_from_local, dtensor_spec, dtypes_of, fresh_leaves
+from shardfn._torch.tensors import move_to_mesh, same_layouts, spec_of, unwrap_local, unwrap_locals, version_of
+from shardfn._torch.tensors import version_of_saved, versions_of, with_local, with_locals, wrap_local
 from shardfn._torch.transforms import Level, checkpoint_nothing_in_transforms, differentiated_in_transform
-from shardfn._torch.transforms import differentiated_in_vmap, from_outside, in_transform, innermost, innermost_transform
-from shardfn._torch.transforms import innermost_value, kinds_of_transforms, materialized, outside_transforms
-from shardfn._torch.transforms import prepare_forward_mode, pull_back, refuse_forward_mode, traces_first_order
-from shardfn._torch.transforms import values_of, vmap_depth
+from shardfn._torch.transforms import differentiated_in_vmap, from_outside, has_no_memory, in_transform, innermost
+from shardfn._torch.transforms import innermost_transform, innermost_value, is_traced, kinds_of_transforms, materialized
+from shardfn._torch.transforms import outside_transforms, prepare_forward_mode, pull_back, refuse_forward_mode
+from shardfn._torch.transforms import seen_by_dynamo, simulated, traces_first_order, values_of, vmap_depth

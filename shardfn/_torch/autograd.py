@@ -52,29 +52,6 @@ def ran_backward(x: Tensor, grads: Sequence[Tensor]) -> Any:
     return node.apply(*grads)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; not counted for one made under `torch.inference_mode()`."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# `version_of` of a tensor that autograd saves, which is none of inference mode.
-version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
-
-
-def call_parameters(tensors: Iterable[Tensor]) -> None:
-    """Let `isinstance(x, nn.Parameter)` hold of tensors that stand for parameters."""
-    for tensor in tensors:
-        tensor._is_param = True
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """`version_of` of each."""
-    try:
-        return list(map(version_of_saved, tensors))
-    except RuntimeError:  # one is of inference mode
-        return list(map(version_of, tensors))
-
-
 # A number of the backward under way in this thread, larger than those of all that began before; -1 when there is none.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfn._torch.memory import holds_data
-from shardfn._torch.simulation import simulated
+from shardfn._torch.transforms import has_no_memory, simulated
 
 # What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
 LAZY_MODULES = ("torch._dynamo",)
@@ -49,23 +48,6 @@ def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: 
 
 
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operation writes one of its arguments
-
-
-def is_traced() -> bool:
-    """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def seen_by_dynamo() -> bool:
-    """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
-    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
-
-
-def has_no_memory() -> bool:
-    """Whether new tensors stand for values that a graph will compute; see `sf.jit`."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:

@@ -133,11 +133,6 @@ def simulated_ranks(count: int) -> Iterator[None]:
 _GROUP_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 
 
-def simulated() -> bool:
-    """Whether tensors hold the values of all ranks; see `sf.simulate`."""
-    return enabled_local_tensor_mode() is not None
-
-
 def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Sequence[Any]) -> list[Tensor]:
     """`fn(rank, its values)` for every simulated rank; each result holds what all of them got. Outside autograd."""
     mode = enabled_local_tensor_mode()

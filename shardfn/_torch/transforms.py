@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` that go on: which they are, what they wrap, what runs outside of them."""
+"""Transforms and modes that go on: which they are, what they wrap, what runs outside of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +10,11 @@ import torch
 import torch._C._functorch as functorch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.distributed._local_tensor import LocalTensor
+from torch.distributed._local_tensor import LocalTensor, enabled_local_tensor_mode
 from torch.distributed.tensor import DTensor
 
 
@@ -184,3 +185,25 @@ def vmap_depth() -> int:
 def outside_transforms() -> AbstractContextManager[Any]:
     """Within it no `torch.func` transform is active, for work on tensors that none of them has to do with."""
     return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
+
+
+def has_no_memory() -> bool:
+    """Whether new tensors stand for values that a graph will compute; see `sf.jit`."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def simulated() -> bool:
+    """Whether tensors hold the values of all ranks; see `sf.simulate`."""
+    return enabled_local_tensor_mode() is not None
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded into a graph by `make_fx`, as `torch.func.linearize` does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def seen_by_dynamo() -> bool:
+    """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
+    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None

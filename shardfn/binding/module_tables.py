@@ -27,65 +27,158 @@ import copy
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from functools import partial
 from itertools import chain
-from operator import attrgetter, call, is_, methodcaller
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from operator import attrgetter, call, is_, itemgetter, methodcaller
+from threading import get_ident
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardfn import _torch
-from shardfn.binding.calls import CALL, GOING_ON, WAITING, Call, call_now, call_of, elsewhere, is_computing
+from shardfn.binding.forwards import Wiring, has_attribute, own_forward, put_entries, with_flat_weights, with_size
 from shardfn.binding.graphs import Forward, GraphBreak, compiled, own_code
-from shardfn.layout import StandIn, class_of, patched_forward, unwrapped
+from shardfn.layout import StandIn, unwrapped
 from shardfn.notation import ShardError
 
-Around = Callable[[Forward], Forward]
-InnerCall = tuple[str, Any, Any]  # path of a module, arguments, keyword arguments
 _own_forward_of: Callable[[dict[str, Any]], Any] = methodcaller("get", "forward")
 _graph_of: Callable[[Any], Any] = attrgetter("_compiled_call_impl")
 _LATER = (GeneratorType, AsyncGeneratorType, CoroutineType, map, filter)
 _OURS = ("_parameters", "_buffers", "forward", "_compiled_call_impl")  # entries of modules that are replaced
 
 
-@dataclass(frozen=True)
-class Wiring:
-    """What modules do in the calls of a plan, by their paths.
+class Call:
+    """A computation with the weights of a call that goes on in this thread."""
 
-    `forwards[path]` replaces a module's forward, a function of the module; `around[path]` goes around it, and
-    `compilers[path]` compiles it; with `compilers` None nothing is compiled. `vary` makes a gathered weight, by name,
-    vary where it is needed so. `sizes[path]` are attributes that hold a size of this rank, by their names;
-    "config.heads" is one of an object that the module has. `units` are the modules whose weights are gathered when
-    their forwards begin.
-    """
+    __slots__ = ("instead", "outer", "place", "session", "tables", "thread", "weight")
 
-    forwards: Mapping[str, Forward] = field(default_factory=dict)
-    around: Mapping[str, Around] = field(default_factory=dict)
-    compilers: Mapping[str, _torch.Compiler] | None = None
-    vary: Callable[[str, Tensor], Tensor] | None = None
-    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    units: Collection[str] = ()
+    def __init__(self, place: Any, session: Any) -> None:
+        """`session`: a `Session`, or what stands for it in a run without data."""
+        self.place, self.session, self.tables, self.outer = place, session, place.tables, CALL.get()
+        self.thread = get_ident()
+        # The gathered parameter of a name, as modules see it.
+        self.weight: Callable[[str], Any] = session.weight if place.vary is None else partial(_varied, place, session)
+        # By table and attribute: what `torch.func.functional_call` in a forward has put in the place of a weight.
+        self.instead: dict[tuple[int, str], Any] = {}
 
-    def compiler(self, asked: _torch.Compiler | None, path: str) -> _torch.Compiler | None:
-        """What compiles the forward of a module: what the module was asked to compile itself with, or the policy.
+    def require_sizes(self) -> None:
+        """Raise when a weight is read and the sizes of this rank are not in the attributes that hold them.
 
         Raises:
-            ShardError: there is one, and units in the module, whose gathers cannot be part of its graph.
+            ShardError: it computes again for an output that `apply` has not seen.
         """
-        if self.compilers is None:
-            return None
-        found = asked or self.compilers.get(path)
-        inner = [unit for unit in self.units if unit != path and unit.startswith(f"{path}." if path else "")]
-        if found is not None and inner:
+        if self.place.sizes and not self.place.has_sizes and self not in GOING_ON:
             raise ShardError(
-                f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "
-                f"when its forward begins, outside of any graph. Compile the units instead: Policy(compile=True), or "
-                f"compile() on each of them."
+                "apply: a checkpoint computes a function again in which modules have other sizes, by "
+                "Policy.local_sizes. Return the tensors that it makes, or take sizes from tensors"
             )
-        return found
+
+    def require_others_wait(self) -> None:
+        """Raise when another thread computes with the same weights, too.
+
+        Raises:
+            ShardError: it does. Ranks would then gather weights in different orders.
+        """
+        threads = [call.thread for call in GOING_ON if call.session is self.session]
+        if threads[-1] != self.thread or len(set(threads)) > _MOST_THREADS:
+            raise ShardError(
+                "apply: two threads compute with the weights of one call at once, in an order that may differ from "
+                "rank to rank. Let the forward wait for a thread before it computes itself, or starts another one"
+            )
+
+
+def _varied(place: Any, session: Any, name: str) -> Tensor:
+    assert place.vary is not None
+    call = CALL.get()
+    if call is not None and call.session is session:
+        return place.vary(name, session.weight(name))
+    with place.computes(session):  # a function computes again, and no module that has begun
+        return place.vary(name, session.weight(name))
+
+
+CALL: "ContextVar[Call | None]" = ContextVar("call", default=None)
+GOING_ON: list[Call] = []  # calls in any thread, the latest last
+_MOST_THREADS = 2  # with the weights of one call: its own, which waits for the other one
+WAITING: list[weakref.ref[Any]] = []  # sessions of calls whose graph is there, the latest last
+
+
+def call_now() -> Call:
+    """The innermost call that goes on in this thread."""
+    call = CALL.get()
+    assert call is not None
+    if len(GOING_ON) > 1:
+        call.require_others_wait()
+    return call
+
+
+def weight_now(name: str) -> Any:
+    """A gathered parameter of that call, by its canonical name."""
+    call = CALL.get()
+    assert call is not None
+    return call.weight(name)
+
+
+def call_of(table: Any) -> Call | None:
+    """The call in which this thread computes with the parameters of a module's table, if there is one.
+
+    Raises:
+        ShardError: a forward computes again, and nobody can tell in which call.
+    """
+    call, key = CALL.get(), id(table)
+    while call is not None and key not in call.tables:
+        call = call.outer
+    if call is None and WAITING and (node := _torch.node_that_runs()) is not None:
+        return None if type(node).__name__ == "AccumulateGrad" else _waiting(key, node)
+    return call
+
+
+def escaped(error: RuntimeError) -> ShardError | None:
+    """What to say of torch's refusal to compute with a shard, if `error` is that: somebody read it in no call."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    return ShardError(
+        "apply: a shard meets a tensor. The forward has it from a module that is not in this model (as closures of a "
+        "copied model do), from another thread, or from before the call; in its own thread, parameters of the model's "
+        f"modules are weights. torch says: {error}"
+    )
+
+
+def is_computing(module: nn.Module) -> bool:
+    """Whether this thread computes with the parameters of a module, in a call of it or of one that holds it."""
+    table = module.__dict__["_parameters"]
+    return call_of(table) is not None or elsewhere(table) is not None
+
+
+def elsewhere(table: Any) -> Call | None:
+    """The call in another thread for which this one computes a module: one inside of the model, and not all of it."""
+    key = id(table)
+    return next((call for call in reversed(GOING_ON) if key in call.tables and key != call.place.root), None)
+
+
+def _waiting(key: int, node: Any) -> Call | None:
+    """The call, of those that wait for a backward, whose forward made a node and computes again.
+
+    Raises:
+        ShardError: it may be one of several.
+    """
+    alive = [session for ref in WAITING if (session := ref()) is not None and key in session.place.tables]
+    number = _torch.number_of(node)
+    spans = [(end - first, s, thread) for s in alive for first, end, thread in s.made if first <= number < end]
+    if spans and len({thread for *_, thread in spans}) == 1:
+        alive = [min(spans, key=itemgetter(0))[1]]
+    elif spans:
+        alive = [session for _, session, _ in spans]
+    if any(session.place is not alive[-1].place or not session.has_weights_of(alive[-1]) for session in alive):
+        raise ShardError(
+            "a checkpoint computes a forward again while the outputs of several calls wait for their backward, which "
+            "were made in other precision or of other modules, and it is not known which one it belongs to. Run the "
+            "backward of one before the next call, or the call that needs none under torch.no_grad()"
+        )
+    return Call(alive[-1].place, alive[-1]) if alive else None
 
 
 class _Asks(dict[str, Any]):
@@ -193,12 +286,12 @@ class Buffers(_Asks):
         if tree is None or value is None or dict.get(self, attribute) is None:
             super().__setitem__(attribute, value)
         buffers, prefixes = tree or ({}, [])
-        _put_back(buffers, {prefix + attribute: value for prefix in prefixes})
+        put_entries(buffers, {prefix + attribute: value for prefix in prefixes})
 
     def __delitem__(self, attribute: str) -> None:
         super().__delitem__(attribute)
         buffers, prefixes = self._tree() or ({}, [])
-        _put_back(buffers, {prefix + attribute: None for prefix in prefixes})
+        put_entries(buffers, {prefix + attribute: None for prefix in prefixes})
 
 
 class Stand(StandIn):
@@ -323,7 +416,7 @@ class Place:
         if compiler is not None:
             function = compiled(own_code(function or own_forward(module), module), compiler, as_usual)
         if isinstance(module, nn.RNNBase) and path not in self._wiring.forwards:
-            function = _with_flat_weights(function or own_forward(module))
+            function = with_flat_weights(function or own_forward(module))
         if function is None and around is None and wrapped is None:
             return
         forward = _method(function or own_forward(module), ref)
@@ -364,7 +457,7 @@ class Place:
             yield
         finally:
             for module in new:
-                _put_back(vars(module), {"forward": vars(module)["forward"].original})
+                put_entries(vars(module), {"forward": vars(module)["forward"].original})
 
     @contextmanager
     def computes(self, session: Any) -> Iterator[None]:
@@ -372,12 +465,12 @@ class Place:
         call, first = Call(self, session), _torch.made_before()
         token = CALL.set(call)
         GOING_ON.append(call)
-        before = [_with_size(ref(), name, size) for ref, name, size in self.sizes]
+        before = [with_size(ref(), name, size) for ref, name, size in self.sizes]
         try:
             yield
         finally:
             for table, had in reversed(before):
-                _put_back(table, had)
+                put_entries(table, had)
             GOING_ON.remove(call)
             CALL.reset(token)
             session.made.append((first, _torch.made_before(), call.thread))
@@ -389,12 +482,12 @@ class Place:
         if self.has_sizes:
             return
         self.has_sizes = True
-        before = [_with_size(ref(), name, size) for ref, name, size in self.sizes]
+        before = [with_size(ref(), name, size) for ref, name, size in self.sizes]
 
         def put_back() -> None:
             self.has_sizes = False
             for table, had in reversed(before):
-                _put_back(table, had)
+                put_entries(table, had)
 
         _torch.after_backward(put_back)
 
@@ -420,50 +513,6 @@ class Place:
         WAITING.append(session.ref)
 
 
-def has_attribute(module: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute, "heads", or an object that has it, "config.heads"."""
-    holder, _, attribute = name.rpartition(".")
-    return hasattr(module.__dict__.get(holder), attribute) if holder else hasattr(module, attribute)
-
-
-def _with_size(module: nn.Module | None, name: str, size: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give a module the size of a rank; an object that holds it is copied. Returns a table, and what was in it."""
-    assert module is not None
-    holder, _, attribute = name.rpartition(".")
-    table, had = vars(module), {holder or attribute: vars(module).get(holder or attribute)}
-    if holder:
-        table[holder] = copy.copy(table[holder])
-        setattr(table[holder], attribute, size)
-    else:
-        table[attribute] = size
-    return table, had
-
-
-def _put_back(table: dict[str, Any], had: Mapping[str, Any]) -> None:
-    """Give a table what it had under some names; None: nothing."""
-    for name, own in had.items():
-        if own is None:
-            table.pop(name, None)
-        else:
-            table[name] = own
-
-
-def own_forward(module: nn.Module) -> Forward:
-    """The forward of a module as a function of the module."""
-    patched = patched_forward(module)
-    if _torch.compiler_of_wrapped(module) is not None:
-        return _torch.call_wrapped
-    if patched is None:
-        kind = class_of(module)
-        is_static = isinstance(inspect.getattr_static(kind, "forward"), staticmethod)
-        return _bound if is_static else kind.forward
-    return patched.__func__ if isinstance(patched, MethodType) and patched.__self__ is module else _bound
-
-
-def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return (patched_forward(module) or class_of(module).forward)(*args, **kwargs)
-
-
 def _method(function: Forward, here: "weakref.ref[nn.Module]") -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(here(), *args, **kwargs)
@@ -482,13 +531,13 @@ def as_usual(module: nn.Module) -> Iterator[None]:
         forward = call.place.forwards.get(id(owner)) if owner is not module else None
         if forward is None:
             forward = own["forward"].original if isinstance(own["forward"], StandIn) else own["forward"]
-        _put_back(vars(owner), {**tables, "forward": forward, "_compiled_call_impl": None})
+        put_entries(vars(owner), {**tables, "forward": forward, "_compiled_call_impl": None})
     given = [dict(tables["_buffers"]) for tables in plain]
     try:
         yield
     finally:
         for owner, own in zip(owners, before, strict=True):
-            _put_back(vars(owner), own)
+            put_entries(vars(owner), own)
         for own, was, tables in zip(before, given, plain, strict=True):
             for name, value in tables["_buffers"].items():
                 if value is not was.get(name):
@@ -521,16 +570,3 @@ def with_tables(module: nn.Module) -> Weights:
     if _torch.parameters_of(module) is not table or _torch.buffers_of(module) is not buffers:
         _torch.set_tables(module, parameters=table, buffers=buffers)
     return table
-
-
-def _with_flat_weights(forward: Forward) -> Forward:
-    """An RNN's forward during which its list of weights is that of the call."""
-
-    def run(rnn: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            _torch.refresh_flat_weights(rnn)
-            return forward(rnn, *args, **kwargs)
-        finally:
-            _torch.refresh_flat_weights(rnn, plain=True)
-
-    return run

@@ -129,8 +129,9 @@ class _Call:
             self._require_usable_tree(inside)
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
+            self.module = unwrapped(self.model)  # what computes
             if self.method == "__call__":
-                _signature(class_of(self.model).forward).bind(self.model, *args, **kwargs)
+                _signature(class_of(self.module).forward).bind(self.model, *args, **kwargs)
             if not self.loops:
                 adjust = self._adjustments(args, kwargs)
         except (ShardError, TypeError) as error:
@@ -234,7 +235,7 @@ class _Call:
         place = self._begin(session, adjust)
         try:
             with place.computes(session), session.hooks(traced=place.compiles):
-                output = getattr(unwrapped(self.model), self.method)(*args, **kwargs)
+                output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
         except RuntimeError as error:
             if (told := escaped(error)) is not None:
@@ -285,7 +286,7 @@ class _Call:
 
             return lambda _: step
 
-        model = unwrapped(self.model)
+        model = self.module
         place = Place(model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()}))
         if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
             vars(model)["get_compiled_call"] = lambda compile_config: model

@@ -79,6 +79,11 @@ def parse(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"), str(MODULES[module]))
 
 
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(parse(module)))
+
+
 def is_inside(name: str, packages: str | tuple[str, ...]) -> bool:
     """Whether dotted `name` is one of `packages` or below one."""
     packages = (packages,) if isinstance(packages, str) else packages
@@ -97,7 +102,7 @@ def where(module: str, node: ast.stmt | ast.expr) -> str:
 def read_imports(module: str) -> list[tuple[str, ast.stmt]]:
     """Every imported dotted name, `from a import b` as `a.b`, also inside functions and `if TYPE_CHECKING`."""
     found: list[tuple[str, ast.stmt]] = []
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             found += [(alias.name, node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -207,7 +212,7 @@ def test_a_room_exports_what_others_use(room: str) -> None:
             if room_of(other) != room and dotted.startswith(f"{module}."):
                 used.add(dotted.removeprefix(f"{module}.").partition(".")[0])
             if room_of(other) != room and dotted == module:  # `from shardfn import _torch`
-                nodes = [node for node in ast.walk(parse(other)) if isinstance(node, ast.Attribute)]
+                nodes = [node for node in nodes_of(other) if isinstance(node, ast.Attribute)]
                 used |= {node.attr for node in nodes if ast.unparse(node.value) == room}
     assert exported - used == set(), f"{room} exports {exported - used}, which no other room uses"
 
@@ -252,7 +257,7 @@ def test_planning_needs_no_processes() -> None:
 def test_what_is_not_stateful_is_pure(module: str) -> None:
     if is_inside(module, STATEFUL):
         return
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         assert not isinstance(node, ast.Global), f"{where(module, node)}: `global`"
         if isinstance(node, ast.ClassDef):
             modules = [ast.unparse(b) for b in node.bases if re.match(r"(torch\.)?nn\.|Module$", ast.unparse(b))]
@@ -267,7 +272,7 @@ def is_private(name: str) -> bool:
 def private_definitions(module: str) -> set[str]:
     """Private names that a module defines: functions, classes, variables, fields, attributes set on `self`."""
     found: set[str] = set()
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -285,7 +290,7 @@ def is_own(value: ast.expr) -> bool:
 
 def read_private_uses(module: str) -> Iterator[tuple[str, bool, ast.expr]]:
     """(name, whether it is read from self, node) of every `x._name` and `getattr(x, "_name")`."""
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr, is_own(node.value), node
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
@@ -313,7 +318,7 @@ def test_private_names_stay_in_one_place(module: str) -> None:
 
 @each_module
 def test_functions_are_short(module: str) -> None:
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             start = body[0].lineno if body else node.lineno
@@ -402,7 +407,7 @@ def test_the_page_of_a_weight_names_what_there_is() -> None:
     named = {
         re.split(r"[./]", name)[-1] for row in rows for name in re.findall(r"`([\w./]+)(?:\(\.\.\.\)\.\w+)?`", row)
     }
-    nodes = [node for module in MODULES for node in ast.walk(parse(module))]
+    nodes = [node for module in MODULES for node in nodes_of(module)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     modules = {name.rpartition(".")[2] for name in MODULES}
     for module, name in re.findall(r"`(?:\w+/)?([a-z_]+)\.(\w+)", " ".join(rows)):

@@ -1,7 +1,7 @@
-"""DTensors around local tensors and back, many at a time, without what torch checks of each."""
+"""Tensors: their versions; DTensors around local tensors and back, many at a time, without torch's checks of each."""
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -118,3 +118,26 @@ def same_layouts(these: Sequence[Tensor], those: Sequence[Any]) -> bool:
         ours, theirs = list(map(spec_of, these)), list(map(spec_of, those))
         return all(map(is_, ours, theirs)) or all(map(eq, map(_layout_of, ours), map(_layout_of, theirs)))
     return kinds <= {Tensor, nn.Parameter} and all(map(eq, map(_shape_of, these), map(_shape_of, those)))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; not counted for one made under `torch.inference_mode()`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# `version_of` of a tensor that autograd saves, which is none of inference mode.
+version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def call_parameters(tensors: Iterable[Tensor]) -> None:
+    """Let `isinstance(x, nn.Parameter)` hold of tensors that stand for parameters."""
+    for tensor in tensors:
+        tensor._is_param = True
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """`version_of` of each."""
+    try:
+        return list(map(version_of_saved, tensors))
+    except RuntimeError:  # one is of inference mode
+        return list(map(version_of, tensors))
