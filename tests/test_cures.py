@@ -1,4 +1,4 @@
-"""Errors of a run without data: their headers, and that what they say to write works."""
+"""Errors of a shape-only trace: their headers, and that what they say to write works."""
 
 import re
 from collections.abc import Callable

@@ -261,7 +261,7 @@ def test_usual_names_of_data_axes_leave_the_policy_as_it_is() -> None:
 
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_model_that_was_never_called_gives_its_hidden_states_once(mesh: DeviceMesh) -> None:
-    """transformers installs hooks at the first call that asks for them; runs without data leave none."""
+    """transformers installs hooks at the first call that asks for them; shape-only traces leave none."""
     model, reference = FAMILIES["Llama"].make(), FAMILIES["Llama"].make()
     params = sf.shard(model, mesh, sf.policies.from_transformers(model))
     inputs, _ = FAMILIES["Llama"].batch()

@@ -1,4 +1,4 @@
-"""What a run without data was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
+"""What a shape-only trace was decided by is compared at each call: sizes, numbers, attributes, what lists hold."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -170,7 +170,7 @@ def test_a_number_that_chooses_another_way_through_a_tensor_of_the_forwards_own(
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How often runs without data look for what to add, and what is asked of numbers."""
+    """How often shape-only traces look for what to add, and what is asked of numbers."""
     found, finds, watches = [0, 0], Trial.adjustments, Trial.watched
 
     def adjustments(self: Trial, *args: Any) -> Any:

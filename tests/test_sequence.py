@@ -508,7 +508,7 @@ def test_a_gathered_activation_that_is_written_is_an_error(mesh: DeviceMesh) -> 
     for layer in model.layers:
         layer.attn = Writing().double()
     params = sf.shard(model, mesh, _policy())
-    with pytest.raises(sf.ShardError, match=r"attn.wk.*modified inplace"):  # by the run without data
+    with pytest.raises(sf.ShardError, match=r"attn.wk.*modified inplace"):  # by the shape-only trace
         sf.grad(lambda p: _loss(sf.apply(model, p, ids)))(params)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         _loss(model(ids)).backward()

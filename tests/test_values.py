@@ -1,4 +1,4 @@
-"""What a run without data knows of values: integers, what is made of them, lists and masks."""
+"""What a shape-only trace knows of values: integers, what is made of them, lists and masks."""
 
 from collections.abc import Callable
 

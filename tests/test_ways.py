@@ -1,4 +1,4 @@
-"""Forwards that a run without data has to compare with one on whole values: each was a wrong number once."""
+"""Forwards that a shape-only trace has to compare with one on whole values: each was a wrong number once."""
 
 import random
 from collections import deque
@@ -654,7 +654,7 @@ def _assigned(m: Any, x: Tensor) -> Tensor:
 
 
 def _listed(m: Any, x: Tensor) -> Tensor:
-    """A list that grows with each call, and that runs without data must not lengthen."""
+    """A list that grows with each call, and that shape-only traces must not lengthen."""
     h = m.up(m.enter(x))
     m.seen.append(1.0)
     return m.down(h) / len(m.seen)

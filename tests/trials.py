@@ -1,4 +1,4 @@
-"""What runs without data have found, of each model: for tests that look at it when the call, or the tree, is gone."""
+"""What shape-only traces have found, of each model: for tests that look at it when the call, or the tree, is gone."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +12,7 @@ _FOUND: "WeakKeyDictionary[nn.Module, list[Adjustments]]" = WeakKeyDictionary()
 
 
 class _Noting(module_call.Trial):
-    """A run without data that says what it has found."""
+    """A shape-only trace that says what it has found."""
 
     def adjustments(self, *args: Any, **kwargs: Any) -> Adjustments:
         """As ever."""
@@ -22,7 +22,7 @@ class _Noting(module_call.Trial):
 
 
 def found_of(model: nn.Module) -> Adjustments:
-    """What the first run without data of a model has found."""
+    """What the first shape-only trace of a model has found."""
     return _FOUND[model][0]
 
 

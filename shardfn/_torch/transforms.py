@@ -108,7 +108,7 @@ def checkpoint_nothing_in_transforms() -> None:
 
     def plain_in_transforms(*args: Any, **kwargs: Any) -> Any:
         forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
-        if in_transform() or forbidden is not None:  # the second in a run without data, outside of transforms
+        if in_transform() or forbidden is not None:  # the second in a shape-only trace, outside of transforms
             yield
         else:
             yield from generator(*args, **kwargs)

@@ -57,7 +57,7 @@ class Call:
     __slots__ = ("instead", "outer", "place", "session", "tables", "thread", "weight")
 
     def __init__(self, place: Any, session: Any) -> None:
-        """`session`: a `Session`, or what stands for it in a run without data."""
+        """`session`: a `Session`, or what stands for it in a shape-only trace."""
         self.place, self.session, self.tables, self.outer = place, session, place.tables, CALL.get()
         self.thread = get_ident()
         # The gathered parameter of a name, as modules see it.

@@ -239,7 +239,7 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
     def note(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and type(x) is not nn.Parameter]
         tensors = [x.detach() for x in leaves if x.is_floating_point()]
-        if not any(x.is_meta for x in tensors):  # a run without data comes first
+        if not any(x.is_meta for x in tensors):  # a shape-only trace comes first
             outputs.append((path, tensors))
 
     with ExitStack() as stack:

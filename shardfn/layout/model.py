@@ -294,7 +294,7 @@ def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffer
 # What a forward has as attributes is known of it:
 #
 #     keeps          the data axes over which it computes with a part of the weights
-#     without_data   `shaped(module, *args)`, which stands for the module's own forward in a run without data
+#     without_data   `shaped(module, *args)`, which stands for the module's own forward in a shape-only trace
 #     calls_own      whether it calls the module's own, and does the rest within `Layouts.hidden()`
 
 # By the name of a class, for the whole program: a library registers its modules where it defines them.

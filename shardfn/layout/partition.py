@@ -1,6 +1,6 @@
 """Which part of a tensor the ranks of one axis have, as plain data, and what views make of it.
 
-Besides, what a run without data knows of a tensor, and what it cannot go on with.
+Besides, what a shape-only trace knows of a tensor, and what it cannot go on with.
 
 A dim that W ranks split is a sequence of *runs*. A run (outer, inner) is `outer` blocks of `inner` elements here, and
 of `W * inner` elements in the whole tensor, of which each rank has one part in order:
@@ -193,7 +193,7 @@ def after_collective(kind: str, shape: Shape, dims: Sequence[int]) -> Part | Non
     return Part("lost", why=f"{kind} was done by hand", cure="rules")
 
 
-# -- in a run without data ---------------------------------------------------------------------------------------------
+# -- in a shape-only trace ---------------------------------------------------------------------------------------------
 
 BY_ACTS = "acts "  # begins what `Tag.split_by` has of an entry of `Policy.acts`
 

@@ -64,7 +64,7 @@ def uncomputable(draft: Draft, layouts: Mapping[str, Layout], forwards: Collecti
         if module.kind != "other" or own_forward or module.name in read_by or module.classes[0] in _HOLDERS:
             continue  # a holder has no forward
         if not module.classes[0].startswith("torch.nn."):
-            continue  # a forward of the user's: the run without data tells whether it can work with parts
+            continue  # a forward of the user's: the shape-only trace tells whether it can work with parts
         for attribute, layout in ((attribute, layouts[name]) for attribute, name in names.items()):
             if split := draft.splitting(layout.axes):
                 where = f"{module.classes[0].rpartition('.')[2]} {module.name or '(the model)'!r}"

@@ -1,4 +1,4 @@
-"""What forwards do between the parts of ranks, by rules or as a run without data found it.
+"""What forwards do between the parts of ranks, by rules or as a shape-only trace found it.
 
 Nothing here knows whether such a run goes on: that is a `ComputeAxes` of its own, see `traced_axes.py`.
 """
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What runs without data add to the derivation, see [Note: varying and invariant].
+    """What shape-only traces add to the derivation, see [Note: varying and invariant].
 
     One run goes by what those before it have added, and adds to an empty record what it finds, by `|`.
 
@@ -48,7 +48,7 @@ class Adjustments:
     of the output that have had one, though they are the same on all ranks; `kept`: those that leave `apply` split over
     an axis, and their dim; `joined`: those that are gathered as they leave.
     `inputs`, `outputs`: steps of modules for activations split by `Policy.acts`; `scattered`: which modules scatter
-    their sum, and over which dim. For the next run without data, `in_shares`: modules that use gathered inputs in
+    their sum, and over which dim. For the next shape-only trace, `in_shares`: modules that use gathered inputs in
     shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
     whole, `entries`: others that need their inputs whole, `several`: modules in acts of which more inputs are split.
     `splits`: if any dropout module is called on a split activation, all calls of such modules, by path and number, with
@@ -84,14 +84,14 @@ class Adjustments:
 class ComputeAxes:
     """The collectives over compute axes.
 
-    `note_part` and those after it tell a run without data what was done; here they do nothing.
+    `note_part` and those after it tell a shape-only trace what was done; here they do nothing.
     """
 
-    follows = False  # whether this is a run without data that follows what differs over axes
+    follows = False  # whether this is a shape-only trace that follows what differs over axes
 
     def __init__(self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
         self.mesh, self.sizes, self.coords = mesh, sizes, coords
-        self.adjust = Adjustments()  # what the run without data added, once modules are wired
+        self.adjust = Adjustments()  # what the shape-only trace added, once modules are wired
         self.gathers_again: Callable[[collectives.Gathers], AbstractContextManager[Any]] = nullcontext
         self.drops: Callable[[str, Tensor, float, Sequence[str]], Tensor] | None = None  # scores, under a dropout_seed
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
@@ -173,7 +173,7 @@ class ComputeAxes:
             joined = _run_by_run(x, dim, runs, lambda x, dim: collectives.all_gather_invariant(x, self.mesh, axis, dim))
         return self.note_part(joined, axis, None, x)
 
-    # -- for a run without data ---------------------------------------------------------------------------------------
+    # -- for a shape-only trace ---------------------------------------------------------------------------------------
 
     def hidden(self) -> AbstractContextManager[Any]:
         """Operations within are not the model's own."""

@@ -222,7 +222,7 @@ class Experts:
         return (self.axis,)
 
     def without_data(self, own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """What stands for the module in a run without data: which experts are used depends on values."""
+        """What stands for the module in a shape-only trace: which experts are used depends on values."""
         routed, _ = _given(own, args, kwargs)
         return torch.empty_like(routed.tokens)
 
@@ -358,7 +358,7 @@ def identity_expert(
 
 
 def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, or what stands for it in a run without data."""
+    """The module's own forward, or what stands for it in a shape-only trace."""
     without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
     return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
 
@@ -377,7 +377,7 @@ def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _of_two(value: Any) -> Any:
-    """The first rows; indices are zeros, whose values are known in a run without data."""
+    """The first rows; indices are zeros, whose values are known in a shape-only trace."""
     if not isinstance(value, Tensor):
         return value
     few = value[:2]

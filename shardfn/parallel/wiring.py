@@ -12,7 +12,7 @@ Activations between modules may be split along another dim than features, as `Po
         head                column-parallel: its input is gathered                    [b, s, vocab/W]
 
 [Note: steps]
-Where a value has to be sliced or gathered depends on which values arrive split, so the run without data finds it
+Where a value has to be sliced or gathered depends on which values arrive split, so the shape-only trace finds it
 (`traced_axes.py`), and leaves a list of steps by module. A gathered input is invariant at first (backward: a slice,
 after the all-reduce of `pvary`), and the output of a module with gathered inputs is sliced at its end. Where that is
 enough, a second run tries less: the gathered input varies (backward: a reduce-scatter), and a sum that is all of the
@@ -54,7 +54,7 @@ def wire(
         plan: the layouts.
         names: from `owned_names`.
         axes: the collectives over compute axes.
-        adjust: what the run without data added.
+        adjust: what the shape-only trace added.
         around: module path -> what goes around its forward.
         dropouts: module path -> forward of a dropout module, under a `dropout_seed`.
         compiles: whether forwards are compiled when the policy or `module.compile()` says so.
@@ -274,7 +274,7 @@ def stepping(axes: ComputeAxes, inputs: Decision, outputs: Decision) -> Around:
 
 
 def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
-    """Module path -> what takes the steps that a run without data found."""
+    """Module path -> what takes the steps that a shape-only trace found."""
 
     def at(path: str, steps: Set[Step]) -> Decision:
         own = sorted(step for step in steps if step.path == path)

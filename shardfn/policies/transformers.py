@@ -512,7 +512,7 @@ def _picked_blocks(
 
 @dataclass(frozen=True)
 class _Picking:
-    """The forward of an indexer, with whole weights: its own, or what stands for it in a run without data.
+    """The forward of an indexer, with whole weights: its own, or what stands for it in a shape-only trace.
 
     It drops keys by values that it has computed, or goes through the queries one by one.
     """

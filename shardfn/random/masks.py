@@ -336,7 +336,7 @@ def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[S
     known = {(name, number): axes for name, number, axes in splits}
     if (path, call) not in known:
         raise ShardError(
-            f"dropout_seed: call {call + 1} of {path!r} was not made in the run without data, which another forward of "
+            f"dropout_seed: call {call + 1} of {path!r} was not made in the shape-only trace, which another forward of "
             f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
         )
     found = known[path, call]

@@ -1,4 +1,4 @@
-"""What a run without data was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
+"""What a shape-only trace was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
 
 .
 
@@ -262,7 +262,7 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 
 
 class Watch(TorchFunctionMode):
-    """Puts numbers and lists that remember what they are asked into some places, in a run without data."""
+    """Puts numbers and lists that remember what they are asked into some places, in a shape-only trace."""
 
     _known: Values  # of tensors, in that run
 

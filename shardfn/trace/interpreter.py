@@ -1,4 +1,4 @@
-"""Which values differ between the ranks of a compute axis, and how, found by a run without data.
+"""Which values differ between the ranks of a compute axis, and how, found by a shape-only trace.
 
 [Note: varying and invariant]
 Along a compute axis a value is *varying* when each rank has another part of it, *invariant* when all have the same.

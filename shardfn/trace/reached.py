@@ -1,6 +1,6 @@
 """What Python code can reach and change that is no tensor: containers, objects, closures and globals.
 
-A run without data goes through the user's modules and code, which assign attributes, or collect outputs in a list that
+A shape-only trace goes through the user's modules and code, which assign attributes, or collect outputs in a list that
 a hook has in its closure. `undone` puts all of it back, also what this library puts into modules for such a run.
 """
 

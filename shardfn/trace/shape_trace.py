@@ -443,7 +443,7 @@ _Drop = tuple[str, int, int, Tag]
 
 
 class _WithoutData:
-    """What modules ask for weights in a run without data, in the place of a session."""
+    """What modules ask for weights in a shape-only trace, in the place of a session."""
 
     def __init__(self, weight: Callable[[str], Tensor], buffers: dict[str, Tensor]) -> None:
         self.weight, self.buffers = weight, buffers

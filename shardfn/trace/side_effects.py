@@ -1,4 +1,4 @@
-"""What a run without data looks at beside operations: functions of torch, what leaves it, users' backwards.
+"""What a shape-only trace looks at beside operations: functions of torch, what leaves it, users' backwards.
 
 Parts leave it by outputs or in modules, and numbers that are made of a rank's sizes may, too.
 
@@ -37,7 +37,7 @@ _PLAIN = (Number, str, range, torch.dtype)
 class Functions(TorchFunctionMode):
     """Does a function in each world by itself where torch decides by a size that differs; see [Note: paired sizes].
 
-    What is made of numbers begins on the CPU, so that a run without data sees of which. Lists become known tensors, and
+    What is made of numbers begins on the CPU, so that a shape-only trace sees of which. Lists become known tensors, and
     known tensors lists. A hook is told of.
     """
 
@@ -89,7 +89,7 @@ class Functions(TorchFunctionMode):
 
 
 def _of_tensors(index: Any) -> Any:
-    """An index with tensors for the lists of numbers in it, of which a run without data sees what is in them."""
+    """An index with tensors for the lists of numbers in it, of which a shape-only trace sees what is in them."""
     if isinstance(index, tuple):
         return tuple(_of_tensors(at) if isinstance(at, list) else at for at in index)
     plain = bool(index) and all(type(at) is int for at in index)

@@ -1,4 +1,4 @@
-"""What to write when a run without data cannot go on: changes of the policy that may help, and advice.
+"""What to write when a shape-only trace cannot go on: changes of the policy that may help, and advice.
 
 A change is only offered after a further run with it has gone to its end; `shape_trace.py` does these runs. What is said
 when none helps depends on the kind of the problem.
@@ -59,7 +59,7 @@ class Failure:
 
 
 class Unserved(ShardError):
-    """A run without data cannot go on; internal, what callers see is made of it."""
+    """A shape-only trace cannot go on; internal, what callers see is made of it."""
 
     def __init__(self, message: str, failure: Failure) -> None:
         super().__init__(message)

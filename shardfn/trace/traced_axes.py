@@ -1,4 +1,4 @@
-"""What a run without data follows between modules: what collectives make of parts, and which steps it takes.
+"""What a shape-only trace follows between modules: what collectives make of parts, and which steps it takes.
 
 `TracedAxes` has what forwards do between the parts of ranks. `Flow` finds where `Policy.acts` needs values sliced or
 gathered, see [Note: steps] in wiring.py.
@@ -165,7 +165,7 @@ class _Call:
 
 
 class Flow:
-    """Decides, in a run without data, which steps the inputs and outputs of modules need; see [Note: steps]."""
+    """Decides, in a shape-only trace, which steps the inputs and outputs of modules need; see [Note: steps]."""
 
     def __init__(self, plan: Plan, variance: Variance, axes: TracedAxes, adjust: Adjustments, several: bool) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""

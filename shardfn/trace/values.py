@@ -1,4 +1,4 @@
-"""What a run without data computes with: blanks in the places of tensors, and values where they are known.
+"""What a shape-only trace computes with: blanks in the places of tensors, and values where they are known.
 
 [Note: known values]
 Of small integer and boolean tensors, and of what is made of them alone, the values are known.
@@ -211,7 +211,7 @@ def _blank(x: Tensor, values: Values | None) -> Tensor:
 
 
 def snapshot(cache: Any) -> Any:
-    """A cache as it is now, for a later run without data: its integers, which are lengths, keep their values."""
+    """A cache as it is now, for a later shape-only trace: its integers, which are lengths, keep their values."""
     return _copied(cache, lambda x: _blank(x, None) if x.is_floating_point() else x.clone(), {})
 
 

@@ -1,6 +1,6 @@
 """`apply`: run a module with the weights of a tree.
 
-inputs checked -> (first call: run without data) -> modules compute with a session -> outputs cast
+inputs checked -> (first call: shape-only trace) -> modules compute with a session -> outputs cast
 """
 
 import inspect
@@ -180,7 +180,7 @@ class _Call:
             )
 
     def _adjustments(self, args: Any, kwargs: Any) -> Adjustments:
-        """What a run without data adds to the derivation; found once a kind of call, see [Note: guards]."""
+        """What a shape-only trace adds to the derivation; found once a kind of call, see [Note: guards]."""
         if not self.plan.splits_compute:
             return Adjustments()
         leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
@@ -200,7 +200,7 @@ class _Call:
         return self._new_way(key, ways, sizes, args, kwargs)
 
     def _new_way(self, key: Any, known: "list[_Way]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
-        """What a run without data finds, or that one of those before is about this call too; see [Note: guards]."""
+        """What a shape-only trace finds, or that one of those before is about this call too; see [Note: guards]."""
         leaves = _torch.pytree.tree_leaves((args, kwargs))
         ways = [way for way in known if way.sizes == sizes]
         calls = [("", args, kwargs)]
@@ -298,7 +298,7 @@ class _Call:
             vars(model).pop("get_compiled_call", None)
 
     def _step_adjustments(self, history: "_History", training: Any, path: str, args: Any, kwargs: Any) -> Adjustments:
-        """Those of an inner call, found once a kind, from a run without data of the calls before it too."""
+        """Those of an inner call, found once a kind, from a shape-only trace of the calls before it too."""
         if not self.plan.splits_compute:
             return Adjustments()
         key = (self.method, training, *history.note(path, args, kwargs))
@@ -387,7 +387,7 @@ def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> 
 
 @dataclass
 class _Way:
-    """What runs without data found, what has to be as it was, and which changes of that need a new run at once."""
+    """What shape-only traces found, what has to be as it was, and which changes of that need a new run at once."""
 
     adjust: Adjustments
     guards: Guards
@@ -454,7 +454,7 @@ def _origin(plan: Plan) -> str:
 
 
 def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> Place:
-    """What modules do in calls of a plan, to which runs without data have added; `seeded`: a `dropout_seed` goes on."""
+    """What modules do in calls of a plan, to which shape-only traces have added; `seeded`: a `dropout_seed` goes on."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if not (isinstance(p, DTensor) or name in plan.canonical or name in plan.info.ignored):
             raise ShardError(
@@ -472,7 +472,7 @@ def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustm
 
 
 class _History:
-    """The first inner call of each kind: a run without data repeats them, so that caches are filled as they were.
+    """The first inner call of each kind: a shape-only trace repeats them, so that caches are filled as they were.
 
     Tokens decide when a loop stops, so that it cannot run without data. Its inner calls can, and a cache that goes from
     one to the next keeps what they put into it, this rank's part.
