@@ -14,9 +14,9 @@ import shardfn as sf
 from shardfn._torch import unwrap_local, wrap_local
 from shardfn.comm import packing
 from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
+from shardfn.comm.flat_memory import BufferPool, FreshBuffers
 from shardfn.comm.packing import Crossing
-from shardfn.comm.storage import BufferPool, FreshBuffers
-from shardfn.comm.transfers import Flight
+from shardfn.comm.raw_collectives import Flight
 from shardfn.layout.mesh import Grid, grid
 from shardfn.testing import count_collectives, run
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn.inspect.check import check
-from shardfn.layout.model import register
+from shardfn.layout.model_info import register
 
 MESH = sf.MeshSpec(fsdp=2, tp=2)
 MLP_RULES = {"up.weight": "ff@tp c@fsdp", "up.bias": "ff@tp", "down.weight": "c@fsdp ff@tp"}

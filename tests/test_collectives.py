@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.func import grad, hessian, jvp, vjp, vmap
 
 from shardfn.comm import collectives as sfc
-from shardfn.comm import point_to_point, transfers
+from shardfn.comm import gloo_messages, raw_collectives
 from shardfn.layout.mesh import MeshSpec
 from shardfn.notation.errors import ShardError
 from shardfn.testing import count_collectives, run
@@ -52,18 +52,20 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def movers_on_a_rank(largest: int) -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
-    point_to_point._LARGEST = largest
+    gloo_messages._LARGEST = largest
     for dtype in (*FLOATS, *INTS, *OTHERS):
         for n in (0, 1, 3):
             each = [torch.arange(n * size).add(7 * r).to(dtype) for r in range(size)]  # one [W*n] per rank
-            assert_same(transfers.gather_flat(each[rank], group), torch.cat(each))
-            assert_same(transfers.exchange_flat(each[rank], group), torch.cat([x.view(size, n)[rank] for x in each]))
+            assert_same(raw_collectives.gather_flat(each[rank], group), torch.cat(each))
+            assert_same(
+                raw_collectives.exchange_flat(each[rank], group), torch.cat([x.view(size, n)[rank] for x in each])
+            )
             if dtype in OTHERS:
                 continue
             total = torch.stack([x.double() for x in each]).sum(0).to(dtype)
-            assert_same(transfers.scatter_sum_flat(each[rank], group), total.view(size, n)[rank])
+            assert_same(raw_collectives.scatter_sum_flat(each[rank], group), total.view(size, n)[rank])
             mine = each[rank].clone()
-            assert transfers.sum_flat_(mine, group) is mine
+            assert raw_collectives.sum_flat_(mine, group) is mine
             assert_same(mine, total)
 
 
@@ -76,13 +78,13 @@ def test_movers_move_and_add_every_dtype(ranks: int, largest: int) -> None:
 def small_ones_on_a_rank() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    largest = point_to_point._LARGEST // 3 // 4  # numbers that a rank can send to the three others
+    largest = gloo_messages._LARGEST // 3 // 4  # numbers that a rank can send to the three others
     for numel, way in ((largest, "shardfn"), (largest + 1, "c10d")):
         x = torch.full((numel,), 1.0 + rank)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             with count_collectives() as counted:
-                transfers.sum_flat_(x, group)
-                transfers.gather_flat(x[: numel // 4 * 4], group)
+                raw_collectives.sum_flat_(x, group)
+                raw_collectives.gather_flat(x[: numel // 4 * 4], group)
         assert counted.as_dict() == {"all_reduce": 1, "all_gather": 1}
         assert counted.bytes_of == {"all_reduce": 4 * numel, "all_gather": numel // 4 * 4 * 4}
         assert x.unique().tolist() == [10.0]
@@ -90,7 +92,7 @@ def small_ones_on_a_rank() -> None:
         assert {key.partition("::")[0] for key in sums if "::" in key} == {way}, sums
     # A sum that depends on the order has the same bits everywhere.
     x = torch.tensor([1e8, 1.0, -1e8, 1.0])[rank].repeat(3)
-    transfers.sum_flat_(x, group)
+    raw_collectives.sum_flat_(x, group)
     assert x.tolist() == [1.0] * 3  # ((1e8 + 1) - 1e8) + 1, where 1e8 + 1 is 1e8
 
 
@@ -106,36 +108,44 @@ def test_sums_are_wide_views_are_reached_and_errors_come_first(largest: int) -> 
 def wide_sums_on_a_rank(largest: int) -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    point_to_point._LARGEST = largest
+    gloo_messages._LARGEST = largest
     # In bfloat16 256 + 1 is 256: only a float32 sum reaches 259, which then rounds to 260.
     x = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    assert transfers.scatter_sum_flat(x, group).item() == 260
-    assert transfers.sum_flat_(x, group).tolist() == [260] * 4
+    assert raw_collectives.scatter_sum_flat(x, group).item() == 260
+    assert raw_collectives.sum_flat_(x, group).tolist() == [260] * 4
     # Integers wrap like torch's own.
     y = torch.full((4,), 2**62, dtype=torch.uint64)
-    assert transfers.scatter_sum_flat(y, group).item() == 0
-    assert transfers.scatter_sum_flat(torch.full((4,), 30_000, dtype=torch.int16), group).item() == 120_000 - 2 * 65_536
+    assert raw_collectives.scatter_sum_flat(y, group).item() == 0
+    assert (
+        raw_collectives.scatter_sum_flat(torch.full((4,), 30_000, dtype=torch.int16), group).item()
+        == 120_000 - 2 * 65_536
+    )
     # Strided inputs; the sum in place reaches the memory of a view.
     grid = torch.arange(24.0).view(4, 6)
     base = grid + rank
-    assert_same(transfers.gather_flat(base[:, 1], group), torch.cat([grid[:, 1] + r for r in range(4)]))
-    transfers.sum_flat_(base[:, ::2], group)
+    assert_same(raw_collectives.gather_flat(base[:, 1], group), torch.cat([grid[:, 1] + r for r in range(4)]))
+    raw_collectives.sum_flat_(base[:, ::2], group)
     assert_same(base[:, ::2], (4 * grid + 6)[:, ::2])
     assert_same(base[:, 1::2], (grid + rank)[:, 1::2])
     with pytest.raises(ShardError, match=r"exchange_flat: .* 6 elements, the group 4 ranks, 6 % 4 = 2\. Pad it to"):
-        transfers.exchange_flat(torch.ones(6), group)
+        raw_collectives.exchange_flat(torch.ones(6), group)
     with pytest.raises(ShardError, match=r"scatter_sum_flat: .* 5 % 4 = 1"):
-        transfers.scatter_sum_flat(torch.ones(5), group)
+        raw_collectives.scatter_sum_flat(torch.ones(5), group)
     with pytest.raises(ShardError, match=r"cannot add torch.bool over ranks"):
-        transfers.sum_flat_(torch.ones(4, dtype=torch.bool), group)
+        raw_collectives.sum_flat_(torch.ones(4, dtype=torch.bool), group)
     meta = torch.empty(8, device="meta")
     shapes = [
         f(meta, group).shape
-        for f in (transfers.gather_flat, transfers.exchange_flat, transfers.scatter_sum_flat, transfers.sum_flat_)
+        for f in (
+            raw_collectives.gather_flat,
+            raw_collectives.exchange_flat,
+            raw_collectives.scatter_sum_flat,
+            raw_collectives.sum_flat_,
+        )
     ]
     assert shapes == [(32,), (8,), (2,), (8,)]
     with pytest.raises(ShardError, match="7 % 4 = 3"):
-        transfers.exchange_flat(meta[:7], group)
+        raw_collectives.exchange_flat(meta[:7], group)
 
 
 # Pairs. A reference takes and gives the whole: `[W, *local]` for a varying value, `[*local]` for an invariant one.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import shardfn as sf
-from shardfn.comm.transfers import backend_of
+from shardfn.comm.raw_collectives import backend_of
 from shardfn.testing import assert_parity, on_meshes, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

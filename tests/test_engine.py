@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.comm import storage
+from shardfn.comm import flat_memory
 from shardfn.engine import reductions, runtime
 from shardfn.engine.runtime import runtime_of
 from shardfn.layout.mesh import grid
@@ -817,7 +817,7 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
     files: list[str] = []
     made: list[int] = []
     counts: list[tuple[int, int, int]] = []
-    apart = storage.apart
+    apart = flat_memory.apart
 
     def counting(numel: int, *args: Any, **kwargs: Any) -> Tensor:
         made.append(numel)
@@ -828,7 +828,7 @@ def test_a_warm_step_makes_few_calls(mesh: DeviceMesh) -> None:
             files.append(frame.f_code.co_filename)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "apart", counting)
+        patch.setattr(flat_memory, "apart", counting)
         for _ in range(9):
             files.clear()
             made.clear()

@@ -7,7 +7,7 @@ import torch
 from drawing import untyped
 from torch import nn
 
-from shardfn.layout.model import ParamInfo, class_name, describe, kind_of
+from shardfn.layout.model_info import ParamInfo, class_name, describe, kind_of
 
 
 class Own(nn.Linear):

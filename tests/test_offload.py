@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.comm import buckets, packing
-from shardfn.comm.transfers import Steps
+from shardfn.comm.raw_collectives import Steps
 from shardfn.engine import runtime
 from shardfn.testing import assert_parity, on_meshes
 

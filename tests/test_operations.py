@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardfn.comm.transposes import watched
+from shardfn.comm.collective_autograd import watched
 from shardfn.layout.partition import SAME, SUM, Part, Tag, even
 from shardfn.testing import on_meshes
 from shardfn.trace import operations
+from shardfn.trace.function_mode import Functions
 from shardfn.trace.interpreter import Variance
 from shardfn.trace.paired_sizes import Paired, local_of, whole_of
-from shardfn.trace.side_effects import Functions
 
 RANKS = 2
 

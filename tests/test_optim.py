@@ -17,7 +17,7 @@ import shardfn as sf
 from shardfn import optim as sfo
 from shardfn._torch import unwrap_local, version_of, with_local, wrap_local
 from shardfn.comm.buckets import leaf_spec
-from shardfn.comm.storage import empty_flat, merged
+from shardfn.comm.flat_memory import empty_flat, merged
 from shardfn.layout.layout import local_slice, to_leaves
 from shardfn.layout.mesh import grid
 from shardfn.optim import elementwise, torch_classes

@@ -1,4 +1,4 @@
-"""`comm/storage.py`: runs against a brute-force search for neighbours, and writes through flat tensors."""
+"""`comm/flat_memory.py`: runs against a brute-force search for neighbours, and writes through flat tensors."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from shardfn._torch import version_of
-from shardfn.comm.storage import empty_flat, map_runs, merged, split_flat
+from shardfn.comm.flat_memory import empty_flat, map_runs, merged, split_flat
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)

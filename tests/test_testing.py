@@ -33,7 +33,7 @@ from shardfn.testing import (
     assert_trees_close,
     count_collectives,
     on_meshes,
-    pool,
+    process_pool,
     run,
     run_raises,
     shutdown,
@@ -271,12 +271,12 @@ def test_modules_are_found_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for folder, answer in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "namesake.py").write_text(f"def answer():\n    return {answer}\n")
-        target = pool._Target("namesake", str(tmp_path / folder / "namesake.py"), "answer", 0)
+        target = process_pool._Target("namesake", str(tmp_path / folder / "namesake.py"), "answer", 0)
         monkeypatch.syspath_prepend(str(tmp_path / "a"))
         assert run(call_target, target, ranks=1) == [answer]
 
 
-def call_target(target: pool._Target) -> int:
+def call_target(target: process_pool._Target) -> int:
     return target.load()()
 
 
@@ -398,7 +398,7 @@ def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
 
 
 def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_SETTLE_TIMEOUT", 0.5)
+    monkeypatch.setattr(process_pool, "_SETTLE_TIMEOUT", 0.5)
     started = time.monotonic()
     os.mkfifo(tmp_path / "fifo")
     try:
@@ -412,7 +412,7 @@ def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monke
 def test_a_rank_that_died_between_calls_is_replaced() -> None:
     pids = run(os.getpid, ranks=2)
     os.kill(pids[1], signal.SIGKILL)
-    while pool.teams[2].is_alive():
+    while process_pool.teams[2].is_alive():
         os.sched_yield()
     assert run(group_size, ranks=2) == [(0, 2), (1, 2)]
 
@@ -431,7 +431,7 @@ def test_a_call_may_destroy_the_group() -> None:
 
 def test_process_groups_do_not_pile_up() -> None:
     files = [max(run(many_groups, ranks=2)) for _ in range(6)]
-    assert max(files) < 2 * pool._MAX_FILES
+    assert max(files) < 2 * process_pool._MAX_FILES
     assert files != sorted(files)  # new processes have taken over
 
 

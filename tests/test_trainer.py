@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
-from shardfn.comm.storage import merged
+from shardfn.comm.flat_memory import merged
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.testing import assert_close, assert_trees_close, on_meshes
+from shardfn.trace.function_mode import Functions
 from shardfn.trace.interpreter import Variance
-from shardfn.trace.side_effects import Functions
-from shardfn.trace.values import Values, to_meta
+from shardfn.trace.meta_values import Values, to_meta
 
 
 def _run() -> tuple[Variance, Tensor]:

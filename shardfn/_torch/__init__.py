@@ -1,10 +1,9 @@
-"""Private and version-dependent names of torch, and ways around its errors: nothing else touches these.
+"""Private and version-dependent names of torch, and workarounds for its bugs. Only `compat` uses private names, too.
 
-Each is resolved once, at import, and used elsewhere under one name, with the condition under which it can go.
-`tensors`, `memory` and `groups` are about tensors and how they travel, `autograd`, `transforms` and `dispatch` about
-what goes on around an operation, `modules` about `nn.Module`, `simulation` about all ranks in one process, `symbols`
-about numbers that stand for sizes. Not here: anything that knows of a plan; `compat` stands where torch's classes
-stood, and uses private names too.
+Each name is resolved once, at import, and says under which condition it can go. By subject: `tensors` (DTensors,
+versions), `memory`, `groups` (process groups), `autograd`, `transforms` (`torch.func`, modes), `dispatch`
+(operations), `modules`, `simulation` (all ranks in one process), `symbols` (sizes that are no plain numbers). Not
+here: anything that knows of a plan.
 """
 
 from torch.distributed.tensor._dtensor_spec import DTensorSpec

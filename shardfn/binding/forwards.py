@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardfn import _torch
-from shardfn.binding.graphs import Forward
+from shardfn.binding.compiled_forwards import Forward
 from shardfn.layout import class_of, patched_forward
 from shardfn.notation import ShardError
 

@@ -40,8 +40,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardfn import _torch
+from shardfn.binding.compiled_forwards import Forward, GraphBreak, compiled, own_code
 from shardfn.binding.forwards import Wiring, has_attribute, own_forward, put_entries, with_flat_weights, with_size
-from shardfn.binding.graphs import Forward, GraphBreak, compiled, own_code
 from shardfn.layout import StandIn, unwrapped
 from shardfn.notation import ShardError
 

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
-from shardfn.comm import buckets, storage
+from shardfn.comm import buckets, flat_memory
 from shardfn.layout import Layout, chunk, grid
 from shardfn.notation import ShardError
-from shardfn.params import Params, functional, initialize, is_tree, path_name
+from shardfn.params import Params, initialize, is_tree, path_name, sharding
 
 STEP = "step-{:08d}"
 _NOTES = "notes.json"
@@ -112,7 +112,7 @@ def _is_alive(mesh: DeviceMesh) -> bool:
 
 def _model_shaped(params: Params, layout: Layout) -> Tensor:
     """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
-    full = functional.gather(params, layout.name)[layout.name].detach()
+    full = sharding.gather(params, layout.name)[layout.name].detach()
     *others, last = params.plan.roles.storage
     places = grid(params.mesh, (*others, last))
     placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
@@ -225,7 +225,7 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
 def _emptied(leaf: Any) -> Any:
     """Memory for values like those of a leaf: side by side and pinned where they are."""
     if isinstance(leaf, Params):
-        locals_ = storage.map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
+        locals_ = flat_memory.map_runs(lambda flats: [_empty(flat) for flat in flats], unwrap_locals([*leaf.values()]))
         return leaf.like(zip(leaf, with_locals([*leaf.values()], locals_), strict=True))
     return with_local(leaf, _empty(unwrap_local(leaf))) if isinstance(leaf, Tensor) else leaf
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, pytree, simulated
-from shardfn.comm.transfers import gather_flat
+from shardfn.comm.raw_collectives import gather_flat
 from shardfn.layout import Grid, Plan, axes_of, not_in_mesh
 from shardfn.notation import ShardError
 

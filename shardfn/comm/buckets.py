@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
+from shardfn.comm.flat_memory import Buffers, FreshBuffers, split_flat
 from shardfn.comm.packing import Crossing, Host, PureCrossing, apart_again, host_of, stored_on, together, undone
-from shardfn.comm.storage import Buffers, FreshBuffers, split_flat
-from shardfn.comm.transfers import Flight, Steps, accumulation_dtype, backend_of, sum_steps
+from shardfn.comm.raw_collectives import Flight, Steps, accumulation_dtype, backend_of, sum_steps
 from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
 from shardfn.notation import ShardError
 

@@ -1,7 +1,7 @@
 """Collectives on plain local tensors over one named mesh axis, which every transform understands: `psum`, `pvary`, ...
 
-Each has a declared transpose ([Note: varying and invariant] in `transposes.py`). None communicates on a meta tensor (a
-dry run sees the right shapes) or over a single rank.
+Each has a declared transpose ([Note: varying and invariant] in `collective_autograd.py`). None communicates on a meta
+tensor (a dry run sees the right shapes) or over a single rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
-from shardfn.comm.transfers import check_addable
-from shardfn.comm.transposes import WATCHING, Mesh, bind, watching
-from shardfn.context import transform_state
+from shardfn.comm.collective_autograd import WATCHING, Mesh, bind, watching
+from shardfn.comm.raw_collectives import check_addable
+from shardfn.context import active_transforms
 from shardfn.layout import MeshSpec, axes_of
 from shardfn.notation import ShardError, did_you_mean
 
@@ -134,10 +134,10 @@ def psum_of_trees(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
 def _require_no_loss(name: str, x: Tensor, axis: str) -> None:
     """Outside of transforms `Differentiation.require_varying` looks whether a `pvary` follows; there nobody can."""
-    if torch.compiler.is_compiling() or axis not in transform_state.axes_of_losses() or watching():
+    if torch.compiler.is_compiling() or axis not in active_transforms.axes_of_losses() or watching():
         return
     if "Grad" in _torch.kinds_of_transforms() and _torch.differentiated_in_transform(x):
-        raise transform_state.several_losses(name, axis, "nobody can tell whether a pvary follows")
+        raise active_transforms.several_losses(name, axis, "nobody can tell whether a pvary follows")
 
 
 def pmean(x: Tensor, mesh: Mesh, axis: str) -> Tensor:

@@ -19,7 +19,7 @@ memory of their own.
 With `Policy(offload="cpu")` shards live on the host, and cross from there to the device and back; see `Host`.
 
 Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
-decides what to do in between (see `Flight` in transfers.py).
+decides what to do in between (see `Flight` in raw_collectives.py).
 
 [Note: copies beside the computation]
 Copies in both directions, and the collectives that send what was copied, are queued on a stream of their own: behind
@@ -45,9 +45,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, gathering, set_storage, tensor_over, waited
-from shardfn.comm import transfers
-from shardfn.comm.storage import Buffer, Buffers, FreshBuffers, View, view_of
-from shardfn.comm.transfers import Steps, Works, accumulation_dtype, backend_of
+from shardfn.comm import raw_collectives
+from shardfn.comm.flat_memory import Buffer, Buffers, FreshBuffers, View, view_of
+from shardfn.comm.raw_collectives import Steps, Works, accumulation_dtype, backend_of
 from shardfn.layout import Axes, Grid, Leaf, Policy, per_rank
 
 _IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
@@ -357,7 +357,7 @@ class Crossing:
             if self.ranks == 1:
                 return [results.tensor(self.numel, dtype).copy_(staging.flat)]
             if not way.one_by_one:
-                return (yield from transfers.scatter_sum_steps(rows, self.group, buffers, results))
+                return (yield from raw_collectives.scatter_sum_steps(rows, self.group, buffers, results))
             zeros = partial(torch.zeros, dtype=dtype, device=buffers.device)
             given = zip(self.moves, wholes[: way.alone], strict=False)
             sent = [zeros(move.whole) if x is None else x.to(dtype).contiguous() for move, x in given]
@@ -414,7 +414,7 @@ class Crossing:
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
         storage, item = flat.untyped_storage(), flat.element_size()
-        blank, places = flat.new_empty, self.places.shards  # see [Note: parts of one memory] in storage.py
+        blank, places = flat.new_empty, self.places.shards  # see [Note: parts of one memory] in flat_memory.py
         out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in places]
         return out if self.places.contiguous else [shard.contiguous() for shard in out]
 
@@ -472,7 +472,7 @@ class PureCrossing:
         (parts,) = per_rank(self._grid, partial(self._spread, dtype), wholes)  # [W, n]
         if self.ranks == 1 or not parts.numel():
             return [parts.view(-1)]
-        return (yield from transfers.pure_scatter_steps(parts, self.group))
+        return (yield from raw_collectives.pure_scatter_steps(parts, self.group))
 
     def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
         """[W, n]: row i is for rank i."""
@@ -523,4 +523,4 @@ def undone(local: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Te
     move = Move(dim, own, chunk, joined)
     if not move.numel:
         return local.new_empty(joined)
-    return _of_rows(transfers.gather_flat(_rows(local, move, 1).reshape(-1), group), move, ranks, joined)
+    return _of_rows(raw_collectives.gather_flat(_rows(local, move, 1).reshape(-1), group), move, ranks, joined)

@@ -7,6 +7,6 @@ megatron    `megatron.core.distributed.TorchFullyShardedDataParallel`
 
 common      what they share: modules that shard in place, meshes
 
-Not here: the engine; they are written on `stateful`. Nothing else in shardfn imports this package. It may use torch's
-private names: it stands where torch's own code stood.
+Not here: the engine; they are written on `stateful`. Nothing else in shardfn imports this package. It replaces
+classes of torch, so it may use their private names.
 """

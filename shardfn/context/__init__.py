@@ -1,10 +1,10 @@
-"""What goes on around a call: transforms of torch that are under way, axes that are mapped, a recording of a step.
+"""What goes on around a call: transforms of torch, mapped axes, losses that are differentiated, a recording by `jit`.
 
-All of it is in `transform_state`. Not here: state of a model or a plan; everything here ends with the `with` that began
-it.
+All of it is in `active_transforms`. State here is scoped to a `with` block. Not here: state of a model or a plan.
 """
 
-from shardfn.context import transform_state
-from shardfn.context.transform_state import RECORDING, Recording, asks, axes_of_losses, derivatives_asked_for, having
-from shardfn.context.transform_state import holding, in_forward_mode, is_asked_for, is_differentiated, is_under_way
-from shardfn.context.transform_state import losses_over, mapped_axes, mapped_over, note_tree, recording, several_losses
+from shardfn.context import active_transforms
+from shardfn.context.active_transforms import RECORDING, Recording, asks, axes_of_losses, derivatives_asked_for, having
+from shardfn.context.active_transforms import holding, in_forward_mode, is_asked_for, is_differentiated, is_under_way
+from shardfn.context.active_transforms import losses_over, mapped_axes, mapped_over, note_tree, recording
+from shardfn.context.active_transforms import several_losses

@@ -1,9 +1,9 @@
-"""What a policy means for one model on one mesh: decided before anything is done, and plain data.
+"""A policy becomes a plan here: layouts of parameters, units, buckets. Plain data; nothing communicates.
 
-Read `policy` (what a user decides), `mesh` (axes, their order), `layout` (how one leaf is split), `partition` (the part
-of one dim that a rank has, and what views make of it), `model` (what a plan must know of a module), `plan` (what was
-decided), then `planning`, which decides with `plan_draft`, `local_sizes` and `plan_checks`. Not here: process groups,
-bytes; nothing here communicates.
+Read `policy` (what a user decides), `mesh` (axes and their order), `layout` (how one parameter is split), `partition`
+(a rank's slice of a dim, and that slice after a reshape), `model_info` (names, kinds and ties of a model), `plan` (the
+decisions), then `planning`, which makes them with `plan_draft`, `local_sizes` and `plan_checks`. Not here: process
+groups and bytes, see `comm`.
 """
 
 from shardfn.layout import mesh, planning
@@ -12,10 +12,10 @@ from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, n
 from shardfn.layout.layout import to_leaves
 from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid, index_along
 from shardfn.layout.mesh import make_mesh, nested_chunk, nested_index, not_in_mesh, part_of, per_rank, roles, use_part
-from shardfn.layout.model import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names, calls_own
-from shardfn.layout.model import class_name, class_of, declares, describe, has_derivatives, kind_of
-from shardfn.layout.model import may_be_differentiated, named_buffers, named_parameters, note_shard, patched_forward
-from shardfn.layout.model import register, shallow_copy, shards_in, submodule, unwrapped
+from shardfn.layout.model_info import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names
+from shardfn.layout.model_info import calls_own, class_name, class_of, declares, describe, has_derivatives, kind_of
+from shardfn.layout.model_info import may_be_differentiated, named_buffers, named_parameters, note_shard
+from shardfn.layout.model_info import patched_forward, register, shallow_copy, shards_in, submodule, unwrapped
 from shardfn.layout.partition import BY_ACTS, SAME, SUM, Cure, Kind, Lost, Part, Problem, Runs, Shape, Stuck, Tag
 from shardfn.layout.partition import after_collective, even, in_two_dims, reshaped, sliced
 from shardfn.layout.plan import Bucket, Plan, Reduction, Unit

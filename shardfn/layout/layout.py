@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardfn.layout.mesh import Grid, nested_chunk, per_rank
-from shardfn.layout.model import ParamInfo
+from shardfn.layout.model_info import ParamInfo
 from shardfn.layout.partition import Part
 from shardfn.notation import Spec
 

@@ -14,7 +14,7 @@ import torch
 
 from shardfn.layout.layout import Layout, Leaf
 from shardfn.layout.mesh import Roles
-from shardfn.layout.model import ModelInfo, ModuleInfo, class_name
+from shardfn.layout.model_info import ModelInfo, ModuleInfo, class_name
 from shardfn.layout.policy import Policy, first_match
 from shardfn.notation import ShardError, did_you_mean
 

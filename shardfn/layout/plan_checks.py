@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 
 from shardfn.layout.layout import Layout
-from shardfn.layout.model import BIAS_DIM, ModuleInfo, ParamInfo
+from shardfn.layout.model_info import BIAS_DIM, ModuleInfo, ParamInfo
 from shardfn.layout.plan import innermost
 from shardfn.layout.plan_draft import Draft
 from shardfn.layout.policy import BATCH_AXES, Policy, first_match, is_batch_axis

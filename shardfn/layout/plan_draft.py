@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from shardfn.layout.mesh import Roles
-from shardfn.layout.model import ModelInfo
+from shardfn.layout.model_info import ModelInfo
 from shardfn.layout.policy import Policy, matches
 from shardfn.notation import Factor, Sizes, Spec, did_you_mean
 

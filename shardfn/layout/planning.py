@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.layout.layout import Layout, Leaf
 from shardfn.layout.local_sizes import decide_local_sizes, padding_for
 from shardfn.layout.mesh import MeshSpec, Roles, axes_of, roles
-from shardfn.layout.model import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
+from shardfn.layout.model_info import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
 from shardfn.layout.plan import Bucket, Plan, Unit, first_matches
 from shardfn.layout.plan_checks import axis_problems, check_settings, conflicts_of, uncomputable
 from shardfn.layout.plan_draft import Draft, Rule, Sized

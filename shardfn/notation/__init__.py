@@ -1,7 +1,7 @@
 """The text of rules, and errors: what a user writes, and what a user reads when it is wrong.
 
-Read `errors`, then `spec`. Here: the grammar of rules, parsed into plain data and printed again; the one class of
-errors, and how problems are numbered. Not here: what a rule means for a weight on a mesh, see `layout`.
+Read `errors`, then `spec`: the grammar of rules, parsed into plain data and printed again. Not here: what a rule means
+for a weight on a mesh, see `layout`.
 """
 
 from shardfn.notation.errors import ShardError, did_you_mean, of_like_layers, raise_problems

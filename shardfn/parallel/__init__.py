@@ -1,8 +1,9 @@
 """How modules compute with split weights: tensor, sequence and expert parallelism.
 
-Read `compute_axes` (what a forward may ask of its ranks), `linears` and `layers` (forwards of classes of modules),
-`wiring` (which forward a module of a plan gets, and what stands around it), `experts`, `loss`. A layer's tensor
-parallelism goes into `linears` or `layers`. Not here: anything that traces; `trace` overrides `ComputeAxes`.
+Read `compute_axes` (collectives that a parallel forward can use), `linears` (also tables) and `layers` (convolutions,
+norms, attention), `wiring` (which forward a module of a plan gets), `experts` and `loss`. The parallel forward of a
+new kind of layer goes into `layers`; the kind itself into `kind_of` of `layout/model_info.py`. Not here: the
+shape-only trace, which subclasses `ComputeAxes`, see `trace`.
 """
 
 from shardfn.parallel import wiring

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What shape-only traces add to the derivation, see [Note: varying and invariant].
+    """What shape-only traces add to the derivation, see [Note: where a pvary goes].
 
     One run goes by what those before it have added, and adds to an empty record what it finds, by `|`.
 

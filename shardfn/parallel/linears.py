@@ -1,7 +1,7 @@
 """Parallel forwards derived from the rules of a module's weights.
 
 A weight W of a linear is [out, in]. A compute axis on an out factor makes it column-parallel, on an in factor
-row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: varying and invariant] is in
+row-parallel; on the vocab factor of an embedding the lookup is masked. [Note: where a pvary goes] is in
 `trace/interpreter.py`.
 
     column   x [.., in]     -> pvary (once a tensor) -> x @ W.T + b            -> [.., out@tp]

@@ -1,4 +1,4 @@
-"""What modules do in the calls of a plan: parallel forwards, and what is around forwards.
+"""Which forward each module of a plan gets, and what stands around it: slices, gathers, casts.
 
 Activations between modules may be split along another dim than features, as `Policy.acts` asks:
 

@@ -1,14 +1,15 @@
 """The tree of shards and its verbs: `shard`, `gather`, `reduce_grads`, `reshard`; initialisation; batches.
 
-Read `tree` (`Params`, the pytree), `functional` and `reshard` (the verbs), `initialize` (weights made shard by shard),
-`lowering` (DTensors as plain tensors inside of transforms) and `batches` (a rank's samples). Not here: running modules.
+Read `tree` (`Params`, the pytree), `sharding` and `reshard` (the verbs), `initialize` (weights made shard by shard),
+`local_trees` (DTensors as plain tensors inside of transforms) and `batches` (a rank's samples). Not here: running a
+module, see `transforms`.
 """
 
-from shardfn.params import functional, initialize
+from shardfn.params import initialize, sharding
 from shardfn.params.batches import Mean, local_batch, rank
-from shardfn.params.functional import gather, reduce_grads, require_reduced, shard
 from shardfn.params.initialize import NewTree, Origin, agreed_plan
-from shardfn.params.lowering import Across, entered, left, lower, over_params
+from shardfn.params.local_trees import Across, entered, left, lower, over_params
 from shardfn.params.reshard import reshard
+from shardfn.params.sharding import gather, reduce_grads, require_reduced, shard
 from shardfn.params.tree import Params, cast, data_axes_of, ema, has_parts, is_tree, leaves, lerp, map, map_local
 from shardfn.params.tree import path_name, paths, select, trees_in, watched_parts, zeros_like

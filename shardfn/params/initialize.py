@@ -1,6 +1,6 @@
 """The values that a tree begins with: those of a model, of one rank, or what `init` puts into meta tensors.
 
-Filled by `init`, they do not depend on the mesh. Those in files come from `weights`.
+Filled by `init`, they do not depend on the mesh. Values in files come from `checkpoint/safetensors.py`.
 """
 
 import hashlib

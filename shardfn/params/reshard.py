@@ -11,8 +11,8 @@ from shardfn._torch import innermost_value, unwrap_local, wrap_local
 from shardfn.comm import collectives, empty_shards, in_layout, leaf_spec
 from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid, is_batch_axis, replace_units
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
-from shardfn.params.functional import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
 from shardfn.params.initialize import NewTree
+from shardfn.params.sharding import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
 from shardfn.params.tree import Params
 
 Step = tuple[Any, ...]  # a collective, the axis, and the dims that it takes

@@ -23,9 +23,9 @@ from shardfn.checkpoint import directories
 from shardfn.context import having
 from shardfn.layout import Plan, Policy, make_mesh, planning
 from shardfn.notation import ShardError
-from shardfn.params import Mean, Params, functional, map_local
+from shardfn.params import Mean, Params, map_local, sharding
+from shardfn.stateful.extra_state import OTHERS, load_into, memory_for, to_save
 from shardfn.stateful.module_shards import adopt, install, taken_over, whole_in_place
-from shardfn.stateful.other_states import OTHERS, load_into, memory_for, to_save
 from shardfn.stateful.torch_optimizers import DRIVERS, refuse_held_back
 from shardfn.transforms import autodiff
 
@@ -94,7 +94,7 @@ class Trainer(nn.Module):
         _check_settings(model, optimizer, accumulate, clip, ema, scaler)
         if params is None:
             mesh = mesh if mesh is not None else make_mesh(fsdp=-1)
-            params = functional.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
+            params = sharding.shard(model, mesh, _compiling(policy, compile), init=init, src=src)
         else:
             if not isinstance(params, Params):
                 kind = type(params).__name__
@@ -365,7 +365,7 @@ class Trainer(nn.Module):
 
         Communication: one all-gather a bucket and axis on entry.
         """
-        full = functional.gather(self.params)
+        full = sharding.gather(self.params)
         values = {name: full[name].detach().clone() for name in self.plan.layouts}
         with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as made:
             yield

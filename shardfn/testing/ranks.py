@@ -11,8 +11,8 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from shardfn.testing import pool
-from shardfn.testing.pool import Answer, Failure
+from shardfn.testing import process_pool
+from shardfn.testing.process_pool import Answer, Failure
 
 T = TypeVar("T")
 
@@ -72,10 +72,10 @@ def run(fn: Callable[..., T], *args: Any, ranks: int = 4, timeout: float = 60.0,
         ValueError: `ranks` is not a positive number.
     """
     __tracebackhide__ = True
-    name, answers = pool.call_ranks(fn, args, kwargs, ranks, timeout)
+    name, answers = process_pool.call_ranks(fn, args, kwargs, ranks, timeout)
     if any(isinstance(answer, Failure) for answer in answers):
         _raise_failures(name, answers)
-    return [pool.load_result(name, rank, answer) for rank, answer in enumerate(answers)]
+    return [process_pool.load_result(name, rank, answer) for rank, answer in enumerate(answers)]
 
 
 def run_raises(
@@ -112,12 +112,12 @@ def run_raises(
         RankError: a rank returned, raised another type, or raised a message that does not match.
     """
     __tracebackhide__ = True
-    name, answers = pool.call_ranks(fn, args, kwargs, ranks, timeout)
-    wanted = pool.class_name(exc_type)
+    name, answers = process_pool.call_ranks(fn, args, kwargs, ranks, timeout)
+    wanted = process_pool.class_name(exc_type)
     expected = exc_type.__name__ if match is None else f"{exc_type.__name__} matching {match!r}"
     for rank, answer in enumerate(answers):
         if not isinstance(answer, Failure):
-            what = f"rank {rank} of {ranks} returned {reprlib.repr(pool.load_result(name, rank, answer))}"
+            what = f"rank {rank} of {ranks} returned {reprlib.repr(process_pool.load_result(name, rank, answer))}"
         elif wanted not in answer.kinds or (match is not None and not re.search(match, answer.message)):
             what = f"rank {rank} of {ranks} raised {answer.line}"
         else:
@@ -169,8 +169,8 @@ def on_meshes(*meshes: Mapping[str, int], timeout: float = 60.0) -> Callable[[Ca
             __tracebackhide__ = True
             values = {**dict(zip(parameters, args, strict=False)), **kwargs}
             axes = values.pop(parameters[0])
-            target, ranks = pool.find_target(test), math.prod(axes.values())
-            run(pool.call_on_mesh, target, axes, values, ranks=ranks, timeout=timeout)
+            target, ranks = process_pool.find_target(test), math.prod(axes.values())
+            run(process_pool.call_on_mesh, target, axes, values, ranks=ranks, timeout=timeout)
 
         ids = ["-".join(f"{axis}{size}" for axis, size in axes.items()) for axes in chosen]
         return pytest.mark.parametrize(parameters[0], chosen, ids=ids)(run_on_mesh)
@@ -188,9 +188,9 @@ def shutdown() -> None:
         >>> from shardfn.testing import shutdown
         >>> shutdown()
     """
-    with pool.teams_lock:
-        for ranks in list(pool.teams):
-            pool.end_team(ranks)
+    with process_pool.teams_lock:
+        for ranks in list(process_pool.teams):
+            process_pool.end_team(ranks)
 
 
 def _raise_failures(name: str, answers: Sequence[Answer], headline: str | None = None) -> NoReturn:

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.layout import StandIn, class_of, unwrapped
+from shardfn.trace.meta_values import Values, is_cache
 from shardfn.trace.paired_sizes import methods
-from shardfn.trace.reached import Held, alike, reach, read, users_classes
-from shardfn.trace.values import Values, is_cache
+from shardfn.trace.state_rollback import Held, alike, reach, read, users_classes
 
 _NOTHING = object()
 _dict_of = attrgetter("__dict__")

@@ -1,6 +1,6 @@
 """Which values differ between the ranks of a compute axis, and how, found by a shape-only trace.
 
-[Note: varying and invariant]
+[Note: where a pvary goes]
 Along a compute axis a value is *varying* when each rank has another part of it, *invariant* when all have the same.
 The derived collectives keep both sides consistent as long as no gradient flows from a varying value into an invariant
 one without a `pvary` between them: `q_norm` (a scale over head_dim, replicated) applied to tp-local heads, or keys that
@@ -28,11 +28,11 @@ from shardfn.comm import Moved, watching
 from shardfn.layout import SAME, Cure, Kind, Part, Problem, Shape, Stuck, Tag, after_collective, even
 from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
+from shardfn.trace.meta_values import EMPTY, Values, leaves_of, tensors_of
 from shardfn.trace.operation_rules import parts_after
 from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here
 from shardfn.trace.paired_sizes import Paired, World, Worlds, local_of, taken, whole_of
-from shardfn.trace.value_numbers import Numbers
-from shardfn.trace.values import EMPTY, Values, leaves_of, tensors_of
+from shardfn.trace.value_numbering import Numbers
 
 _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes

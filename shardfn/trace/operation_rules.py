@@ -1,4 +1,4 @@
-"""A rule for each operation of torch: what it makes of parts."""
+"""A rule for each operation of torch, by its name as it is dispatched: what it makes of parts."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What each operation of torch makes of parts: the rules by which a shape-only trace follows them.
+"""What a rule is given and returns, the table of rules, and what most operations share.
 
 A rule looks at one mesh axis. It is given an operation whose inputs may be parts, and says which parts its results are,
 or raises `Lost` when the operation, done rank by rank, is not the operation on the whole values. An operation without a

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardfn._torch import base_name, is_mutable, named_arguments, pytree
+from shardfn.trace.meta_values import tensors_of
 from shardfn.trace.operations import MOVES, PRODUCTS
-from shardfn.trace.values import tensors_of
 
 Zero = Callable[[Tensor], bool]  # whether a tensor is zero in padding
 

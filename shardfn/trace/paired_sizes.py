@@ -35,7 +35,7 @@ from torch import Tensor
 
 from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
 from shardfn.context import holding
-from shardfn.trace.values import tensors_of
+from shardfn.trace.meta_values import tensors_of
 
 _Function = Callable[..., Any]
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")

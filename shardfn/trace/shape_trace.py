@@ -2,7 +2,7 @@
 
 It happens before the first real call on a mesh with compute axes, and in `plan(..., example=...)` without any process.
 It finds sizes taken from the configuration instead of the tensors, adds the collectives that only the data flow shows
-(see [Note: varying and invariant]), and counts the bytes of activations that travel.
+(see [Note: where a pvary goes]), and counts the bytes of activations that travel.
 """
 
 import random
@@ -43,12 +43,12 @@ from shardfn.random import dropout_modules
 from shardfn.trace import side_effects as beside
 from shardfn.trace.guards import Place, Watch, reads_noted
 from shardfn.trace.interpreter import Variance
+from shardfn.trace.meta_values import to_meta
 from shardfn.trace.paired_sizes import Decision, Paired, Size, World
-from shardfn.trace.reached import Reached
+from shardfn.trace.state_rollback import Reached
 from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, over, said
 from shardfn.trace.traced_axes import Flow, TracedAxes
-from shardfn.trace.value_numbers import Numbers
-from shardfn.trace.values import to_meta
+from shardfn.trace.value_numbering import Numbers
 
 _TRIES = 16  # how many further runs may look for what to write when one fails
 # What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one

@@ -1,7 +1,8 @@
-"""`apply`, and what composes with it: `value_and_grad`, `torch.func`, `jit`, `shard_map`.
+"""`apply`, and what composes with it: `value_and_grad`, `jvp`, `vjp`, `hvp`, `vmap`, `jit`, `shard_map`.
 
-Read `module_call` (run a module with the weights of a tree), `autodiff`, `torch_func`, `forward_mode` (derivatives),
-`jit`, `shard_map`, and `foreign` (collectives of others, refused inside). Not here: optimizers, classes.
+Read `module_call` (`apply`: run a module with the weights of a tree), `autodiff` (`value_and_grad`), `torch_func`
+(`jvp`, `vjp`, `hvp`, `vmap`) with `forward_mode`, `jit`, `shard_map`, and `unsupported_calls` (collectives of others,
+refused inside). Not here: optimizers, classes.
 """
 
 from shardfn.transforms import autodiff

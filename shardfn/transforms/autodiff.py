@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
 from shardfn.comm import BucketOnGrid, FreshBuffers, into_losses, leaf_spec, pmean_of_losses, pvary
-from shardfn.context import transform_state
+from shardfn.context import active_transforms
 from shardfn.engine import Gradients
 from shardfn.layout import Grid, Plan, grid, has_derivatives, may_be_differentiated
 from shardfn.layout import Reduction as PlanReduction
 from shardfn.notation import ShardError
 from shardfn.params import Mean, Params, data_axes_of, entered, is_tree, map_local
-from shardfn.transforms.foreign import ours_only
 from shardfn.transforms.module_call import apply
+from shardfn.transforms.unsupported_calls import ours_only
 
 Reduction = Literal["mean", "sum"] | None
 _CANNOT = (  # what torch says of DTensors, the last in forward mode
@@ -146,7 +146,7 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
     if connected:
         _require_reduction(reduce, trees[0])
     owner = _first_tree(given)
-    here = transform_state.Differentiation(trees, given)
+    here = active_transforms.Differentiation(trees, given)
     with torch.enable_grad():
         with here.runs(), explained("value_and_grad"):
             loss, aux = loss_of(trees)
@@ -156,7 +156,7 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
         if tree is not None:
             here.require_varying(loss, [axis for axis in tree.plan.roles.data if tree.plan.axes[axis] > 1])
     if not connected and (owner is None or here.around or here.meets_others or _is_asked_for(beside)):
-        connected = torch.is_grad_enabled() and transform_state.reaches_others(_tensors((loss, aux)), here.own())
+        connected = torch.is_grad_enabled() and active_transforms.reaches_others(_tensors((loss, aux)), here.own())
         _require_reduction(reduce if connected else "mean", owner)
     with explained("value_and_grad", loss=here):
         grads = _gradients(loss, trees, connected, used=owner is not None and not here.around)
@@ -170,7 +170,7 @@ def _first_tree(given: Sequence[Any]) -> Params | None:
 
 
 @contextmanager
-def explained(verb: str, write: str = _WEIGHT, loss: transform_state.Differentiation | None = None) -> Iterator[None]:
+def explained(verb: str, write: str = _WEIGHT, loss: active_transforms.Differentiation | None = None) -> Iterator[None]:
     """Within it an error of torch's says what to write: about `DTensor`s, which leaves are, or its own forward mode.
 
     Raises:
@@ -239,7 +239,7 @@ def grad(
 
 def _is_asked_for(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    return any(map(transform_state.asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
+    return any(map(active_transforms.asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -270,7 +270,7 @@ def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> F
     leaves = sum(len(x) if isinstance(x, dict) else 1 for x in wanted)
     if not leaves:
         raise TypeError(_NOTHING)
-    outermost = not transform_state.is_under_way() and all(kind == "Vmap" for kind in _torch.kinds_of_transforms())
+    outermost = not active_transforms.is_under_way() and all(kind == "Vmap" for kind in _torch.kinds_of_transforms())
     passed: list[Any] = []  # what goes out beside the loss: its tensors have to leave the transform
 
     def objective(*values: Any) -> tuple[Tensor, Any]:
@@ -369,7 +369,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
     """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
-    wanted = transform_state.leaves_that_ask(trees)
+    wanted = active_transforms.leaves_that_ask(trees)
     if not wanted:
         raise TypeError(_NOTHING)
     found: list[Tensor | None] = [None] * len(wanted)

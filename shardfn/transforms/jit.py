@@ -26,7 +26,7 @@ from shardfn.notation import ShardError
 from shardfn.parallel import SplitLogits
 from shardfn.params import Params, is_tree
 from shardfn.random import stream
-from shardfn.transforms.foreign import LIBRARIES
+from shardfn.transforms.unsupported_calls import LIBRARIES
 
 
 def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """`torch.func` with trees of shards: `jvp`, `vjp`, `hvp`, and `vmap`.
 
-Trees are lowered (see lowering.py) and given to `torch.func`. Inside, `apply` gathers a unit when it is used, and every
-collective has a derivative in both directions.
+Trees are lowered (see local_trees.py) and given to `torch.func`. Inside, `apply` gathers a unit when it is used, and
+every collective has a derivative in both directions.
 
 What `vmap` maps over lies on mesh axes: samples on the data axes, members of an ensemble on the axis that splits their
 dim. Those axes have no part in the mapped function, which sees one sample or one member: nothing is gathered or reduced
@@ -39,8 +39,8 @@ from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, entered, is_tree, left, lower, over_params, trees_in
 from shardfn.random import lane, part_over, stream
 from shardfn.transforms.autodiff import explained, grad, plain_gradient, unused
-from shardfn.transforms.foreign import ours_only
 from shardfn.transforms.forward_mode import FORWARD_MODE, FORWARD_MODE_DIFFERENTIATED, MAPPED, ByFormulas
+from shardfn.transforms.unsupported_calls import ours_only
 
 _Pairs = Sequence[tuple[Any, Any]]  # leaves with their entries of `in_dims`
 

@@ -1,7 +1,7 @@
-"""What the compatible classes share: meshes from what each takes as ranks, and modules that shard in place.
+"""What the compatible classes share, and where they meet the engine: `run` in `sharded_module`.
 
-Read `sharded_module` (what a sharded module knows, its run, its loads), then `meshes`. Not here: any name that a script
-imports; those are in the room of their class.
+Read `sharded_module` (what a sharded module knows, its run, its loads), then `meshes` (a mesh made of process groups
+or of device meshes). Not here: any name that a script imports; those are in the room of their class.
 """
 
 from shardfn.compat.common import meshes, sharded_module

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import move_to_mesh, parameters_of, pytree, seen_by_dynamo, unwrap_local
-from shardfn.binding import graphs, module_tables
+from shardfn.binding import GraphBreak, module_tables
 from shardfn.checkpoint import directories
 from shardfn.comm import buckets
 from shardfn.compat.common.meshes import spread
@@ -188,7 +188,7 @@ def put_shards(
         init, src, later: as in `Origin`.
     """
     if not _OUTSIDE:
-        _OUTSIDE.append(graphs.GraphBreak(_run_and_compile))
+        _OUTSIDE.append(GraphBreak(_run_and_compile))
     before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
     kept = {name for name, x in before.items() if x.device == own.device or (later and x.is_meta)}
     policy = policy_of(module, own, shards_in(module))
@@ -244,7 +244,7 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
     return held.run(module, params, method, args, kwargs)
 
 
-_OUTSIDE: list[graphs.GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does
+_OUTSIDE: list[GraphBreak] = []  # one, as soon as anything is sharded: it imports Dynamo, as a backward does
 
 
 def _run_and_compile(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:

@@ -3,9 +3,9 @@
     from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
 
 The config classes and enums are torch's own; what belongs to FSDP2 is that of `compat.fsdp2`. `FlatParameter` is there
-for `isinstance`, which is False of every parameter here. docs/howto/from-fsdp1.md lists what each argument and method
-does. Read `instance` (what one was asked), then `wrapper`, which meets the engine in `compat.common`. Not here:
-numerics.
+for `isinstance(p, FlatParameter)`, which is always False here. docs/howto/from-fsdp1.md lists what each argument and
+method does. Read `instance` (the arguments of one FSDP object), then `wrapper`, which meets the engine in
+`compat.common`. Not here: numerics.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

@@ -34,7 +34,7 @@ from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settin
 from shardfn.context import having, holding
 from shardfn.layout import WRAPPED, unwrapped
 from shardfn.notation import ShardError
-from shardfn.params import Params, functional
+from shardfn.params import Params, sharding
 from shardfn.stateful import whole_in_place
 
 _DEPRECATED = (
@@ -204,7 +204,7 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     on_first = kind == StateDictType.FULL_STATE_DICT and bool(getattr(config, "rank0_only", False))
     full = {}
     if kind == StateDictType.FULL_STATE_DICT and any(id(value) in names for value in state.values()):
-        full = functional.gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
+        full = sharding.gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
     if on_first and dist.get_rank() != own.first_rank:
         return OrderedDict()
     for key, value in state.items():
@@ -434,5 +434,5 @@ def _whole_parameters(
 
 def _full(tree: Params, to: Any) -> dict[str, Tensor]:
     """Whole values of canonical names, which nobody else has."""
-    found = functional.gather(tree, to=to) if tree else {}
+    found = sharding.gather(tree, to=to) if tree else {}
     return {name: found[name].detach() for name in tree.plan.layouts if name in found}

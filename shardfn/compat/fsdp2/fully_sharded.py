@@ -4,7 +4,7 @@
 `fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes
 its parameters `nn.Parameter(DTensor)` shards under the same names. The class only overrides `__call__`, which runs the
 module by `apply` with the tree of all groups below; inner groups are its units. Copies that the engine makes are of the
-model's own class (`CLASS` in `layout/model.py`).
+model's own class (`CLASS` in `layout/model_info.py`).
 """
 
 import functools
@@ -28,7 +28,7 @@ from shardfn.compat.common import meshes, sharded_module
 from shardfn.engine import reductions
 from shardfn.layout import CLASS, device_of, exactly, shards_in
 from shardfn.notation import ShardError
-from shardfn.params import functional
+from shardfn.params import sharding
 from shardfn.stateful import REPLACED, whole_in_place
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
@@ -375,7 +375,7 @@ class FSDPModule(nn.Module):
             held = sharded_module.held_now(self)
             params, root, dtypes = held.params(self), held.plan.units[0], held.plan.compute_dtypes
             names = root.params if root.name == "" else ()
-            full = functional.gather(params.like((name, params[name]) for name in names))
+            full = sharding.gather(params.like((name, params[name]) for name in names))
             values = {name: x.detach().to(dtypes[name]) for name, x in full.items()}
             own.unsharded = ExitStack()
             own.unsharded.enter_context(whole_in_place(self, values, held))

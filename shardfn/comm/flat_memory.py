@@ -38,7 +38,7 @@ def empty_flat(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torc
     """Uninitialised contiguous tensors, side by side in one new storage; see [Note: parts of one memory].
 
     >>> import torch
-    >>> from shardfn.comm.storage import empty_flat
+    >>> from shardfn.comm.flat_memory import empty_flat
     >>> a, b = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
     >>> b.data_ptr() - a.data_ptr()
     24
@@ -81,7 +81,7 @@ def merged(columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     for writing.
 
         >>> import torch
-        >>> from shardfn.comm.storage import empty_flat, merged
+        >>> from shardfn.comm.flat_memory import empty_flat, merged
         >>> weights = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
         >>> grads = [torch.ones(2, 3), torch.ones(4)]
         >>> [tuple(x.shape) for x in merged([weights])[0]], [tuple(x.shape) for x in merged([weights, grads])[0]]
@@ -97,7 +97,7 @@ def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[T
     `fn` works elementwise on a list of tensors and returns new ones of the same shapes.
 
         >>> import torch
-        >>> from shardfn.comm.storage import empty_flat, map_runs
+        >>> from shardfn.comm.flat_memory import empty_flat, map_runs
         >>> weights = empty_flat([(2, 3), (4,)], torch.float32, torch.device("cpu"))
         >>> a, b = map_runs(lambda flats: [torch.zeros_like(flat) for flat in flats], weights)
         >>> a.shape, b.data_ptr() - a.data_ptr()
@@ -115,7 +115,7 @@ def map_runs(fn: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[T
 def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
     """The items in order, in lists whose sizes add up to at most `limit`; one that is larger is alone.
 
-    >>> from shardfn.comm.storage import portions
+    >>> from shardfn.comm.flat_memory import portions
     >>> list(portions([3, 4, 9, 1], int, limit=8))
     [[3, 4], [9], [1]]
     """
@@ -250,7 +250,7 @@ class BufferPool:
     Whoever keeps a view of a gathered weight therefore keeps its values, and the pool makes another buffer.
 
         >>> import torch
-        >>> from shardfn.comm.storage import BufferPool
+        >>> from shardfn.comm.flat_memory import BufferPool
         >>> pool = BufferPool(torch.device("cpu"))
         >>> first = pool.tensor(1000, torch.float32)
         >>> where = first.data_ptr()

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_of, holds_data, pytree, storage_number
+from shardfn.trace.meta_values import Values
 from shardfn.trace.paired_sizes import Paired, local_of, of_world
-from shardfn.trace.values import Values
 
 # Of what they are given only shape and dtype count.
 _OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch
-from shardfn.comm.transfers import exchange_flat, gather_flat, scatter_sum_flat, sum_flat_
-from shardfn.context import transform_state
+from shardfn.comm.raw_collectives import exchange_flat, gather_flat, scatter_sum_flat, sum_flat_
+from shardfn.context import active_transforms
 from shardfn.layout import MeshSpec, axes_of, may_be_differentiated
 from shardfn.notation import ShardError
 
@@ -205,7 +205,7 @@ class Eager(torch.autograd.Function):
 def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: three Functions]."""
     if not torch.compiler.is_compiling():
-        if axis in transform_state.mapped_axes():
+        if axis in active_transforms.mapped_axes():
             raise ShardError(
                 f"{kind}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
                 "the function: communicate outside, of what comes out"
@@ -216,8 +216,8 @@ def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
         apply, where = (InTransform.apply, (_Where(*where),)) if _torch.in_transform() else (Eager.apply, where)
         if watcher is None:
             out = apply(x, *where)
-            if not varies and transform_state.is_under_way():
-                transform_state.note_shared(out, axis, kind)
+            if not varies and active_transforms.is_under_way():
+                active_transforms.note_shared(out, axis, kind)
             return out
         with watched(None):  # what it is made of is not the function's
             out = apply(x, *where)
@@ -260,7 +260,7 @@ def weighed(x: Tensor, factor: float) -> Tensor:
     """x itself, whose cotangent is multiplied by `factor`.
 
     >>> import torch
-    >>> from shardfn.comm.transposes import weighed
+    >>> from shardfn.comm.collective_autograd import weighed
     >>> torch.func.grad(lambda x: weighed(x, 3.0) ** 2)(torch.tensor(2.0))
     tensor(12.)
     """
@@ -279,7 +279,7 @@ def of_rank(x: Any, factor: float) -> Any:
     """This rank's part of what a loss of all ranks is made of: a loss of this rank of its gradient counts by `factor`.
 
     >>> import torch
-    >>> from shardfn.comm.transposes import of_rank
+    >>> from shardfn.comm.collective_autograd import of_rank
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> (slope,) = torch.autograd.grad(of_rank(x, 0.5) ** 3, x, create_graph=True)
     >>> slope.item(), torch.autograd.grad(slope, x)[0].item()
@@ -311,4 +311,4 @@ def watching() -> bool:
 
 def watched(watcher: Watcher | None, asked: Asked | None = None) -> AbstractContextManager[None]:
     """Within it `watcher` hears of collectives, to follow what varies, and `asked` of `axis_index`."""
-    return transform_state.holding(WATCHING, (watcher, asked))
+    return active_transforms.holding(WATCHING, (watcher, asked))

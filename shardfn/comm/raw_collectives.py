@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import _torch
-from shardfn.comm import point_to_point
-from shardfn.comm.storage import Buffers, FreshBuffers
+from shardfn.comm import gloo_messages
+from shardfn.comm.flat_memory import Buffers, FreshBuffers
 from shardfn.notation import ShardError
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
-        >>> from shardfn.comm.transfers import gather_flat
+        >>> from shardfn.comm.raw_collectives import gather_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> gather_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -44,8 +44,8 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _torch.waited(_torch.gathering(shard, group))
     full = shard.new_empty(shard.numel() * group.size())  # [W*n]
     into, own = full.view(torch.uint8), shard.view(torch.uint8)
-    if point_to_point.serves(own, group):
-        point_to_point.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
+    if gloo_messages.serves(own, group):
+        gloo_messages.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
     else:
         _torch.all_gather_single(into, own, group=group)
     return full
@@ -58,7 +58,7 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
-        >>> from shardfn.comm.transfers import exchange_flat
+        >>> from shardfn.comm.raw_collectives import exchange_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> exchange_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -77,8 +77,8 @@ def exchange_flat(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _torch.waited(_torch.exchanging(x, group))
     received = torch.empty_like(x)
     into, parts = received.view(torch.uint8), x.view(torch.uint8)
-    if point_to_point.serves(parts, group, size):
-        point_to_point.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
+    if gloo_messages.serves(parts, group, size):
+        gloo_messages.exchange(into.view(size, -1), parts.view(size, -1), group.group_name)
     else:
         _torch.all_to_all_single(into, parts, group=group)
     return received
@@ -93,7 +93,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
 
         >>> import shardfn as sf
         >>> import torch
-        >>> from shardfn.comm.transfers import scatter_sum_flat
+        >>> from shardfn.comm.raw_collectives import scatter_sum_flat
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> scatter_sum_flat(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -116,7 +116,7 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     rows, fresh = full.view(size, -1), FreshBuffers(full.device)
     if _torch.has_no_memory() or _torch.simulated():
         return Flight(pure_scatter_steps(rows, group)).finish()[0].to(full.dtype)
-    if point_to_point.serves(full, group, size):
+    if gloo_messages.serves(full, group, size):
         return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
     return Flight(scatter_sum_steps(rows, group, fresh, fresh)).finish()[0].to(full.dtype)
 
@@ -222,11 +222,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Overwrites x, of any shape, with its sum over ranks, and returns it; outside autograd. Any numbers.
 
-    One all-reduce, on gloo in float32 for 16-bit floats; see [Note: small collectives] in point_to_point.py.
+    One all-reduce, on gloo in float32 for 16-bit floats; see [Note: small collectives] in gloo_messages.py.
 
         >>> import shardfn as sf
         >>> import torch
-        >>> from shardfn.comm.transfers import sum_flat_
+        >>> from shardfn.comm.raw_collectives import sum_flat_
         >>> mesh = sf.make_mesh("cpu", tp=1)
         >>> sum_flat_(torch.arange(3), mesh.get_group("tp"))
         tensor([0, 1, 2])
@@ -242,11 +242,11 @@ def sum_flat_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or x.is_meta:
         return x
     target = x.detach()
-    directly = point_to_point.serves(target, group)
+    directly = gloo_messages.serves(target, group)
     half_on_gloo = x.dtype in _HALVES and not directly and backend_of(group, x.device) == "gloo"
     wide = target.to(torch.float32 if half_on_gloo else _WIDER.get(x.dtype, x.dtype)).contiguous()
     if directly:
-        point_to_point.sum_(wide, group.group_name)
+        gloo_messages.sum_(wide, group.group_name)
     elif _torch.has_no_memory():
         wide = _torch.waited(_torch.summing(wide, group))
     else:

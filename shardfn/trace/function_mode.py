@@ -24,9 +24,9 @@ from shardfn.comm import watched
 from shardfn.layout import SUM, Part, Problem, Tag
 from shardfn.parallel import Adjustments
 from shardfn.trace.interpreter import Variance
+from shardfn.trace.meta_values import tensors_in, tensors_of
 from shardfn.trace.paired_sizes import Apart, Paired, Size, local_of, of_world, sizes_of, whole_of
-from shardfn.trace.value_numbers import Numbers
-from shardfn.trace.values import tensors_in, tensors_of
+from shardfn.trace.value_numbering import Numbers
 
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import forward_hooks
 from shardfn.layout import OWN, class_of, unwrapped
-from shardfn.trace.values import is_cache
+from shardfn.trace.meta_values import is_cache
 
 _DEPTH = 8  # how many steps are followed from a module, an argument or a hook
 _NEAR = 3  # the same, of what is looked at in every call

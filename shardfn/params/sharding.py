@@ -1,7 +1,7 @@
-"""The verbs: `shard`, `gather`, `reduce_grads`, `reshard`.
+"""The verbs: `shard`, `gather`, `reduce_grads`.
 
-Each looks up a plan and moves data; the thinking is in `plan`, the moving in `buckets`, the values
-that `shard` begins with in `initialize`.
+Each looks up a plan and moves data: decisions are in `layout/planning.py`, the moving in `comm/buckets.py`, the values
+that `shard` begins with in `initialize.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
