@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn._torch import pytree
-from shardfn.random import masks as masks_of
+from shardfn.random import dropout_masks as masks_of
 from shardfn.testing import assert_parity, on_meshes
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((4, 1), (2, 2), (1, 4)))

@@ -40,7 +40,7 @@ from shardfn.layout import (
 from shardfn.notation import ShardError, of_like_layers
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
-from shardfn.trace import side_effects as beside
+from shardfn.trace import function_mode as beside
 from shardfn.trace.guards import Place, Watch, reads_noted
 from shardfn.trace.interpreter import Variance
 from shardfn.trace.meta_values import to_meta

@@ -302,7 +302,7 @@ def _needs_values(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     where = own[-1] if own else frames[-1]
-    experts = any(frame.filename == str(Path(__file__).with_name("experts.py")) for frame in frames)
+    experts = any(frame.filename == str(Path(__file__).parents[1] / "parallel" / "experts.py") for frame in frames)
     return (
         f"jit: {Path(where.filename).name}:{where.lineno} `{where.line}` needs the value of a tensor, which there is "
         "none of while the step is recorded. Use torch.where instead of if, masks instead of x[mask], return tensors "
