@@ -24,16 +24,9 @@ from shardfn.compat import fsdp1, fsdp2, hfai, megatron
 from shardfn.compat.fsdp1 import _runtime_utils, sharded_grad_scaler, wrap
 
 # Modules of torch that look at the classes when they are imported: to them ours are modules like any other.
-_KNOW_THE_CLASSES = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp._wrap_utils",
-    "torch.distributed.fsdp._optim_utils",
-    "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.distributed._composable.replicate",
-)
+_KNOW_THE_CLASSES = "checkpoint checkpoint.state_dict fsdp._wrap_utils fsdp._optim_utils optim pipelining".split()
+_KNOW_THE_CLASSES += "algorithms._optimizer_overlap.optimizer_overlap _composable.replicate".split()
+_KNOW_THE_CLASSES = [f"torch.distributed.{name}" for name in _KNOW_THE_CLASSES]
 _FSDP1 = ("FullyShardedDataParallel",)
 _FSDP2 = ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx")
 # Module of torch -> ours, and the names that torch's gets of it.
@@ -49,24 +42,13 @@ _PUT: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "torch.distributed.fsdp._runtime_utils": (_runtime_utils, ("_lazy_init",)),
 }
 # Modules of other packages -> ours, whose names they have, also where the packages are installed.
-DOORS: Mapping[str, ModuleType] = {
-    "hfai.distributed.fsdp": hfai,
-    "hfai.distributed.fsdp.warp": hfai.warp,
-    "hfai.distributed.fsdp.wrap": hfai.wrap,
-    "haiscale.fsdp": hfai,
-    "haiscale.fsdp.warp": hfai.warp,
-    "haiscale.fsdp.wrap": hfai.wrap,
-    "megatron.core.distributed.torch_fully_sharded_data_parallel": megatron,
-}
+_INSIDE = {"": hfai, ".warp": hfai.warp, ".wrap": hfai.wrap}
+DOORS = {f"{at}{name}": ours for at in ("hfai.distributed.fsdp", "haiscale.fsdp") for name, ours in _INSIDE.items()}
+DOORS |= {"megatron.core.distributed.torch_fully_sharded_data_parallel": megatron}
 # What holds them where nothing is installed, and the names in it.
-_PACKAGES: Mapping[str, Mapping[str, Any]] = {
-    "hfai": {},
-    "hfai.distributed": {"__getattr__": partial(getattr, torch.distributed)},
-    "haiscale": {},
-    "megatron": {},
-    "megatron.core": {},
-    "megatron.core.distributed": {"TorchFullyShardedDataParallel": megatron.TorchFullyShardedDataParallel},
-}
+_PACKAGES: dict[str, Mapping[str, Any]] = {name: {} for name in ("hfai", "haiscale", "megatron", "megatron.core")}
+_PACKAGES["hfai.distributed"] = {"__getattr__": partial(getattr, torch.distributed)}
+_PACKAGES["megatron.core.distributed"] = {"TorchFullyShardedDataParallel": megatron.TorchFullyShardedDataParallel}
 _patches = ExitStack()  # of names, while the switch is on
 _preparation_data_before = spawn.get_preparation_data
 

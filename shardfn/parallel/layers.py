@@ -326,12 +326,6 @@ def _unfused(own: Any, *args: Any, **kwargs: Any) -> Any:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-_FORWARDS: dict[str, Callable[[Layer], Forward]] = {  # by the kind of a module
-    **FORWARDS,
-    "convolution": _convolution,
-    "transposed convolution": _convolution,
-    "batch norm": _norm(_batch_norm),
-    "group norm": _norm(_group_norm),
-    "instance norm": _norm(_instance_norm),
-    "attention": _attention,
-}
+_FORWARDS: dict[str, Callable[[Layer], Forward]] = {**FORWARDS, "attention": _attention}  # by the kind of a module
+_FORWARDS |= {"convolution": _convolution, "transposed convolution": _convolution, "batch norm": _norm(_batch_norm)}
+_FORWARDS |= {"group norm": _norm(_group_norm), "instance norm": _norm(_instance_norm)}

@@ -347,9 +347,4 @@ def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -
 
 
 # By the kind of a module: what makes its parallel forward.
-FORWARDS: dict[str, Callable[[Layer], Forward]] = {
-    "linear": _linear,
-    "transposed linear": _linear,
-    "embedding": _lookup,
-    "own embedding": _own_lookup,
-}
+FORWARDS = {"linear": _linear, "transposed linear": _linear, "embedding": _lookup, "own embedding": _own_lookup}

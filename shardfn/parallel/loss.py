@@ -22,7 +22,7 @@ done by their own methods        `to_local`, `full_tensor`, `redistribute`
 a `ShardError`                   the rest, which would mix a part with whole tensors, or take it for the whole
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -390,9 +390,4 @@ def _flatten(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None"
     return args if given.get("end_dim", -1) % x.dim() < x.dim() - 1 else None
 
 
-_CHANGES: Mapping[str, Callable[[SplitLogits, Any, Any], "tuple[Any, ...] | None"]] = {
-    "__getitem__": _index,
-    "reshape": _reshape,
-    "view": _reshape,
-    "flatten": _flatten,
-}
+_CHANGES = {"__getitem__": _index, "reshape": _reshape, "view": _reshape, "flatten": _flatten}

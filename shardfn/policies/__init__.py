@@ -5,16 +5,8 @@ Not here: what a policy means for a model, see `layout`.
 """
 
 from shardfn.parallel import Experts
-from shardfn.policies.presets import (
-    ddp,
-    from_parallelize_plan,
-    from_regex,
-    from_wrap_policy,
-    fsdp,
-    gathered,
-    hsdp,
-    zero2,
-)
+from shardfn.policies.presets import ddp, from_parallelize_plan, from_regex, from_wrap_policy, fsdp, gathered
+from shardfn.policies.presets import hsdp, zero2
 from shardfn.policies.transformers import from_transformers
 
 __all__ = ["Experts", "ddp", "from_parallelize_plan", "from_regex", "from_transformers", "from_wrap_policy", "fsdp"]

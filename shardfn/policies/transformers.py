@@ -524,9 +524,6 @@ class _Picking:
 
 
 # By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
-_MODULES: dict[str, Callable[..., Any]] = {
-    "Glm5NextTextIndexer": _Picking(_picked_pools),
-    "Qwen4ExpTextQSAIndexer": _Picking(_picked_blocks),
-}
+_MODULES = {"Glm5NextTextIndexer": _Picking(_picked_pools), "Qwen4ExpTextQSAIndexer": _Picking(_picked_blocks)}
 # By the name of a class: a forward of its attention that works with a part of the heads.
 _ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}

@@ -20,20 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn import layout
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
 from shardfn.context import Recording, having, holding, recording
-from shardfn.layout import (
-    Grid,
-    Plan,
-    axes_of,
-    class_of,
-    first_match,
-    grid,
-    index_along,
-    nested_index,
-    patched_forward,
-    per_rank,
-)
+from shardfn.layout import Grid, Plan, axes_of, class_of, first_match, grid, index_along, patched_forward, per_rank
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
@@ -403,7 +393,7 @@ class Masks:
         """What goes of x, whose first `keeps` dims a mask has."""
         call = self._call(path)
         one, two, *places = self._values
-        before = nested_index(zip(places, self._counts, strict=True))  # parts of the batch that come before this one
+        before = layout.nested_index(zip(places, self._counts, strict=True))  # parts of the batch before this one
         parts, batch = offsets(call - self._before.get(path, 0), x.dim())
         firsts = [(before * count if d == batch else 0) + index for d, (index, count) in enumerate(parts)]
         drop = dropped(x.shape[:keeps], firsts[:keeps], p, (one, two), (crc32(path.encode()), call), x.device)

@@ -9,20 +9,8 @@ import torch
 from torch import Tensor
 
 from shardfn.layout import SAME, SUM, Lost, Part, even, has_derivatives, in_two_dims, reshaped, sliced
-from shardfn.trace.operations import (
-    PRODUCTS,
-    RULES,
-    Operation,
-    Parts,
-    Rule,
-    filled_part,
-    is_stored,
-    lose_if,
-    one_copy,
-    pointwise,
-    rule_for,
-    takes_back_a_sum,
-)
+from shardfn.trace import operations
+from shardfn.trace.operations import RULES, Operation, Parts, Rule, is_stored, lose_if, one_copy, pointwise, rule_for
 
 
 def parts_after(op: Operation) -> Parts:
@@ -32,7 +20,7 @@ def parts_after(op: Operation) -> Parts:
     if gone is not None:
         return [gone] * len(op.results)
     try:
-        if takes_back_a_sum(op):
+        if operations.takes_back_a_sum(op):
             return [SUM] * len(op.results)
         rule = RULES.get(op.name) or RULES.get(op.name.rstrip("_")) or (pointwise if op.pointwise else None)
         if rule is None:
@@ -97,7 +85,7 @@ def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> Rule:
 
     def rule(op: Operation) -> "Part | Parts | None":
         part = _one(op)
-        return move(op, part) if part.split else (filled_part(op) if part == SAME else None) or part
+        return move(op, part) if part.split else (operations.filled_part(op) if part == SAME else None) or part
 
     return rule
 
@@ -262,9 +250,9 @@ def _second(op: Operation, factors: Sequence[tuple[str, Tensor]], label: str, ou
     return out.index(other)
 
 
-@rule_for(*PRODUCTS)
+@rule_for(*operations.PRODUCTS)
 def _product(op: Operation) -> Part | None:
-    return _contracted(op, PRODUCTS[op.name], *op.args[:2])
+    return _contracted(op, operations.PRODUCTS[op.name], *op.args[:2])
 
 
 def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
@@ -276,7 +264,7 @@ def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
 @rule_for(*_ADDED_TO)
 def _added_product(op: Operation) -> Part | None:
     """A product and what is added to it, which is broadcast to its shape."""
-    bias, product = op.args[0], _contracted(op, PRODUCTS[_ADDED_TO[op.name.rstrip("_")]], *op.args[1:3])
+    bias, product = op.args[0], _contracted(op, operations.PRODUCTS[_ADDED_TO[op.name.rstrip("_")]], *op.args[1:3])
     part = op.part(bias)
     if part is None and product is None:
         return None

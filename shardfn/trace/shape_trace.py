@@ -16,27 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn import _torch
+from shardfn import _torch, layout
 from shardfn._torch import outside_transforms, pytree
 from shardfn.binding import Around, Forward, InnerCall, Wiring, has_attribute, own_forward
 from shardfn.binding import Place as Modules
 from shardfn.comm import watched
 from shardfn.context import derivatives_asked_for
-from shardfn.layout import (
-    MeshSpec,
-    Plan,
-    Policy,
-    Problem,
-    Tag,
-    compute_view,
-    has_derivatives,
-    is_in,
-    matches,
-    modules_above,
-    planning,
-    submodule,
-    unwrapped,
-)
+from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
 from shardfn.notation import ShardError, of_like_layers
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
@@ -127,7 +113,7 @@ class Trial:
             ShardError: no module that a pattern matches has one.
         """
         for pattern, given in self.plan.policy.local_sizes.items():
-            named = [unwrapped(module) for path, module in self.model.named_modules() if matches(pattern, path)]
+            named = [unwrapped(module) for path, module in self.model.named_modules() if layout.matches(pattern, path)]
             for name in given if named else ():
                 if not any(has_attribute(module, name) for module in named):
                     raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
@@ -140,7 +126,7 @@ class Trial:
                 tries += 1
                 with suppress(ShardError):
                     policy = replace(self.plan.policy, ignore=()) | kept | change
-                    other = replace(planning.decide(self.plan.info, self.plan.axes, policy), policy=policy)
+                    other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
                     given = self.model, other, self.mesh, self._buffers, self.method, self._calls
                     trial = Trial(*given, differentiates=self._differentiates)
                     try:
@@ -268,7 +254,7 @@ class Trial:
                 around.enter_context(self._watch)
             for path, args, kwargs in calls:
                 begin()
-                output = getattr(unwrapped(submodule(self.model, path)), self.method)(*args, **kwargs)
+                output = getattr(unwrapped(layout.submodule(self.model, path)), self.method)(*args, **kwargs)
         return output, self._reached.collected, [*weights.buffers.values()]
 
     def _groups(self) -> frozenset[tuple[str, str]]:
@@ -317,7 +303,7 @@ class Trial:
 
     def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
-        stored = [leaf for layout in self.plan.layouts.values() for leaf in layout.leaves]
+        stored = [leaf for one in self.plan.layouts.values() for leaf in one.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
         return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
 
@@ -331,7 +317,7 @@ class Trial:
         if follows:
             axes = self._axes = TracedAxes(*place, variance)
         owners = {path for path, names in self.names.items() if names}
-        above = modules_above(owners)
+        above = layout.modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
         self._drops, drops = list[_Drop](), dropout_modules(self.model)
         around = {
@@ -357,7 +343,7 @@ class Trial:
         """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
         for path in others_forwards(self.plan):
-            module = unwrapped(submodule(self.model, path))
+            module = unwrapped(layout.submodule(self.model, path))
             own = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
         around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
@@ -367,7 +353,7 @@ class Trial:
 
     def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
         """The sizes that a module has in attributes, of a rank and of one process."""
-        module, found = unwrapped(submodule(self.model, path)), dict[str, Any](own)
+        module, found = unwrapped(layout.submodule(self.model, path)), dict[str, Any](own)
         for name, size in own.items():
             holder, _, attribute = name.rpartition(".")
             have = getattr(module.__dict__.get(holder) if holder else module, attribute, None)

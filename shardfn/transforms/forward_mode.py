@@ -138,14 +138,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
 
 MAPPED = {F.layer_norm: _layer_norm, F.instance_norm: _instance_norm, F.batch_norm: _batch_norm}
-FORWARD_MODE: dict[Any, Callable[..., Any]] = {
-    F.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-    F.mse_loss: _mse_loss,
-    F.huber_loss: _huber_loss,
-    F.soft_margin_loss: _soft_margin_loss,
-    F.glu: _glu,
-    F.normalize: _normalize,
-    F.scaled_dot_product_attention: _attention,
-}
+FORWARD_MODE: dict[Any, Callable[..., Any]] = {F.layer_norm: _layer_norm, F.instance_norm: _instance_norm}
+FORWARD_MODE |= {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss, F.soft_margin_loss: _soft_margin_loss}
+FORWARD_MODE |= {F.glu: _glu, F.normalize: _normalize, F.scaled_dot_product_attention: _attention}
 FORWARD_MODE_DIFFERENTIATED = FORWARD_MODE | {F.batch_norm: _batch_norm_in_forward_mode}

@@ -8,35 +8,14 @@ method does. Read `instance` (the arguments of one FSDP object), then `wrapper`,
 `compat.common`. Not here: numerics.
 """
 
-from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
-from torch.distributed.fsdp import CPUOffload as CPUOffload
-from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
-from torch.distributed.fsdp import FlatParameter as FlatParameter
-from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
-from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
-from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
-from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
-from torch.distributed.fsdp import MixedPrecision as MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
-from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
-from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
-from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
-from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
-from torch.distributed.fsdp import StateDictConfig as StateDictConfig
-from torch.distributed.fsdp import StateDictSettings as StateDictSettings
-from torch.distributed.fsdp import StateDictType as StateDictType
-from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, FlatParameter, FullStateDictConfig
+from torch.distributed.fsdp import FullOptimStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, OptimStateDictConfig
+from torch.distributed.fsdp import OptimStateKeyType, ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.fsdp import ShardingStrategy, StateDictConfig, StateDictSettings, StateDictType, UnshardHandle
 
-from shardfn.compat.fsdp1 import api as api
-from shardfn.compat.fsdp1 import fully_sharded_data_parallel as fully_sharded_data_parallel
-from shardfn.compat.fsdp1 import sharded_grad_scaler as sharded_grad_scaler
-from shardfn.compat.fsdp1 import wrap as wrap
+from shardfn.compat.fsdp1 import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from shardfn.compat.fsdp1.instance import Instance, state_dict_settings
-from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
-from shardfn.compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
-from shardfn.compat.fsdp2 import FSDPModule as FSDPModule
-from shardfn.compat.fsdp2 import fully_shard as fully_shard
-from shardfn.compat.fsdp2 import register_fsdp_forward_method as register_fsdp_forward_method
-from shardfn.compat.fsdp2 import share_comm_ctx as share_comm_ctx
+from shardfn.compat.fsdp1.wrapper import FullyShardedDataParallel
+from shardfn.compat.fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, register_fsdp_forward_method
+from shardfn.compat.fsdp2 import share_comm_ctx

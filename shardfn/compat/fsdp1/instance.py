@@ -32,12 +32,8 @@ _CONFIGS: dict[StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimS
 }
 NOT_GIVEN: Any = object()
 # Argument that changed places, in the present order -> the type that only it has; a policy may be any function.
-_MOVED: dict[str, Any] = {
-    "sharding_strategy": ShardingStrategy,
-    "cpu_offload": CPUOffload,
-    "auto_wrap_policy": (_Policy, Callable),
-    "backward_prefetch": fsdp.BackwardPrefetch,
-}
+_MOVED: dict[str, Any] = {"sharding_strategy": ShardingStrategy, "cpu_offload": CPUOffload}
+_MOVED |= {"auto_wrap_policy": (_Policy, Callable), "backward_prefetch": fsdp.BackwardPrefetch}
 _MASTER = "_shardfn_buffer_before"  # on a buffer that was cast to `buffer_dtype`: what it was
 
 

@@ -9,16 +9,10 @@ All of it is in `fully_sharded`, which meets the engine in `compat.common`. Not 
 from typing import Any
 
 import torch.distributed.fsdp
-from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
-from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from shardfn.compat.fsdp2.fully_sharded import FSDPModule as FSDPModule
-from shardfn.compat.fsdp2.fully_sharded import Group
-from shardfn.compat.fsdp2.fully_sharded import fully_shard as fully_shard
-from shardfn.compat.fsdp2.fully_sharded import register_fsdp_forward_method as register_fsdp_forward_method
-from shardfn.compat.fsdp2.fully_sharded import share_comm_ctx as share_comm_ctx
+from shardfn.compat.fsdp2.fully_sharded import FSDPModule, Group, fully_shard, register_fsdp_forward_method
+from shardfn.compat.fsdp2.fully_sharded import share_comm_ctx
 
 # Newer than the oldest torch that this library runs on; None there.
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)

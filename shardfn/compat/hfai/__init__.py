@@ -6,8 +6,7 @@ docs/howto/from-hfai.md lists what each argument and method does. Not here: the 
 FSDP1's with other arguments.
 """
 
-from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch
 
-from shardfn.compat.hfai import warp as warp
-from shardfn.compat.hfai import wrap as wrap
-from shardfn.compat.hfai.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
+from shardfn.compat.hfai import warp, wrap
+from shardfn.compat.hfai.wrapper import FullyShardedDataParallel
