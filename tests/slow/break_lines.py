@@ -1,7 +1,7 @@
 """Whether the tests see a line that is broken: lines of shardfn are drawn by a seed and broken one by one.
 
     python tests/slow/break_lines.py --lines 50                      # evenly over the folders of shardfn
-    python tests/slow/break_lines.py --lines 10 --only 'core/engine/*' --first-only
+    python tests/slow/break_lines.py --lines 10 --only 'engine/*' --first-only
     python tests/slow/break_lines.py --again layout/policy.py:64:1    # one of them again, as its row names it
 
 The seed is the commit's hash by default. Each line is broken in a clone of this checkout's commit; the tests that name
