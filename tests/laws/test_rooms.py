@@ -178,7 +178,7 @@ def test_room_is_small_and_says_what_lives_there(room: str) -> None:
     assert MODULES[module].name == "__init__.py"
     inside = [name for name in MODULES if room_of(name) == room and name != module]
     assert len(inside) <= MAX_MODULES, f"{room} has {len(inside)} modules; is it two rooms?"
-    docstring = ast.get_docstring(parse(module)) or ""
+    docstring = " ".join((ast.get_docstring(parse(module)) or "").split())
     assert "Not here:" in docstring, f"{room} says what lives there, and what does not: 'Not here: ...'"
     if room not in PUBLIC_ROOMS:
         unnamed = [name for name in inside if f"`{name.rpartition('.')[2]}`" not in docstring]
