@@ -19,7 +19,7 @@ from shardfn.comm.packing import Crossing
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 TRACE = {path.stem for path in (Path(sf.__file__).parent / "trace").glob("*.py")}
-OF_A_CALL = {"guards", "values", "reached"}  # whether it is like the traced one
+OF_A_CALL = {"guards", "meta_values", "state_rollback"}  # whether it is like the traced one
 
 MESHES = tuple({"fsdp": f, "tp": t} for f, t in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1)))
 
