@@ -50,9 +50,9 @@ from shardfn.comm.flat_memory import Buffer, Buffers, FreshBuffers, View, view_o
 from shardfn.comm.raw_collectives import Steps, Works, accumulation_dtype, backend_of
 from shardfn.layout import Axes, Grid, Leaf, Policy, per_rank
 
-_IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
+IN_PLACE_TOTAL = 2**20  # bytes of a whole bucket from which rank-to-rank transfers pay
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64)  # by every backend; other dtypes are sent as bytes
-_IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
+IN_PLACE_MESSAGE = 2**19  # bytes of one message from which it pays to send it alone
 _IN_PLACE_RANKS = 8  # every rank sends to every other one, so that messages grow with the ranks
 _ALIGNMENT = 64  # bytes: where whole leaves begin, for vector instructions
 _dtype_of = attrgetter("dtype")
@@ -197,12 +197,14 @@ places_of: Callable[[tuple[Move, ...], int], Places] = lru_cache(maxsize=2**10)(
 
 
 @lru_cache(maxsize=2**10)
-def way_of(places: Places, itemsize: int, sends_well: bool) -> Way:
+def way_of(
+    places: Places, itemsize: int, sends_well: bool, total: int = IN_PLACE_TOTAL, message: int = IN_PLACE_MESSAGE
+) -> Way:
     """How leaves travel in a dtype of so many bytes, where messages may or may not pay."""
     ranks, numel, starts = places.ranks, places.numel, places.starts
-    one_by_one = sends_well and numel * ranks * itemsize >= _IN_PLACE_TOTAL and ranks <= _IN_PLACE_RANKS
+    one_by_one = sends_well and numel * ranks * itemsize >= total and ranks <= _IN_PLACE_RANKS
     # The first leaves, of which every rank's part is one piece of memory and worth a message of its own.
-    pays = [prod(x.whole[: x.dim]) == 1 and x.numel * itemsize >= _IN_PLACE_MESSAGE for x in places.moves]
+    pays = [prod(x.whole[: x.dim]) == 1 and x.numel * itemsize >= message for x in places.moves]
     first, unit = [*pays, False].index(False) if one_by_one else 0, max(1, _ALIGNMENT // itemsize)
     wholes = list(accumulate((-(-prod(whole) // unit) * unit for whole in places.whole_shapes), initial=0))
     parts = torch.empty(ranks, numel - starts[first], device="meta")

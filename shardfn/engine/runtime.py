@@ -61,7 +61,7 @@ class Order:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.sure: dict[Hashable, Event | None] = {}  # what comes after, where only one event ever did; else None
-        self._asked = 0
+        self.asked = 0
         self._alone = not grid.exchanges or backend_of(next(iter(grid.groups.values())), grid.device) == "fake"
 
     def check(self, before: Hashable, event: Event) -> None:
@@ -77,8 +77,8 @@ class Order:
     def _agree(self, event: str) -> None:
         """Meet the other ranks at the store: the first one says what it does, the last one lets all go on."""
         store, ranks = _torch.default_store(), self._grid.ranks()
-        key = f"{self._prefix}/{self._asked}"
-        self._asked += 1
+        key = f"{self._prefix}/{self.asked}"
+        self.asked += 1
         mine = f"rank {dist.get_rank()} is about to {event}"
         first = store.compare_set(key, "", mine).decode()
         if differs := first.partition(" to ")[2] != event:

@@ -78,7 +78,7 @@ def dropout(
         return x
     if vmap_depth():
         raise ShardError("dropout: inside a vmap elements have no places of their own; use dropout_seed and nn.Dropout")
-    seeds = _keys(_checked("dropout", tuple(seed) if isinstance(seed, tuple | list) else (seed,)))
+    seeds = key_of(_checked("dropout", tuple(seed) if isinstance(seed, tuple | list) else (seed,)))
     firsts: list[Word] = [0] * x.dim()  # how many parts of each dim come before this rank's
     if dims is not None:
         if mesh is None:
@@ -141,7 +141,7 @@ def _folded(words: Sequence[Word], start: int) -> Any:
     return key
 
 
-def _keys(words: Sequence[Word]) -> tuple[Word, Word]:
+def key_of(words: Sequence[Word]) -> tuple[Word, Word]:
     """Two numbers below 2**32 that stand for a seed."""
     return _folded(words, 0x243F6A88), _folded(words, 0x13198A2E)
 
@@ -258,7 +258,7 @@ def dropout_seed(*seed: Word) -> Iterator[None]:
     `torch.utils.checkpoint` drops the same again, with `preserve_rng_state`, its default. `sf.vmap` counts samples as
     `apply` on the batch does; its `randomness="same"` gives all the same mask.
     """
-    with holding(_STREAM, Stream(_keys(_checked("dropout_seed", seed)), recording())):
+    with holding(_STREAM, Stream(key_of(_checked("dropout_seed", seed)), recording())):
         yield
 
 

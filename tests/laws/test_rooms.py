@@ -1,18 +1,15 @@
-"""The shape of the package: rooms, cycles, purity, private names, lengths, and what is public.
+"""The shape of the package: rooms, cycles, purity, private names, lengths.
 
-Everything up to "What is public" reads source with `ast` and imports nothing, so that it also runs over broken modules.
+Everything here reads source with `ast` and imports nothing, so that it also runs over broken modules.
 """
 
 import ast
-import importlib
 import io
-import pydoc
 import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -52,13 +49,6 @@ STATEFUL = ("shardfn.stateful", *LEAVES)  # all else is functions of values
 MAX_DEPTH, MAX_MODULES, MAX_MODULE_LINES = 12, 14, 600
 PRIVATE_ALLOWED = ("shardfn._torch", "shardfn.compat")  # may use torch's private names, and silence a checker
 MAX_LINES = 60
-
-# The names at top level, and no others (docs/design.md); some come in later releases.
-PUBLIC = set(
-    "make_mesh MeshSpec simulate Policy plan Plan shard Params gather reduce_grads reshard apply value_and_grad grad "
-    "vmap jvp vjp hvp jit shard_map register cross_entropy typeof visualize check Report Trainer ShardError".split()
-)
-NAMESPACES = ("optim", "tree", "collectives", "checkpoint", "policies", "data", "testing")
 
 
 def find_modules() -> dict[str, Path]:
@@ -342,61 +332,7 @@ def test_no_checker_is_silenced(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is public
-
-
-def read_public_names() -> list[str]:
-    """The names that `shardfn/__init__.py` imports or defines."""
-    names: set[str] = set()
-    for node in parse("shardfn").body if "shardfn" in MODULES else []:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return sorted(name for name in names if not name.startswith("_"))
-
-
-def test_no_public_name_but_those_of_the_design() -> None:
-    package = importlib.import_module("shardfn")
-    values = {name for name, value in vars(package).items() if not isinstance(value, ModuleType)}
-    modules = {name for name, value in vars(package).items() if isinstance(value, ModuleType)}
-    extra = {name for name in values if not name.startswith("_")} - PUBLIC
-    assert not extra, f"shardfn has public names that are not in the design: {sorted(extra)}"
-    strangers = {name for name in modules if f"shardfn.{name}" not in MODULES and not is_namespace(name)}
-    assert not strangers, f"shardfn re-exports modules of others: {sorted(strangers)}"
-
-
-def is_namespace(name: str) -> bool:
-    return name in (*NAMESPACES, "core", "compat")
-
-
-@pytest.mark.parametrize("name", [name for name in read_public_names() if not is_namespace(name)])
-def test_public_name_has_an_example(name: str) -> None:
-    docstring = vars(importlib.import_module("shardfn"))[name].__doc__ or ""
-    assert docstring.strip(), f"shardfn.{name} has no docstring"
-    assert ">>>" in docstring or "```" in docstring, f"the docstring of shardfn.{name} has no example"
-
-
-@pytest.mark.parametrize("name", NAMESPACES)
-def test_namespace_can_be_imported(name: str) -> None:
-    assert isinstance(importlib.import_module(f"shardfn.{name}"), ModuleType)
-
-
-@pytest.mark.parametrize("name", ["", *NAMESPACES])
-def test_help_and_api_pages_list_what_a_module_has(name: str) -> None:
-    """Both go by `__all__`: of a module without one they leave out what is defined elsewhere."""
-    module = importlib.import_module(f"shardfn.{name}".rstrip("."))
-    ours = [node for node in ast.walk(parse(module.__name__)) if isinstance(node, ast.ImportFrom)]
-    exported = {alias.asname for node in ours for alias in node.names if alias.asname == alias.name}
-    assert exported <= set(module.__all__)
-    text = pydoc.plain(pydoc.render_doc(module))
-    for other in module.__all__:
-        if not isinstance(vars(module)[other], ModuleType):
-            assert vars(module)[other].__doc__, f"{module.__name__}.{other} has no docstring"
-            assert re.search(rf"^    (class )?{other}\b", text, re.MULTILINE), other
+# Pages
 
 
 def test_the_page_of_a_weight_names_what_there_is() -> None:

@@ -1,15 +1,20 @@
-"""What tests that run on ranks share: a folder, warnings that are not theirs to test, and parameters set to zero."""
+"""What tests that run on ranks share: a folder, no warnings of torch, parameters set to zero, how buckets travel."""
 
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from shardfn.comm import packing
+
+_WAY_OF = packing.way_of
 
 
 @contextmanager
@@ -36,3 +41,8 @@ def zeroed(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+
+
+def in_place(message: int | None) -> None:
+    """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
+    packing.way_of = _WAY_OF if message is None else partial(_WAY_OF, total=0, message=message)

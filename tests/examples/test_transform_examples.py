@@ -14,7 +14,7 @@ from torch.func import functional_call
 import shardfn as sf
 from shardfn.testing import assert_parity, on_meshes, run
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "transforms"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts one of them
 

@@ -1,4 +1,4 @@
-"""A sample of `tests/sweep.py`, and the reasons that a refusal may have."""
+"""A sample of `tests/slow/sweep.py`, and the reasons that a refusal may have."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn.testing import run
 
-DOCS = Path(__file__).parents[1] / "docs" / "howto" / "transformers.md"
+DOCS = Path(__file__).parents[2] / "docs" / "howto" / "transformers.md"
 
 # Compressed attention with an indexer; masks made of keys; a norm over all heads; experts that the model's plan cuts
 # wrongly, and convolutions; linear attention; a tower whose shapes depend on integers; an indexer that

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawing import as_dtensor, assert_same_bits
+from ranks import in_place
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -33,13 +34,6 @@ def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.
     places = grid(mesh, params.plan.roles.storage)
     bucket = params.plan.units[0].buckets[0]
     return params, places, BucketOnGrid(params.plan, places, bucket, BufferPool(places.device))
-
-
-def in_place(message: int | None) -> None:
-    """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
-    limits = (2**20, 2**19) if message is None else (0, message)
-    packing.__dict__.update(_IN_PLACE_TOTAL=limits[0], _IN_PLACE_MESSAGE=limits[1])
-    packing.way_of.cache_clear()
 
 
 def move_on_a_rank(message: int | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import decoder, policy, tokens
-from test_buckets import in_place
+from ranks import in_place
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -186,7 +186,7 @@ def agreements_on_a_rank() -> list[int]:
         step(params, x)
         with torch.no_grad():
             sf.apply(model, params, x)
-        seen.append(asked._asked)
+        seen.append(asked.asked)
     return seen
 
 

@@ -32,7 +32,7 @@ from shardfn.checkpoint.stored_names import Patchwork
 from shardfn.layout.layout import blocks
 from shardfn.testing import on_meshes, run
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts one of them
 

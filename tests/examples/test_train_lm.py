@@ -16,7 +16,7 @@ import torch
 import shardfn as sf
 from shardfn.testing import RankError, run, run_raises
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts it
 

@@ -447,7 +447,7 @@ def _less_after_a_loss_of_no_use(m: Any, x: Tensor) -> Tensor:
     return m.down(h) + (y.sin() if _large(h) else y)
 
 
-DECIDES = r"\(\S*test_ways.py:\d+\) decides by \S+, which is \S+ on one rank"
+DECIDES = r"\(\S*test_forwards.py:\d+\) decides by \S+, which is \S+ on one rank"
 REFUSED: dict[Callable[..., Any], str] = {
     _view_of_what_is_filled: DECIDES,
     _filled_by_its_data: DECIDES,

@@ -1,6 +1,6 @@
 """Scripts in the style of torch 1.11 to 2.13, and of hfai, train on our classes as one process trains without them.
 
-Each script in tests/scripts imports a class from torch or haiscale and has two ways to reach ours: its import lines are
+Each script in `scripts` imports a class from torch or haiscale and has two ways to reach ours: its import lines are
 changed, or the import switch runs it unchanged.
 """
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardfn as sf
 from shardfn.testing import assert_parity, on_meshes, run
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts one of them
 

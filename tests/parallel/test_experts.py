@@ -777,7 +777,7 @@ def test_what_cannot_be_split_is_an_error() -> None:
 # The example
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))  # as when torchrun starts it
 

@@ -13,7 +13,7 @@ import torch
 import shardfn as sf
 from shardfn.testing import Collectives, run
 
-BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))  # as when python starts one of them
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they go on; `shard`'s use of it is in test_functional.py."""
+"""What ranks tell each other before they go on; `shard`'s use of it is in test_sharding.py."""
 
 import pytest
 import torch

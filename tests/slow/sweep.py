@@ -1,10 +1,10 @@
 """Every family of transformers with a tensor-parallel plan, on 2 x 2 ranks, against the model on one rank.
 
-    python tests/sweep.py                       # all of them, some minutes
-    python tests/sweep.py llama deepseek_v3     # these
-    python tests/sweep.py --table               # and the table of docs/howto/transformers.md at the end
-    python tests/sweep.py --mesh fsdp=1,tp=4    # on other ranks
-    python tests/sweep.py --sequence            # with activations split along the sequence
+    python tests/slow/sweep.py                       # all of them, some minutes
+    python tests/slow/sweep.py llama deepseek_v3     # these
+    python tests/slow/sweep.py --table               # and the table of docs/howto/transformers.md at the end
+    python tests/slow/sweep.py --mesh fsdp=1,tp=4    # on other ranks
+    python tests/slow/sweep.py --sequence            # with activations split along the sequence
 
 A model is *served* when loss, outputs and every gradient are those of one rank, to 1e-9 in float64. It is *refused*
 with a ShardError, whose reason is one of `REASONS`. Anything else is a fault of this library: *wrong* numbers, or a

@@ -11,7 +11,7 @@ import torch
 
 from shardfn.testing import assert_close, assert_trees_close
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "fsdp2" / "train.py"
 
 
@@ -30,7 +30,7 @@ def _run(script: Path, folder: Path, ranks: int, *options: str) -> Any:
     (folder / "model.pt").unlink(missing_ok=True)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     wrote = "terminate called without an active exception" in done.stderr and (folder / "model.pt").exists()
-    assert done.returncode == 0 or wrote, done.stderr[-5000:]  # see ENDS_BADLY in test_class_scripts.py
+    assert done.returncode == 0 or wrote, done.stderr[-5000:]  # see ENDS_BADLY in test_compat_scripts.py
     return torch.load(folder / "model.pt")
 
 

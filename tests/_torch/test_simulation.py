@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import derivatives
 import pytest
-import test_derivatives
 import torch
 import torch.distributed as dist
 from models import decoder, policy, tokens
@@ -20,7 +20,7 @@ from shardfn._torch import part_of_rank, pytree
 from shardfn.inspect.check import simulate
 from shardfn.testing import assert_parity, assert_trees_close, on_meshes
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 
 def _at(tree: Any, rank: int) -> Any:
@@ -61,7 +61,7 @@ def test_simulated_ranks_equal_real_ones(mesh: DeviceMesh) -> None:
     assert torch.equal(sf.collectives.psum(torch.ones(1), other, "tp"), torch.tensor([2.0]))
 
 
-class _Program(test_derivatives.Program):
+class _Program(derivatives.Program):
     """Compares what two ranks have."""
 
     def same(self, found: Any, wanted: Any) -> None:
@@ -87,7 +87,7 @@ SLOW = (
 NOT_BEFORE_2_13 = ("_hvp",) if torch.__version__ < "2.13" else ()
 
 
-@pytest.mark.parametrize("case", [c for c in test_derivatives.CASES if c.__name__ not in SLOW + NOT_BEFORE_2_13])
+@pytest.mark.parametrize("case", [c for c in derivatives.CASES if c.__name__ not in SLOW + NOT_BEFORE_2_13])
 def test_transforms_equal_one_process(case: Any) -> None:
     with simulate(fsdp=2, tp=2) as mesh, sdpa_kernel(SDPBackend.MATH):
         case(_Program(mesh, layers=1))

@@ -1,0 +1,53 @@
+"""What is public: `public_names.txt` has every name that users write, and nothing else may be one.
+
+A name that is meant to come is added there, with its page of docs; one that goes is an entry of the CHANGELOG too.
+"""
+
+import importlib
+import pydoc
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PAGE = Path(__file__).with_name("public_names.txt")
+LISTED = {line.partition(":")[0]: line.partition(":")[2].split() for line in PAGE.read_text().splitlines()}
+NAMESPACES = [name for name in LISTED if not name.startswith("shardfn.compat")]
+
+
+def is_module(value: object) -> bool:
+    return isinstance(value, ModuleType)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_module_has_the_names_that_are_listed(name: str) -> None:
+    module = importlib.import_module(name)
+    assert [each for each in LISTED[name] if not hasattr(module, each)] == []
+    assert sorted(vars(module).get("__all__", LISTED[name])) == sorted(LISTED[name])
+
+
+def test_nothing_else_at_top_level_is_public() -> None:
+    package = importlib.import_module("shardfn")
+    values = {name: value for name, value in vars(package).items() if not name.startswith("_")}
+    assert {n for n, value in values.items() if not is_module(value)} <= set(LISTED["shardfn"])
+    strangers = {n for n, value in values.items() if is_module(value) and value.__name__ != f"shardfn.{n}"}
+    assert not strangers, f"shardfn re-exports modules of others: {sorted(strangers)}"
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED["shardfn"] if f"shardfn.{name}" not in LISTED])
+def test_public_name_has_an_example(name: str) -> None:
+    docstring = vars(importlib.import_module("shardfn"))[name].__doc__ or ""
+    assert docstring.strip(), f"shardfn.{name} has no docstring"
+    assert ">>>" in docstring or "```" in docstring, f"the docstring of shardfn.{name} has no example"
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_help_lists_what_a_module_has(name: str) -> None:
+    """It goes by `__all__`: of a module without one it leaves out what is defined elsewhere."""
+    module = importlib.import_module(name)
+    text = pydoc.plain(pydoc.render_doc(module))
+    for other in module.__all__:
+        if not is_module(vars(module)[other]):
+            assert vars(module)[other].__doc__, f"{name}.{other} has no docstring"
+            assert re.search(rf"^    (class )?{other}\b", text, re.MULTILINE), other
