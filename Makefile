@@ -17,10 +17,10 @@ train: .venv/.with-progress,plot ## train the language model: RANKS=4 ARGS="--me
 	$(TORCHRUN) --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
 test: .venv/.with-test ## run the everyday tests, by two workers: ARGS="-k plan"
-	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: .venv/.with-test ## run what `make test` leaves out, which takes longer
-	$(PY) -m pytest --numprocesses 2 --dist loadfile -m slow $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal -m "slow or property" $(ARGS)
 
 bench: .venv/.with-progress,plot ## run every benchmark, 20 minutes: ARGS=--quick, ARGS="--only step host"
 	$(PY) examples/benchmarks/run.py $(ARGS)

@@ -1,25 +1,94 @@
-"""Settings for all tests: one thread per process, and no rank or process group left behind."""
+"""Which tests run when, one thread per process, and no rank or process group left behind.
+
+`make test` is everything but what is marked `slow`: whole files that take long (`SLOW`), tests, and of tests with many
+cases those beyond `@pytest.mark.everyday(n)`, which keeps n of them. `make test-all` is what is slow, and every
+property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not ranks"` needs no process
+group.
+"""
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: four ranks share few cores
 
 from collections.abc import Iterator
+from itertools import groupby
+from random import Random
+from types import CodeType, FunctionType
 
 import pytest
+from hypothesis import settings
 
 # What takes long, for `make test-all`; the rest is `make test`.
 SLOW = frozenset(
-    "test_benchmarks test_compat_scripts test_compiled_forwards test_experts test_transformers test_fsdp1_parity test_fsdp2_example "
-    "test_fsdp2_options test_fsdp2_table test_module_call_generate test_jit test_safetensors test_wiring test_sweep".split()
+    "test_benchmarks test_compat_scripts test_compiled_forwards test_experts test_transformers test_fsdp1_parity "
+    "test_fsdp2_example test_fsdp2_options test_fsdp2_table test_module_call_generate test_jit test_safetensors "
+    "test_wiring test_sweep".split()
 )
+# What begins ranks, or a process group of this one process; and what draws many examples.
+STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
+DRAWS = {"hold_for_all"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Few examples of each property every day."""
+    settings.register_profile("tier", max_examples=500 if "property" in (config.option.markexpr or "") else 50)
+    settings.load_profile("tier")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long."""
-    for item in items:
-        if item.path.stem in SLOW:
+    """Mark each test with what it is."""
+    for (path, _), group in groupby(items, lambda item: (item.path, getattr(item, "originalname", item.name))):
+        cases = list(group)
+        for item in cases[: None if path.stem in SLOW else 0]:
             item.add_marker("slow")
+        if (few := cases[0].get_closest_marker("everyday")) is not None and few.args[0] < len(cases):
+            kept = Random(cases[0].nodeid.partition("[")[0]).sample(cases, few.args[0])
+            for item in cases:
+                if item not in kept:
+                    item.add_marker("slow")
+        test = getattr(cases[0], "function", None)
+        names = _names_used(test, set())
+        for item in cases:
+            if names & STARTS:
+                item.add_marker("ranks")
+            if names & DRAWS or getattr(test, "is_hypothesis_test", False):
+                item.add_marker("property")
+
+
+def _names_used(fn: object, seen: set[object]) -> set[str]:
+    """The names that a test uses, and the functions of the tests, or of `testing`, that it calls."""
+    if not isinstance(fn, FunctionType) or fn in seen:
+        return set()
+    seen.add(fn)
+    inside = [fn.__code__]
+    for code in inside:
+        inside += [each for each in code.co_consts if isinstance(each, CodeType)]
+    names = {name for code in inside for name in code.co_names}
+    called = [fn.__globals__[name] for name in names if name in fn.__globals__] + [getattr(fn, "hypothesis", None)]
+    called += [getattr(called[-1], "inner_test", None)]
+    return names.union(*(_names_used(each, seen) for each in called if _is_of_tests(each)))
+
+
+def _is_of_tests(value: object) -> bool:
+    file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
+    return "/tests/" in file or "/shardfn/testing/" in file
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_marked_starts_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `-m "not ranks"` is what it says."""
+    if request.node.get_closest_marker("ranks") is None:
+        import torch.distributed as dist
+
+        from shardfn.testing import process_pool
+
+        init = dist.init_process_group
+        monkeypatch.setattr(process_pool, "call_ranks", _not_marked)
+        monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: (init if "fake" in a else _not_marked)(*a, **k))
+
+
+def _not_marked(*args: object, **kwargs: object) -> None:
+    raise AssertionError("this test starts ranks, or a process group, by a name that tests/conftest.py does not know")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

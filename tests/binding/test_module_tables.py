@@ -437,6 +437,7 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
             assert_close(buckets.whole(p.grad), expected)
 
 
+@pytest.mark.everyday(30)
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 @every_kind
 @on_meshes({"fsdp": 2})
@@ -715,6 +716,7 @@ def test_a_forward_given_afterwards(mesh: DeviceMesh, kind: str) -> None:
     _require_grads(model, plain)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("latest_first", [True, False])
 @pytest.mark.parametrize("net", [Checkpoints, ReentrantCheckpoints])
 @every_kind
@@ -1034,6 +1036,7 @@ def test_apply_runs_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None
     _require_like_one_process(model, plain, gradients, lambda step: (_own_rows(step)[whole], _own_rows(step)[1]))
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("net", SPLIT, ids=lambda net: net.__name__)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_modules_with_split_weights_are_what_the_user_made(mesh: DeviceMesh, net: type[Net]) -> None:

@@ -323,11 +323,13 @@ def pairs_on_a_rank(shape: tuple[int, ...], axis: str, checks: tuple[Callable[[S
                 raise
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("shape", "axis"), [((3, 1), "fsdp"), ((1, 2), "tp")])
 def test_pairs_compose_with_every_transform(shape: tuple[int, int], axis: str) -> None:
     run(pairs_on_a_rank, shape, axis, EVERY, ranks=math.prod(shape))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("shape", "axis"), [((4, 1), "fsdp"), ((2, 2), "fsdp"), ((2, 2), "tp"), ((1, 4), "tp")])
 def test_pairs_on_every_mesh(shape: tuple[int, int], axis: str) -> None:
     run(pairs_on_a_rank, shape, axis, (check_values_and_transpose,), ranks=4)
@@ -455,6 +457,7 @@ def curved(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 # Dynamo makes an instance of `autograd.Function` for its own use.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_pairs_compile() -> None:
     run(graphs_on_a_rank, ranks=2, timeout=100)

@@ -65,6 +65,7 @@ def train(mesh: DeviceMesh, **fields: Any) -> tuple[list[Tensor], dict[str, Tens
     return losses, sf.gather(params)
 
 
+@pytest.mark.everyday(3)
 @on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 3, "tp": 1}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2, "tp": 1})
 @pytest.mark.parametrize("regather", [True, False])
 def test_training_is_that_without_offload(mesh: DeviceMesh, regather: bool) -> None:

@@ -68,6 +68,7 @@ def _output(folder: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.everyday(1)
 def test_three_ways_to_turn_it_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "with_import.py").write_text(f"import shardfn.compat.auto\n{SCRIPT}")
@@ -104,6 +105,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_spawns(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SPAWNS)
     assert _output(tmp_path, "-m", "shardfn.compat", "script.py").split() == ["shardfn.compat.fsdp1.wrapper"] * 2
@@ -129,6 +131,7 @@ print(fully_shard.__module__, ours.__module__, TorchFullyShardedDataParallel.__m
 """
 
 
+@pytest.mark.slow
 def test_every_door(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DOORS)
     found = _output(tmp_path, "-m", "shardfn.compat", "script.py").split()
@@ -164,6 +167,7 @@ print(theirs, ours.__module__, state_dict.FSDP.__module__, optimizer_overlap.Ful
 """
 
 
+@pytest.mark.slow
 def test_on_after_a_door_was_imported_and_before_what_knows_the_classes(tmp_path: Path) -> None:
     """An installed hfai's class is found no more; parts of torch that look at its class keep that."""
     folder = tmp_path / "hfai" / "distributed" / "fsdp"
@@ -176,6 +180,7 @@ def test_on_after_a_door_was_imported_and_before_what_knows_the_classes(tmp_path
     assert _output(tmp_path, "script.py").split() == ["theirs", "shardfn.compat.hfai.wrapper", torchs, torchs]
 
 
+@pytest.mark.slow
 def test_an_installed_package_keeps_its_other_modules(tmp_path: Path) -> None:
     folder = tmp_path / "megatron" / "core" / "distributed"
     folder.mkdir(parents=True)

@@ -107,6 +107,7 @@ def decoder_on_a_rank(axes: dict[str, int], message: int) -> None:
         in_place(None)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("message", [0, 200])
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 2, "tp": 1}, {"fsdp": 3, "tp": 1}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2, "tp": 1}]
@@ -118,6 +119,7 @@ def test_gradients_are_those_of_collectives_when_leaves_travel_in_place(axes: di
     run(decoder_on_a_rank, axes, message, ranks=ranks)
 
 
+@pytest.mark.everyday(2)
 @on_meshes({"fsdp": 2}, {"replicate": 2, "fsdp": 2})
 @pytest.mark.parametrize("regather", [True, False])
 def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) -> None:
@@ -204,6 +206,7 @@ def another_order_on_a_rank(learnt: str, ways: list[list[int]]) -> None:
     step(params, x, ways[dist.get_rank()])
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("learnt", ["nothing", "one way", "both ways"])
 @pytest.mark.parametrize(
     ("ways", "match"),

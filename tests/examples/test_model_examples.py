@@ -22,6 +22,7 @@ if str(EXAMPLES) not in sys.path:
 lora, vit = importlib.import_module("lora"), importlib.import_module("vit")
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
     out = tmp_path / "adapters.safetensors"
     first, *others = run(lora.main, ["--steps", "12", "--out", str(out)], ranks=4, timeout=120)
@@ -43,6 +44,7 @@ def _adapted() -> nn.Module:
     return model
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4})
 def test_adapters_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:
     model, reference = _adapted(), _adapted()
@@ -87,6 +89,7 @@ def test_rules_of_a_model_with_adapters(child: str) -> None:
         assert moved == {name.replace(".weight", f".{child}.weight"): rule for name, rule in plain.items()}
 
 
+@pytest.mark.slow
 def test_a_vit_tells_shapes_apart() -> None:
     found = run(vit.main, ["--steps", "60"], ranks=4, timeout=120)
     assert len(set(found)) == 1 and found[0] > 0.6, found

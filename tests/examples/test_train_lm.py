@@ -293,6 +293,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished: Path) -> None
     assert _losses(out) == _losses(finished)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tp=4"])
 def test_a_checkpoint_goes_on_on_another_mesh(finished: Path, mesh: str) -> None:
     out = _copy(finished, f"on {mesh}", last=4)
@@ -303,6 +304,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(finished: Path, mesh: str) -> None
         assert record == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_only_reports(finished: Path) -> None:
     out = _copy(finished, "again", last=6)
     results = run(train_lm.main, _job(out))
@@ -310,6 +312,7 @@ def test_a_finished_run_only_reports(finished: Path) -> None:
     assert _losses(out) == _losses(finished)
 
 
+@pytest.mark.slow
 def test_fresh_starts_over(finished: Path) -> None:
     out = _copy(finished, "fresh", last=6)
     run(train_lm.main, _job(out, "--fresh", "--steps", "2", "--seed", "1"))

@@ -126,6 +126,7 @@ def _learns(name: str, steps: tuple[int, int]) -> tuple[float, float]:
     return float(module.main(steps[0])), float(module.main(steps[1]))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["dp_sgd", "maml", "gradient_penalty"])
 def test_examples_learn(name: str) -> None:
     for early, late in run(_learns, name, (20, 40), ranks=4):

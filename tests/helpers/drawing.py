@@ -45,9 +45,9 @@ MESHES: dict[int, tuple[tuple[tuple[str, int], ...], ...]] = {
         (("fsdp", 1), ("tp", 4)),
     ),
 }
-# Drawing a whole case takes long and many choices; that is what is wanted.
+# Drawing a whole case takes long and many choices; that is what is wanted. tests/conftest.py says how many examples.
 ANY_COST = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
-PROPERTY = settings(max_examples=500, derandomize=True, database=None, deadline=None, suppress_health_check=ANY_COST)
+PROPERTY = settings(derandomize=True, database=None, deadline=None, suppress_health_check=ANY_COST)
 Axes = tuple[tuple[str, int], ...]
 
 
@@ -215,9 +215,10 @@ def cases(draw: st.DrawFn, layouts: int = 1, dtypes: Sequence[str] = DTYPES) -> 
 
 
 def hold_for_all(
-    law: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int = 500, batch: int = 125
+    law: Callable[[Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0, batch: int = 125
 ) -> None:
-    """Check `law` on every rank for `examples` cases; the smallest that fails is reported."""
+    """Check `law` on every rank for a share of the usual number of cases; the smallest that fails is reported."""
+    examples = int(share * settings.default.max_examples)
     drawn: dict[Case, None] = {}
 
     @settings(

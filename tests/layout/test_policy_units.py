@@ -140,6 +140,7 @@ def test_settings_that_mean_nothing(units: Any, kind: type[Exception], match: st
         sf.plan(_net(), sf.MeshSpec(fsdp=4), sf.Policy(units=units))
 
 
+@pytest.mark.everyday(1)
 @on_meshes()
 def test_ignored_parameters_stay_the_modules_own(mesh: DeviceMesh) -> None:
     model, reference = decoder(), decoder()

@@ -344,4 +344,4 @@ def assert_types_of_tensors(case: Case) -> None:
 
 
 def test_a_tensor_prints_a_rule_too() -> None:
-    hold_for_all(assert_types_of_tensors, cases(), examples=150)
+    hold_for_all(assert_types_of_tensors, cases(), share=0.3)

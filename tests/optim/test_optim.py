@@ -199,6 +199,7 @@ CASES: dict[str, tuple[Callable[[], Optimizer], Callable[[Any], torch.optim.Opti
 # On meshes, against torch
 
 
+@pytest.mark.everyday(2)
 @on_meshes(*MESHES)
 def test_ten_steps_equal_those_of_torch(mesh: DeviceMesh) -> None:
     for case, (make, _, _) in CASES.items():
@@ -318,6 +319,7 @@ def class_by_torch(index: int) -> dict[str, Tensor]:
     return detached(model)
 
 
+@pytest.mark.everyday(2)
 @on_meshes(*MESHES)
 def test_torch_optimizers_on_shards(mesh: DeviceMesh) -> None:
     assert {cls for cls, _ in TORCH_CLASSES} == set(torch_classes.ELEMENTWISE)

@@ -160,6 +160,7 @@ CASES = {
 }
 
 
+@pytest.mark.everyday(21)
 @pytest.mark.parametrize("name", CASES)
 @on_meshes(*MESHES)
 def test_a_layer_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
@@ -336,6 +337,7 @@ ENCODER_RULES = {
 ENCODER_RULES = {key.replace("*", "encoder.layers.*"): rule for key, rule in ENCODER_RULES.items()}
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)
 def test_an_encoder_is_as_on_one_rank(mesh: DeviceMesh, norm_first: bool) -> None:
@@ -346,6 +348,7 @@ def test_an_encoder_is_as_on_one_rank(mesh: DeviceMesh, norm_first: bool) -> Non
     _agree(mesh, case, ids, padding=padding)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)
 def test_an_encoder_with_split_sequences(mesh: DeviceMesh, norm_first: bool) -> None:
@@ -395,6 +398,7 @@ TRANSLATOR_RULES = {
 SENTENCES = _draw(4, 6, 16), _draw(4, 5, 16, seed=2), torch.arange(6) >= torch.tensor([[6], [4], [5], [3]])
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)
@@ -474,6 +478,7 @@ def test_dropout_modules_of_an_encoder_drop_as_on_one_rank(mesh: DeviceMesh) -> 
     assert_parity(*found, tol=1e-9)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("batch_first", [False, True])
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
 def test_attention_drops_as_on_one_rank(mesh: DeviceMesh, batch_first: bool) -> None:
@@ -515,6 +520,7 @@ def test_attention_drops_as_on_one_rank(mesh: DeviceMesh, batch_first: bool) -> 
     assert not torch.equal(expected[0][0], expected[0][1])
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_attention_in_transforms_and_graphs_drops_as_on_one_rank(mesh: DeviceMesh) -> None:
     case = Case(lambda: Translator(True, True, 0.3), TRANSLATOR_RULES, (), {"heads": 4})

@@ -281,6 +281,7 @@ def _split(mesh: DeviceMesh, logits: Tensor, kind: str) -> tuple[Tensor, Tensor]
     return own, SplitLogits.of(own, mesh["tp"], logits.dim() - 1, lambda: "a test")
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("kind", ["DTensor", "SplitLogits"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -366,6 +367,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @on_meshes(*SPLITS, timeout=240)
 def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None:
@@ -378,6 +380,7 @@ def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None
     assert_trees_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 1, "tp": 2}, timeout=240)
 def test_split_logits_in_a_recorded_step(mesh: DeviceMesh) -> None:
     x, y = tokens()
@@ -388,6 +391,7 @@ def test_split_logits_in_a_recorded_step(mesh: DeviceMesh) -> None:
     assert_trees_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @on_meshes({"fsdp": 1, "tp": 2}, timeout=240)
 def test_split_logits_compiled(mesh: DeviceMesh) -> None:

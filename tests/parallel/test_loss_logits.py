@@ -74,6 +74,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*ON_TP)
 def test_what_would_be_wrong_is_an_error(mesh: DeviceMesh) -> None:
     split, _, targets = _logits(mesh)
@@ -119,6 +120,7 @@ ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*ON_TP)
 def test_what_is_right_on_parts_is_done(mesh: DeviceMesh) -> None:
     split, whole, _ = _logits(mesh)
@@ -132,6 +134,7 @@ def test_what_is_right_on_parts_is_done(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(sf.cross_entropy(found, targets), sf.cross_entropy(expected, targets))
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*ON_TP)
 def test_gradients_of_what_is_done_with_parts(mesh: DeviceMesh) -> None:
     """Through slices, softcaps and dtypes, `to_local`, `full_tensor` and `redistribute`, as of whole logits."""
@@ -187,11 +190,13 @@ def _leaves_a_transform(kind: str) -> None:
         pull(torch.ones(3, 5, 24, dtype=torch.float64))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["vmap", "jvp", "vjp"])
 def test_split_logits_do_not_leave_a_transform(kind: str) -> None:
     run_raises(sf.ShardError, _leaves_a_transform, kind, match=ORIGIN, ranks=2)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_split_logits_of_a_recorded_step(mesh: DeviceMesh) -> None:
     split, whole, _ = _logits(mesh)

@@ -143,6 +143,7 @@ def _require_like_one_rank(mesh: DeviceMesh, program: Callable[..., Any], checkp
     assert isinstance(grads, list) or not torch.allclose(grads["blocks.0.q.weight"], without["blocks.0.q.weight"])
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*MESHES, timeout=120)
 def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
     for program in (_value_and_grad, _twice, _torch_grad, _per_sample, _closed_over, _hvp, _slope, _members):
@@ -163,6 +164,7 @@ def test_a_checkpoint_drops_the_same_again(mesh: DeviceMesh) -> None:
         assert_parity(found[1], found[0], tol=1e-12)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_units_that_are_compiled_drop_the_same(mesh: DeviceMesh) -> None:
     _require_like_one_rank(mesh, _value_and_grad, compile={"backend": "eager"})
@@ -258,6 +260,7 @@ def test_every_kind_of_dropout_keeps_the_mean_of_its_input(
     assert abs(float(gone.float().mean()) - 0.4) < 0.06
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_compiled_step_takes_the_seed_as_a_tensor(mesh: DeviceMesh) -> None:
     model, x = _model(blocks=1), sf.data.local_batch(_batch(), mesh)

@@ -5,7 +5,7 @@
     python tests/slow/break_lines.py --again layout/policy.py:64:1    # one of them again, as its row names it
 
 The seed is the commit's hash by default. Each line is broken in a clone of this checkout's commit; the tests that name
-its module run first, then the rest of the everyday suite, until one fails. A row says what was broken and which test
+its module run first, then those of its room, then the rest of the everyday suite, until one fails. A row says what was broken and which test
 saw it; a line that no test sees is equivalent or lacks a test.
 """
 
@@ -135,22 +135,37 @@ def drawn(lines: int, seed: str, only: str) -> list[Break]:
 
 
 def tests_of(path: str, clone: Path) -> tuple[list[str], list[str]]:
-    """(test files that name a module, the others), the nearest first."""
-    stem, dotted = Path(path).stem, "shardfn." + path.removesuffix(".py").replace("/", ".")
+    """(test files of a module's room, or that name the module; the others), the nearest first."""
+    room, stem = str(Path("tests") / Path(path).parent), Path(path).stem
+    dotted = "shardfn." + path.removesuffix(".py").replace("/", ".")
     names = re.findall(r"^(?:def|class) ([a-zA-Z]\w+)", (clone / "shardfn" / path).read_text(), re.MULTILINE)
     words = re.compile(rf"\b(?:{'|'.join(map(re.escape, names or [stem]))})\b")
-    near: dict[str, tuple[bool, bool, int]] = {}
+    near: dict[str, tuple[bool, bool, bool, int]] = {}
     for file in sorted((clone / "tests").rglob("test_*.py")):
         text = file.read_text()
-        near[str(file.relative_to(clone))] = (stem in file.stem, dotted in text, len(words.findall(text)))
+        here = str(file.relative_to(clone).parent)
+        named = here == room and stem in file.stem
+        near[str(file.relative_to(clone))] = (named or here == room, named, dotted in text, len(words.findall(text)))
     order = sorted(near, key=lambda name: near[name], reverse=True)
-    first = [name for name in order if any(near[name][:2])] or order[:3]
+    first = [name for name in order if near[name][0] or near[name][2]] or order[:3]
     return first, [name for name in order if name not in first]
 
 
 def seen_by(clone: Path, files: list[str]) -> str | None:
     """The first test of those files that fails, or None."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "--numprocesses", "2", "--dist", "loadfile"]
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "worksteal",
+    ]
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [*pytest, *files], cwd=clone, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True

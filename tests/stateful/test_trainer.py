@@ -37,6 +37,7 @@ def _of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in named if "wk.bias" not in name}
 
 
+@pytest.mark.everyday(1)
 @on_meshes()
 def test_the_shell_adds_no_numerics(mesh: DeviceMesh) -> None:
     model, other = decoder(), decoder()
@@ -56,6 +57,7 @@ def test_the_shell_adds_no_numerics(mesh: DeviceMesh) -> None:
         assert torch.equal(leaf.to_local(), params[name].to_local()), name
 
 
+@pytest.mark.everyday(1)
 @on_meshes()
 def test_as_a_module_with_a_torch_optimizer(mesh: DeviceMesh) -> None:
     trainer, reference = sf.Trainer(decoder(), mesh, policy()), decoder()
@@ -80,6 +82,7 @@ def test_as_a_module_with_a_torch_optimizer(mesh: DeviceMesh) -> None:
     assert_parity(_full(trainer), _of(reference))
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
     model, other = decoder(), decoder()
@@ -92,6 +95,7 @@ def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
         trainer.step(*(t[:4] for t in batch))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2}, {"fsdp": 3})
 def test_gradients_held_back_under_no_sync_are_reduced_with_the_next(mesh: DeviceMesh) -> None:
     chosen = policy() if "tp" in (mesh.mesh_dim_names or ()) else sf.Policy()
@@ -247,6 +251,7 @@ def _blank(make: Any = decoder) -> Any:
         return make()
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
     model, blank = decoder(), _blank()
@@ -340,6 +345,7 @@ def _train(axes: dict[str, int], directory: str, start: int, stop: int, save_at:
     return [*losses, float(sf.optim.global_norm(trainer.ema))]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "second",
     [{"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 1}],
@@ -570,6 +576,7 @@ def test_settings_that_mean_nothing(fields: dict[str, Any], error: type[Exceptio
         sf.Trainer(nn.Linear(2, 2), sf.make_mesh("cpu", fsdp=1), **fields)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_compiled_units_train_alike(mesh: DeviceMesh) -> None:
     losses = []

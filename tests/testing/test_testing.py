@@ -348,6 +348,7 @@ def test_run_raises_wants_type_and_message() -> None:
         run_raises(KeyError, fail_all, match="key 0", ranks=2)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("fail", ["one", "all", "dead"])
 def test_a_failure_leaves_nothing_behind(fail: str) -> None:
     before = run(os.getpid)
@@ -383,6 +384,7 @@ def test_a_hang_shows_where() -> None:
     assert run(group_size, ranks=3) == [(0, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("how", "text"),
     [("exit", "ended with exit code 7"), ("kill", "was killed by SIGKILL"), ("abort", "was killed by SIGABRT")],
@@ -429,6 +431,7 @@ def test_a_call_may_destroy_the_group() -> None:
     assert run(all_reduce, ranks=2) == [(0, 3.0), (1, 3.0)]
 
 
+@pytest.mark.slow
 def test_process_groups_do_not_pile_up() -> None:
     files = [max(run(many_groups, ranks=2)) for _ in range(6)]
     assert max(files) < 2 * process_pool._MAX_FILES

@@ -217,6 +217,7 @@ _PADDED = [
 ]
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(("name", "heads", "kv", "pad"), _PADDED)
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_heads_that_do_not_divide_are_padded_as_the_error_says(

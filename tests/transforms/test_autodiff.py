@@ -316,6 +316,7 @@ def _gated(out: Tensor) -> tuple[Tensor, Tensor]:
     return (value.square() * gate.sigmoid()).sum(), gate.sigmoid().sum()
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_mean_with_a_learnt_count(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
@@ -388,6 +389,7 @@ def test_totals_and_counts_of_leaves(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(of_leaf), wanted, tol=1e-11)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_plain_tensors_that_are_multiplied_with_leaves(mesh: DeviceMesh) -> None:
     """A learnt step size, and a mixture of two trees: gradients are plain, and their mean is that of one process."""
@@ -744,6 +746,7 @@ def test_a_loss_that_is_the_leaf_itself() -> None:
 _SPLIT = sf.Policy(rules={"0.weight": "ff@tp@fsdp c", "2.weight": "_ ff@tp@fsdp"})
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
 def test_reshard_is_differentiable(mesh: DeviceMesh) -> None:
     model = decoder(kv=1 if mesh.size(1) > 2 else 2)

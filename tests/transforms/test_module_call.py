@@ -42,6 +42,7 @@ def _reference_grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kv", [4, 1])
 @on_meshes(*MESHES)
 def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
@@ -76,6 +77,7 @@ _FIELDS = [
 ]
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("fields", _FIELDS)
 @on_meshes()
 def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
@@ -88,6 +90,7 @@ def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str,
     assert_parity(_without_noise(sf.gather(grads)), _without_noise(_reference_grads(model)))
 
 
+@pytest.mark.everyday(2)
 @on_meshes({"replicate": 2, "fsdp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "data": 2}, {"dp_replicate": 2, "tp": 2})
 def test_other_axis_names_and_orders(mesh: DeviceMesh) -> None:
     model = decoder()
@@ -688,6 +691,7 @@ def _apply_on(axes: dict[str, int], kind: str) -> None:
         sf.value_and_grad(lambda p: sf.apply(model, p, x))(params)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("axes", "kind", "match"),
     [
@@ -747,6 +751,7 @@ def test_models_that_do_not_fit_are_found_before_any_data_moves(kind: type[nn.Mo
     run_raises(sf.ShardError, _broken, kind, match=match, ranks=2)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @on_meshes({"fsdp": 1, "tp": 4}, {"fsdp": 2, "tp": 2})
 def test_split_logits_and_their_loss(mesh: DeviceMesh, smoothing: float) -> None:

@@ -15,10 +15,10 @@ from shardfn.testing import assert_parity, on_meshes
 from shardfn.transforms.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormulas
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*MESHES, timeout=240)
-@pytest.mark.parametrize("regather", [True, False])
-def test_transforms_equal_one_process(mesh: DeviceMesh, regather: bool) -> None:
-    at = Program(mesh, regather=regather)
+def test_transforms_equal_one_process(mesh: DeviceMesh) -> None:
+    at = Program(mesh, regather=mesh["fsdp"].size() != 2)  # weights are kept until the backward on the second mesh
     with sdpa_kernel(SDPBackend.MATH):
         for case in CASES:
             try:

@@ -173,6 +173,7 @@ def refused(kind: str) -> Any:
             return sf.jvp(lambda p: loss(p, x), params, params)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     ("kind", "error", "match"),
     [
@@ -196,6 +197,7 @@ def test_refusals(kind: str, error: type[Exception], match: str) -> None:
     run_raises(error, refused, kind, match=match, ranks=2)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"dp": 2, "fsdp": 1}, {"fsdp": 2, "tp": 1}, {"fsdp": 2, "tp": 2})
 def test_gradients_of_what_a_vmap_returns(mesh: DeviceMesh) -> None:
     """Around a vmap over members or samples the loss is still the mean over ranks, to the second order."""

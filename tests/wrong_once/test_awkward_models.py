@@ -163,6 +163,7 @@ def _refused(kind: str) -> None:
         sf.apply(model, params, params["up.weight"])
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("kind", "match"),
     [

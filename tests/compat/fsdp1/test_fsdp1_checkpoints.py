@@ -241,11 +241,13 @@ def _round_trip(flags: dict[str, bool], strategy: ShardingStrategy) -> None:
         _assert_same(_full(FSDP, loaded), reference.state_dict(), 1e-5)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("flags", combinations(), ids=named)
 def test_every_combination_of_options(flags: dict[str, bool]) -> None:
     run(_round_trip, flags, ShardingStrategy.FULL_SHARD, ranks=2)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 def test_options_of_other_strategies(strategy: ShardingStrategy) -> None:
     for full in (False, True):
@@ -289,6 +291,7 @@ def _onto(directory: str, saves: bool) -> Any:
     return found
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
 def test_a_checkpoint_of_other_ranks(before: int, after: int, tmp_path: Any) -> None:
     wanted = run(_onto, str(tmp_path), True, ranks=before)[0]

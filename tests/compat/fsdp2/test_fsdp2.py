@@ -116,6 +116,7 @@ def _goes_round(model: Any, optimizer: torch.optim.Optimizer, full: dict[str, An
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", ["plain", "hybrid", "tensor", "meta"])
 def test_trains_as_one_process(kind: str) -> None:
     run(_trained, kind, ranks=4)
@@ -237,6 +238,7 @@ def _in_graphs() -> None:
         assert_trees_close(each, found[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_compiled_models_and_steps() -> None:
     run(_in_graphs, ranks=2)
 
