@@ -17,29 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn import layout
 from shardfn._torch import part_of_rank, unwrap_local
 from shardfn.checkpoint import stored_names, tensor_files
 from shardfn.checkpoint.stored_names import Model, Names, Patchwork, Piece
 from shardfn.checkpoint.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.comm import agree, empty_shards, failing_together
-from shardfn.layout import (
-    Box,
-    Grid,
-    Layout,
-    Leaf,
-    Plan,
-    Policy,
-    blocks,
-    by_all_names,
-    first_match,
-    grid,
-    local_boxes,
-    matches,
-    named_buffers,
-    named_parameters,
-    narrowed,
-    per_rank,
-)
+from shardfn.layout import Box, Grid, Layout, Leaf, Plan, Policy, blocks, grid, local_boxes, matches, narrowed, per_rank
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params import NewTree, Origin, Params, agreed_plan, gather, require_reduced
 
@@ -145,7 +129,7 @@ class _Files:
                 raise ShardError(f"load_safetensors: only={pattern!r} matches no parameter of the model{near}")
         found = [(x.names, x.shape, x.dtype) for x in made.layouts.values()]
         if self.partial:
-            return [x for x in found if first_match(self._only, x[0]) is not None]
+            return [x for x in found if layout.first_match(self._only, x[0]) is not None]
         return [*found, *((names, tuple(x.shape), x.dtype) for x, names in _buffers(self._model))]
 
     def _missing(self, names: Sequence[str]) -> list[str]:
@@ -155,7 +139,7 @@ class _Files:
         needed = self.partial or (persists and not stored_names.is_ignored(self._model, "missing", name))
         if self._strict and needed:
             return [f"'{name}' is not in the files"]
-        own = named_parameters(self._model) | named_buffers(self._model)
+        own = layout.named_parameters(self._model) | layout.named_buffers(self._model)
         if not self.partial and self._origin.init is None and own[name].is_meta:
             return [f"'{name}' is not in the files and on the meta device; pass init= to fill it"]
         return []
@@ -171,12 +155,12 @@ class _Files:
 
     def fill(self, tree: NewTree) -> None:
         """Read what this rank has of the parameters; a `partial` tree has no others."""
-        layouts = [layout for layout in tree.plan.layouts.values() if layout.name in self.held]
-        dtypes = {leaf.name: layout.dtype for layout in layouts for leaf in layout.leaves}
+        held = [one for one in tree.plan.layouts.values() if one.name in self.held]
+        dtypes = {leaf.name: one.dtype for one in held for leaf in one.leaves}
         tree.shards = empty_shards(tree.plan, tree.places, dtypes if self.partial else None)
-        for layout in layouts:
-            for leaf in layout.leaves:
-                self._fill_leaf(layout, leaf, tree.places, tree.shards[leaf.name])
+        for one in held:
+            for leaf in one.leaves:
+                self._fill_leaf(one, leaf, tree.places, tree.shards[leaf.name])
 
     def _fill_leaf(self, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
         def read(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
@@ -226,7 +210,7 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 def _buffers(model: Model) -> list[tuple[Tensor, tuple[str, ...]]]:
-    return by_all_names(named_buffers(model).items())
+    return layout.by_all_names(layout.named_buffers(model).items())
 
 
 def save_safetensors(
@@ -318,13 +302,13 @@ def _decide(
         why = f"'{lost}' is not in the tree, and a directory has all parameters of a model"
         raise ShardError(f"save_safetensors: {why}; {instead}")
     have: dict[str, Described] = {}
-    for layout in _held(params):
-        lost = next((leaf.name for leaf in layout.leaves if leaf.name not in params), None)
+    for one in _held(params):
+        lost = next((leaf.name for leaf in one.leaves if leaf.name not in params), None)
         if lost is not None:
-            raise ShardError(f"save_safetensors: '{lost}' is not in the tree, which has the rest of '{layout.name}'")
-        leaf = params[layout.leaves[0].name]
-        require_reduced("save_safetensors", layout.name, leaf)
-        have[stored_names.kept_name(model, layout.names)] = layout.shape, _written(leaf.dtype, dtype)
+            raise ShardError(f"save_safetensors: '{lost}' is not in the tree, which has the rest of '{one.name}'")
+        leaf = params[one.leaves[0].name]
+        require_reduced("save_safetensors", one.name, leaf)
+        have[stored_names.kept_name(model, one.names)] = one.shape, _written(leaf.dtype, dtype)
     for _, all_names in _buffers(model) if _is_whole(params) else ():
         if (buffer := params.buffers.get(all_names[0])) is not None:
             have[stored_names.kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
@@ -357,13 +341,13 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
-    own = named_parameters(model) | named_buffers(model)
+    own = layout.named_parameters(model) | layout.named_buffers(model)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
     tree = {name: x.shape for x in params.plan.layouts.values() for name in x.names}
-    for layout in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
-        for name in layout.names:
-            if isinstance(own.get(name), DTensor) and shapes[name] == layout.leaves[0].shape:
-                shapes[name] = layout.shape
+    for one in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
+        for name in one.names:
+            if isinstance(own.get(name), DTensor) and shapes[name] == one.leaves[0].shape:
+                shapes[name] = one.shape
     if _is_whole(params):
         tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}
     else:

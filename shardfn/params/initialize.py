@@ -14,23 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardfn import layout
 from shardfn._torch import part_of_rank, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
-from shardfn.layout import (
-    Grid,
-    Layout,
-    Plan,
-    Policy,
-    by_all_names,
-    grid,
-    may_be_differentiated,
-    named_buffers,
-    named_parameters,
-    own_parts,
-    plan,
-    shallow_copy,
-    to_leaves,
-)
+from shardfn.layout import Grid, Layout, Plan, Policy, grid, named_buffers, named_parameters, own_parts, plan, to_leaves
 from shardfn.notation import ShardError
 from shardfn.params.tree import Params
 
@@ -91,11 +78,11 @@ class NewTree:
                 done.add(name)
                 self.cut(layouts[name], full)
                 del full  # the next tensor is not made before this one is gone
-        for layout in layouts.values():
-            if layout.name not in done and layout.name not in held:
-                value = named[layout.name]
+        for name, one in layouts.items():
+            if name not in done and name not in held:
+                value = named[name]
                 value = whole(value) if isinstance(value, DTensor) and not value.is_meta else value
-                self.cut(layout, from_src(value, src, places))
+                self.cut(one, from_src(value, src, places))
                 del value
         for name, buffer in buffers.items():
             own = from_src(buffer, src, places)
@@ -216,7 +203,7 @@ def _initialized(
         ShardError: `init` left a tensor unfilled.
     """
     named = (*named_parameters(model).items(), *buffers.items())
-    first_names = {id(tensor): names[0] for tensor, names in by_all_names(named)}
+    first_names = {id(tensor): names[0] for tensor, names in layout.by_all_names(named)}
     for path, module in model.named_modules():
         owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(tensor.is_meta and first_names[id(tensor)] not in held for tensor in owned):
@@ -235,7 +222,7 @@ def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.d
     own: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
     # What a module leaves out (a bias that is None) stays out.
     blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in own)
-    copy = shallow_copy(module, *blanks)
+    copy = layout.shallow_copy(module, *blanks)
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
@@ -256,7 +243,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor, filled with NaN so that what stays unfilled is noticed; other tensors are copied."""
     if tensor.is_meta or isinstance(tensor, DTensor):
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
-        blank = torch.full_like(like, float("nan") if may_be_differentiated(like) else 0, device=device)
+        blank = torch.full_like(like, float("nan") if layout.may_be_differentiated(like) else 0, device=device)
     else:
         blank = tensor.detach().to(device, copy=True)
     return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
@@ -264,7 +251,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _checked(name: str, tensor: Tensor | None, meta: Tensor) -> Tensor:
     """What `init` made of a meta tensor, if it is one that can stand for it."""
-    if tensor is None or tensor.is_meta or (may_be_differentiated(tensor) and bool(tensor.isnan().any())):
+    if tensor is None or tensor.is_meta or (layout.may_be_differentiated(tensor) and bool(tensor.isnan().any())):
         raise ShardError(f"shard: init left '{name}' unfilled; it must fill every tensor of the module it is given")
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         was, now = (f"{tuple(x.shape)} {x.dtype}" for x in (meta, tensor))

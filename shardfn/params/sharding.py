@@ -13,22 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from shardfn import layout
 from shardfn._torch import in_transform, materialized, unwrap_local, wrap_local
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
 from shardfn.context import is_differentiated, note_tree
-from shardfn.layout import (
-    Bucket,
-    Grid,
-    Layout,
-    Plan,
-    Policy,
-    compute_view,
-    compute_view_shape,
-    first_match,
-    from_compute_view,
-    grid,
-    own_parts,
-)
+from shardfn.layout import Bucket, Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params.initialize import Origin, shard_own
 from shardfn.params.tree import Params, watch_optimizers
@@ -139,11 +128,11 @@ def gather(
         require_reduced("gather", name, leaf)
     keep = to != "rank0" or dist.get_rank() == grid(tree.mesh, tree.plan.roles.storage).ranks()[0]
     out: dict[str, Tensor] = {}
-    for layout, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
+    for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
         if keep:
-            full = compute_view(layout, wholes)
+            full = layout.compute_view(one, wholes)
             full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
-            out[layout.name] = full if to == "all" else full.detach().cpu()
+            out[one.name] = full if to == "all" else full.detach().cpu()
     first = tree.plan.canonical
     order = (name for param in tree.plan.info.params for name in param.names)
     return {name: out[first[name]] for name in order if first.get(name) in out}
@@ -195,7 +184,7 @@ class _OverCompute(torch.autograd.Function):
         if gathers:
             wholes = gather_leaves(spot.leaves, tensors, axes, spot.grid, undone=spot.bucket.axes)
             return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
-        parts = own_parts(spot.leaves, tensors, spot.grid, axes)
+        parts = layout.own_parts(spot.leaves, tensors, spot.grid, axes)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod

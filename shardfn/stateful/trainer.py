@@ -6,7 +6,7 @@ It adds no numerics: `step` is `value_and_grad`, `clip` and the optimizer's `ste
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -347,14 +347,12 @@ class Trainer(nn.Module):
         self.module.train(mode)
         return self
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it, `backward()` adds up gradients on each rank; the first one after it reduces them all.
 
         Until then `.grad` is a `DTensor` of partial sums, whole on every rank: more memory, for less traffic.
         """
-        with having(self, _syncs=False):
-            yield
+        return having(self, _syncs=False)
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:

@@ -214,11 +214,8 @@ class Variance(_torch.TorchDispatchMode):
         if local.dim() != other.dim():
             self._lose([mine], f"a value has shape {tuple(local.shape)} here and {tuple(other.shape)} on one rank")
             return mine
-        if (
-            type(mine) is not Paired
-            and paired_sizes.lie_alike(local, other)
-            and self.values.agree(local, other, held=True)
-        ):
+        alike = type(mine) is not Paired and paired_sizes.lie_alike(local, other)
+        if alike and self.values.agree(local, other, held=True):
             return mine
         tag = self.tag(mine)
         with _torch.outside_dispatch():
@@ -521,17 +518,12 @@ class Variance(_torch.TorchDispatchMode):
         """Why padded heads meet those of others, if they do: they are repeated more or less often than on one rank."""
         if not self._padded:
             return ""
-        heads = [
-            (local_of(x).shape[part.dim], whole_of(x).shape[part.dim])
-            for x in inputs
-            for part in self.tag(x).parts.values()
-            if part.alone and part.second is None
-        ]
+        parts = [(x, part) for x in inputs for part in self.tag(x).parts.values() if part.alone and part.second is None]
+        heads = [(local_of(x).shape[part.dim], whole_of(x).shape[part.dim]) for x, part in parts]
         once = [local_of(x).numel() * whole_of(y).numel() for x, y in zip(inputs, results, strict=False)]
         again = [local_of(y).numel() * whole_of(x).numel() for x, y in zip(inputs, results, strict=False)]
-        if len(dict(heads)) == len(set(heads)) and not (heads and once != again):
-            return ""
-        return "heads are not repeated as on one rank: pad queries and keys alike"
+        alike = len(dict(heads)) == len(set(heads)) and not (heads and once != again)
+        return "" if alike else "heads are not repeated as on one rank: pad queries and keys alike"
 
     def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
         """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""

@@ -69,12 +69,8 @@ class Values:
         if self._on_cpu and len({x.is_meta for x in tensors}) == 2:
             args, kwargs = _torch.without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            or name in EMPTY
-            or any(x not in self._known for x in tensors)
-            or (not tensors and not _makes_small_integers(name, args, kwargs))
-        ):
+        known = all(x in self._known for x in tensors) if tensors else _makes_small_integers(name, args, kwargs)
+        if not known or name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
             return self._without_values(func, args, kwargs)
         real_args, real_kwargs = _torch.pytree.tree_map(self._real, (args, kwargs))
         try:
@@ -161,9 +157,8 @@ class Values:
 def _equal(x: Tensor, other: Tensor) -> bool:
     """Whether values are equal, or no numbers in the same places."""
     with _torch.outside_dispatch(), _torch.outside_functions():
-        if x.shape != other.shape or x.dtype != other.dtype:
-            return False
-        return bool(((x == other) | ((x != x) & (other != other))).all())
+        alike = x.shape == other.shape and x.dtype == other.dtype
+        return alike and bool(((x == other) | ((x != x) & (other != other))).all())
 
 
 def _makes_small_integers(name: str, args: Any, kwargs: Any) -> bool:
@@ -233,6 +228,4 @@ class _Copying(TorchFunctionMode):
 
 def is_cache(value: object) -> bool:
     """Whether a value is for later calls of the same model and may hold parts: a cache of keys and values."""
-    return any(
-        f"{cls.__module__}.{cls.__qualname__}" == "transformers.cache_utils.Cache" for cls in type(value).__mro__
-    )
+    return any(f"{c.__module__}.{c.__qualname__}" == "transformers.cache_utils.Cache" for c in type(value).__mro__)

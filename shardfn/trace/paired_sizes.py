@@ -23,8 +23,8 @@ import linecache
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import currentframe
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import OF_MEMORY, PLAIN, Node, plainly, symbol, wrapper
-from shardfn.context import holding
-from shardfn.trace.meta_values import tensors_of
+from shardfn.context import having, holding
+from shardfn.trace.meta_values import leaves_of, tensors_of
 
 _Function = Callable[..., Any]
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -99,14 +99,9 @@ class Worlds:
         # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
-    @contextmanager
-    def only(self, world: World) -> Iterator[None]:
+    def only(self, world: World) -> AbstractContextManager[None]:
         """Within it, one of them."""
-        before, self.at = self.at, world
-        try:
-            yield
-        finally:
-            self.at = before
+        return having(self, at=world)
 
     def run(self) -> AbstractContextManager[None]:
         """Within it, sizes ask these worlds."""
@@ -259,18 +254,12 @@ def taken(tree: Any, world: World) -> Any:
     if isinstance(tree, list | tuple):
         items = [taken(x, world) for x in tree]
         return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, dict):
-        return {key: taken(x, world) for key, x in tree.items()}
-    return of_world(tree, world)
+    return {key: taken(x, world) for key, x in tree.items()} if isinstance(tree, dict) else of_world(tree, world)
 
 
 def is_paired(tree: Any) -> bool:
     """Whether the worlds have different arguments."""
-    if isinstance(tree, list | tuple):
-        return any(map(is_paired, tree))
-    if isinstance(tree, dict):
-        return any(map(is_paired, tree.values()))
-    return type(tree) is Paired or isinstance(tree, _SYMBOLS)
+    return any(type(x) is Paired or isinstance(x, _SYMBOLS) for x in leaves_of(tree))
 
 
 def sources_of(values: Iterable[Any]) -> frozenset[str]:
@@ -301,9 +290,7 @@ def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda
         return local if type(local) is type(whole) and local == whole else _number(local, whole)
     if id(local) in given:
         return given[id(local)]
-    if lie_alike(local, whole) and same(local, whole):
-        return local
-    return Paired(local, whole)
+    return local if lie_alike(local, whole) and same(local, whole) else Paired(local, whole)
 
 
 def _number(rank: Any, one: Any) -> Any:
@@ -320,10 +307,6 @@ def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
     if isinstance(x, tuple) and any(type(n) is torch.SymInt for n in x):
         return type(x)(sizes_of(n, sources) if type(n) is torch.SymInt else n for n in x)
     if type(x) is torch.SymInt:
-        worlds = _WORLDS.get()
-        if worlds.at != "both":
-            return of_world(x, worlds.at)
-        return both(x.node.rank, x.node.one, x.node.sources | frozenset(sources))
-    if type(x) is torch.SymBool or type(x) is torch.SymFloat:
-        return both(of_world(x, "rank"), of_world(x, "one"))
-    return x
+        node, at = x.node, _WORLDS.get().at
+        return of_world(x, at) if at != "both" else both(node.rank, node.one, node.sources | frozenset(sources))
+    return both(*(of_world(x, at) for at in ALONE)) if type(x) in (torch.SymBool, torch.SymFloat) else x

@@ -153,10 +153,9 @@ class Trial:
                     raise
                 self._several = False
                 adjust = self._found(Adjustments())
-            if self._more is not None:
-                # What varied still does, and the ends of that run are not those of this one.
-                return self._found_less(replace(adjust, **_NO_ENDS, **self._more)) or adjust
-            return adjust
+            # What varied still does, and the ends of that run are not those of this one.
+            less = self._found_less(replace(adjust, **_NO_ENDS, **self._more)) if self._more is not None else None
+            return less or adjust
 
     def _found_less(self, tried: Adjustments) -> Adjustments | None:
         """What a run that tries less communication finds, unless that leaves more whole."""
@@ -226,9 +225,7 @@ class Trial:
         _name_all(run.numbers, calls, "input")
         _name_all(run.numbers, weights.buffers, "buffer")
         with ExitStack() as around:
-            around.enter_context(
-                self._reached.undone(x for _, args, kwargs in calls for x in (*args, *kwargs.values()))
-            )
+            around.enter_context(self._reached.undone(x for _, args, named in calls for x in (*args, *named.values())))
             for place in self._blanks:
                 if place.table is not None:
                     place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
@@ -236,16 +233,9 @@ class Trial:
             around.callback(random.setstate, random.getstate())
             modules = Modules(self.model, self.names, wired)
             modules.prepare()
-            for mode in (
-                modules.computes(weights),
-                torch.random.fork_rng([]),  # random numbers go on from where they were, and Python's
-                reads_noted(self.model, self.reads),
-                watched(run.note_collective),
-                run.worlds.run(),
-                run,
-                beside.Functions(run),
-                torch.enable_grad(),
-            ):
+            draws = torch.random.fork_rng([])  # random numbers go on from where they were, and Python's
+            noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.worlds.run()
+            for mode in (modules.computes(weights), draws, *noted, run, beside.Functions(run), torch.enable_grad()):
                 around.enter_context(mode)
             if self._watch is not None:
                 leaves, structure = pytree.tree_flatten(calls)
@@ -259,13 +249,9 @@ class Trial:
 
     def _groups(self) -> frozenset[tuple[str, str]]:
         """The outputs of which ranks of an axis could each take a part, see `shared_parts`."""
-        return frozenset(
-            (f"module {module.name}", axis)
-            for module in self.plan.info.modules
-            if module.kind == "linear"
-            for axis, parts in self.plan.weight_of(module).shared
-            if self.plan.axes[axis] % parts == 0
-        )
+        linears = (module for module in self.plan.info.modules if module.kind == "linear")
+        shared = ((module.name, *pair) for module in linears for pair in self.plan.weight_of(module).shared)
+        return frozenset((f"module {name}", axis) for name, axis, parts in shared if self.plan.axes[axis] % parts == 0)
 
     def _run(self, adjust: Adjustments) -> Variance:
         """One forward, which has found what is missing."""
@@ -365,26 +351,21 @@ class Trial:
         decided = variance.worlds.decided
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
-        if why := self._fails_in(adjust, "one"):
-            return ShardError(
-                f"apply: a run of the forward without data, on whole weights, failed in {why}\n"
-                "Does the model run on one rank with these inputs? Tensors that are no parameters or buffers must "
-                "follow x.device, and control flow must not depend on values that depend on weights."
-                f"{self._loop_hint()}"
-            )
-        return self._stopped(variance, error)
+        if not (why := self._fails_in(adjust, "one")):
+            return self._stopped(variance, error)
+        return ShardError(
+            f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
+            "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "
+            f"must not depend on values that depend on weights.{self._loop_hint()}"
+        )
 
     def _stopped(self, variance: Variance, error: Exception) -> Unserved:
         """What is said of a run with the sizes of a rank that failed."""
         path = variance.failed_at or type(self.model).__name__
-        failure = Failure(
-            tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__
-        )
-        return Unserved(
-            f"apply: a run of the forward without data, with the sizes that one rank has over {over(self.plan)}, "
-            f"failed in {path!r}: {error}{described(self.plan, failure)}{self._loop_hint()}",
-            failure,
-        )
+        found = Failure(tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__)
+        why = f"with the sizes that one rank has over {over(self.plan)}, failed in {path!r}: {error}"
+        why += f"{described(self.plan, found)}{self._loop_hint()}"
+        return Unserved(f"apply: a run of the forward without data, {why}", found)
 
     def _fails_in(self, adjust: Adjustments, world: World) -> str:
         """Where and why the forward cannot be run without data in one world; empty when it can."""
@@ -475,20 +456,12 @@ def _not_in_one(run: Variance, path: str, moves: Around) -> Around:
 
 def _decisions(decided: Sequence[Decision]) -> list[Problem]:
     """What is wrong with control flow that depends on sizes of a rank."""
-    return [
-        Problem(
-            f"in {each.path or '(the model)'!r}: {each.line} decides by {each.rank!r}, which is {each.one!r} on one "
-            "rank, and other values are made: its control flow depends on this rank's sizes",
-            "sizes",
-            at=each.path,
-        )
-        for each in decided
-    ]
+    then = "and other values are made: its control flow depends on this rank's sizes"
+    what = ((at, f"{at.line} decides by {at.rank!r}, which is {at.one!r} on one rank, {then}") for at in decided)
+    return [Problem(f"in {at.path or '(the model)'!r}: {text}", "sizes", at=at.path) for at, text in what]
 
 
-def _noting(
-    variance: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None
-) -> Around:
+def _noting(run: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None) -> Around:
     """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do.
 
     The calls of one that drops something are noted in `drops`.
@@ -498,14 +471,14 @@ def _noting(
         def forward(*args: Any, **kwargs: Any) -> Any:
             if drops is not None:
                 x, *_ = (*args, *kwargs.values())
-                drops.append((path, sum(drop[0] == path for drop in drops), x.dim(), variance.tag(x)))
-            with variance.inside(path):
+                drops.append((path, sum(drop[0] == path for drop in drops), x.dim(), run.tag(x)))
+            with run.inside(path):
                 out = inner(*args, **kwargs)
             for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
-                for axis, part in variance.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
+                for axis, part in run.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
                     if part.kind == "sum":
-                        variance.found |= Adjustments(sums={(path, at, axis)})
-            apart = not variance.tag(out).parts and beside.acts_on_gradient(out) if isinstance(out, Tensor) else False
+                        run.found |= Adjustments(sums={(path, at, axis)})
+            apart = not run.tag(out).parts and beside.acts_on_gradient(out) if isinstance(out, Tensor) else False
             return axes.note_source(out, f"module {path}") if owns or apart else out
 
         return forward

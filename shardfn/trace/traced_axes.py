@@ -83,11 +83,8 @@ class TracedAxes(ComputeAxes):
         """As in a real call; a leaf that is no sum in this call is refused."""
         x = leaves[at] if at < len(leaves) else None
         if not isinstance(x, Tensor) or (part := self._part(x, axis)) is None or part.kind in ("same", "split"):
-            self._variance.refuse(
-                f"output {at} is a sum over '{axis}' that is still pending in one call, and in another one it is not: "
-                f"write sf.collectives.psum(x, mesh, '{axis}') where it is one",
-                "gradient",
-            )
+            what = f"output {at} is a sum over '{axis}' that is still pending in one call, and in another one it is not"
+            self._variance.refuse(f"{what}: write sf.collectives.psum(x, mesh, '{axis}') where it is one", "gradient")
         elif part.kind == "lost":
             what = f"output {at} is a sum over '{axis}' in one call, and in another one it cannot be told: {part.why}"
             self._variance.refuse(what, "whole", x)
@@ -275,12 +272,8 @@ class Flow:
         optional = {axis for f in parse(self._rules[path]).factors if f.optional for axis in f.axes}
         for at, x in _floats(leaves):
             if (split := self._split_dims(self._rules[path], x)) is not None:
-                return [
-                    (at, axis, dim)
-                    for dim, axes in enumerate(split)
-                    for axis in axes
-                    if wiring.is_split(self._plan, axis) and not (axis in optional and self._uneven(x, axis, dim))
-                ]
+                pairs = [(a, dim) for dim, axes in enumerate(split) for a in axes if wiring.is_split(self._plan, a)]
+                return [(at, a, dim) for a, dim in pairs if not (a in optional and self._uneven(x, a, dim))]
         return []
 
     def _others(self, path: str, asked: list[tuple[int, str, int]], leaves: list[Any]) -> list[tuple[int, str, int]]:
@@ -384,11 +377,8 @@ class Flow:
 
     def _structure(self, rule: str) -> tuple[tuple[str, str], ...]:
         """The classes of the modules of an entry, by their paths in it."""
-        return tuple(
-            (module.name[len(rule) :], module.classes[0])
-            for module in self._plan.info.modules
-            if module.name == rule or module.name.startswith(f"{rule}.")
-        )
+        modules = [m for m in self._plan.info.modules if m.name == rule or m.name.startswith(f"{rule}.")]
+        return tuple((module.name[len(rule) :], module.classes[0]) for module in modules)
 
     def _has_news(self) -> bool:
         """Whether another run has more to leave whole than this one."""
@@ -434,9 +424,8 @@ def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:
 def _not_its_part(x: Tensor, axis: str, part: Part | None, wanted: Part) -> str:
     """Why an input of the right size is not what a row-parallel weight needs."""
     if part is None:
-        return (
-            f"its input of {x.shape[wanted.dim]} features is the same on all ranks of '{axis}', and its weight is split"
-        )
+        size = x.shape[wanted.dim]
+        return f"its input of {size} features is the same on all ranks of '{axis}', and its weight is split"
     if part.kind == "lost":
         return f"it cannot be told which part over '{axis}' its input is: {part.why}"
     if part.kind == "sum":
