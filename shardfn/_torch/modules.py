@@ -73,9 +73,8 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 def compiler_of(module: nn.Module) -> Compiler | None:
     """What compiles a function as `module.compile(...)` was told to compile the module; None without that call."""
     compiled: Any = module._compiled_call_impl
-    if compiled is None:
-        return None
-    return compiled.get_compiler_config.__closure__[0].cell_contents  # the context that `torch.compile` made
+    # Of the context that `torch.compile` made.
+    return None if compiled is None else compiled.get_compiler_config.__closure__[0].cell_contents
 
 
 def compiler_of_wrapped(module: nn.Module) -> Compiler | None:

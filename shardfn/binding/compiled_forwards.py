@@ -45,18 +45,16 @@ def own_code(function: Forward, module: nn.Module) -> Forward:
     return known[1]
 
 
-def compiled(
-    function: Forward, compiler: Compiler, as_usual: Callable[[nn.Module], AbstractContextManager[None]]
-) -> Forward:
-    """`function(module, ...)` as a graph, which is `as_usual(module)`.
+def compiled(fn: Forward, compiler: Compiler, as_usual: Callable[[nn.Module], AbstractContextManager[None]]) -> Forward:
+    """`fn(module, ...)` as a graph, which is `as_usual(module)`.
 
     Inside a `torch.func` transform, which a graph would not see, it runs as it is.
     """
-    graph = compiler(function)
+    graph = compiler(fn)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if in_transform() or _AS_THEY_ARE.get() or torch.compiler.is_compiling() or has_no_memory() or simulated():
-            return function(module, *args, **kwargs)
+            return fn(module, *args, **kwargs)
         with as_usual(module):
             return graph(module, *args, **kwargs)
 

@@ -239,9 +239,7 @@ def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
         prefix = f"{name}." if name else ""
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         return from_state_dict(leaf, own)
-    if isinstance(leaf, int | float):
-        return type(leaf)(state[name].item())
-    return state.get(name)
+    return type(leaf)(state[name].item()) if isinstance(leaf, int | float) else state.get(name)
 
 
 def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], whole: Sequence[str]) -> None:

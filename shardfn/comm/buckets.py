@@ -248,9 +248,7 @@ class BucketOnGrid:
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        if not self.moves:
-            return self.unmoved(shards)
-        return self.wholes_of(Flight(self.gather_steps(shards)).finish()[0])
+        return self.unmoved(shards) if not self.moves else self.wholes_of(Flight(self.gather_steps(shards)).finish()[0])
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.

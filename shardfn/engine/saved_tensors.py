@@ -292,9 +292,7 @@ def saved_hooks(session: Any, traced: bool) -> AbstractContextManager[Any]:
         return kept.detached(saved)
 
     unpack = _unpacking(session, kept)
-    if traced:
-        return saved_tensors_hooks(untraced(pack), untraced(unpack))
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(untraced(pack), untraced(unpack)) if traced else saved_tensors_hooks(pack, unpack)
 
 
 def _unpacking(session: Any, kept: _Kept) -> Callable[[Any], Tensor]:

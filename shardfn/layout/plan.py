@@ -154,14 +154,12 @@ class Plan:
         return self.home.once("key", self._key)
 
     def _key(self) -> tuple[Any, ...]:
-        p, named = self.policy, self.layouts.items()
+        p, each = self.policy, self.layouts.items()
         settings = (p.regather, p.compute_dtype, p.reduce_dtype, p.output_dtype, p.cast_inputs, p.offload)
-        layouts = [
-            (n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim, x.placed, x.kept) for n, x in named
-        ]
+        rows = [(n, x.aliases, x.shape, x.dtype, x.trainable, x.leaves, x.block_dim, x.placed, x.kept) for n, x in each]
         forwards = [(name, _function_name(fn)) for name, fn in self.forwards.items()]
         sizes = [(name, [*sizes.items()]) for name, sizes in self.local_sizes.items()]
-        decided = ([*self.axes.items()], self.roles, layouts, self.units, settings, [*p.acts.items()])
+        decided = ([*self.axes.items()], self.roles, rows, self.units, settings, [*p.acts.items()])
         return *decided, forwards, sizes, self.vmaps
 
     @property

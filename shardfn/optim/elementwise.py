@@ -184,9 +184,7 @@ class _Elementwise:
         for chosen in wanted.values():
             names = [name for name in params if name in chosen]
             leaves = [params[name] for name in names]
-            zeros = map_runs(
-                lambda own: list(map(zeros_like, own)), unwrap_locals(leaves)
-            )  # so `step` merges these too
+            zeros = map_runs(lambda own: list(map(zeros_like, own)), unwrap_locals(leaves))  # `step` merges these too
             slots.append(base.slot_like(params, dict(zip(names, map(with_local, leaves, zeros), strict=True))))
         return self.rule.state(torch.zeros((), dtype=torch.int64), *slots)
 

@@ -211,11 +211,9 @@ class ComputeAxes:
         """`parts (W - 1) / W` times the bytes of x are received: 2 for an all-reduce, W for an all-gather of shards."""
 
 
-def _run_by_run(
-    x: Tensor, dim: int, runs: Sequence[tuple[int, int]], change: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """What `change(piece, dim + 1)` makes of each run of a dim, [.., outer, inner, ..], side by side."""
+def _run_by_run(x: Tensor, dim: int, runs: Sequence[tuple[int, int]], make: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """What `make(piece, dim + 1)` makes of each run of a dim, [.., outer, inner, ..], side by side."""
     pieces = x.split([outer * inner for outer, inner in runs], dim)
     pairs = zip(pieces, runs, strict=True)
-    made = [change(piece.unflatten(dim, run), dim + 1).flatten(dim, dim + 1) for piece, run in pairs]
+    made = [make(piece.unflatten(dim, run), dim + 1).flatten(dim, dim + 1) for piece, run in pairs]
     return made[0] if len(made) == 1 else torch.cat(made, dim)

@@ -228,9 +228,8 @@ def _seeded(forward: Forward) -> Forward:
 
     def chosen(own: Any, *args: Any, **kwargs: Any) -> Any:
         adds = own.bias_k is not None or own.bias_v is not None or own.add_zero_attn
-        if adds or not own.training or not own.dropout:
-            return class_of(own).forward(own, *args, **kwargs)
-        return forward(own, *args, **kwargs)
+        plain = adds or not own.training or not own.dropout
+        return (class_of(own).forward if plain else forward)(own, *args, **kwargs)
 
     return chosen
 
@@ -298,9 +297,7 @@ def _merged(
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as numbers to add."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+    return mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _weights(layer: Layer, own: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:

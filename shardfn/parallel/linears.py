@@ -279,9 +279,7 @@ class _Lookups(TorchFunctionMode):
         self._lookup, self._own = lookup, own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding:
-            return self._lookup(self._own, args[0])
-        return func(*args, **(kwargs or {}))
+        return self._lookup(self._own, args[0]) if func is F.embedding else func(*args, **(kwargs or {}))
 
 
 def _own_lookup(layer: Layer) -> Forward:

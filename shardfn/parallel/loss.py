@@ -144,9 +144,8 @@ def _combined(stats: Tensor, owner: Tensor, part: int) -> tuple[Tensor, Tensor, 
 def _stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
     """[.., v] -> [k, ..]; see [Note: pieces]."""
     graph = torch.compiler.is_compiling() or in_transform() or has_no_memory()
-    if graph or forward_ad.unpack_dual(x).tangent is not None:
-        return _plain_stats(x, own, total)
-    return _Stats.apply(x, own, total)
+    plain = graph or forward_ad.unpack_dual(x).tangent is not None
+    return (_plain_stats if plain else _Stats.apply)(x, own, total)
 
 
 def _plain_stats(x: Tensor, own: Tensor, total: bool) -> Tensor:

@@ -78,9 +78,9 @@ class NewTree:
                 done.add(name)
                 self.cut(layouts[name], full)
                 del full  # the next tensor is not made before this one is gone
-        for name, one in layouts.items():
-            if name not in done and name not in held:
-                value = named[name]
+        for one in layouts.values():
+            if one.name not in done and one.name not in held:
+                value = named[one.name]
                 value = whole(value) if isinstance(value, DTensor) and not value.is_meta else value
                 self.cut(one, from_src(value, src, places))
                 del value

@@ -86,9 +86,7 @@ def _require_groups_of_the_model(optimizer: Optimizer) -> None:
     Raises:
         ShardError: one is in the group of the matrices, and the vectors are in another.
     """
-    groups = [
-        [(*vars(p)[SHARD], p.dim()) for p in group["params"] if SHARD in vars(p)] for group in optimizer.param_groups
-    ]
+    groups = [[(*vars(p)[SHARD], p.dim()) for p in own["params"] if SHARD in vars(p)] for own in optimizer.param_groups]
     true = [[dims for _, dims, stored in group if (dims < 2) == (stored < 2)] for group in groups]
     of_vectors = any(own and max(own) < 2 for own in true)
     for group, own in zip(groups, true, strict=True):

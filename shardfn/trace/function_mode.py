@@ -158,10 +158,8 @@ def _described(numbers: Numbers, tree: Any) -> Iterator[Any]:
 
 def _is_even_part(tag: Tag, axis: str) -> bool:
     """Whether ranks have one piece each of a dim, in order, so that these can be joined."""
-    part = tag.parts[axis]
-    return part.is_even and all(
-        other is part or not other.split or other.dim != part.dim for other in tag.parts.values()
-    )
+    part, parts = tag.parts[axis], tag.parts.values()
+    return part.is_even and all(other is part or not other.split or other.dim != part.dim for other in parts)
 
 
 def _check_output(

@@ -388,8 +388,5 @@ def _telling(kind: type, silent: str) -> Any:
     return type(kind.__name__, (kind,), {name: method(name) for name in dir(kind) if name not in made})
 
 
-_CONTAINERS = {
-    list: _telling(list, "append extend insert __iadd__"),
-    dict: _telling(dict, "__setitem__ update __ior__"),
-    set: _telling(set, "add update __ior__"),
-}
+_SILENT = {list: "append extend insert __iadd__", dict: "__setitem__ update __ior__", set: "add update __ior__"}
+_CONTAINERS = {kind: _telling(kind, silent) for kind, silent in _SILENT.items()}

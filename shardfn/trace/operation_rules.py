@@ -26,9 +26,8 @@ def parts_after(op: Operation) -> Parts:
         if rule is None:
             raise Lost(f"nothing is known of {op.name} on split values")
         in_two = any(part is not None and part.second is not None for part in known)
-        lose_if(
-            in_two and rule not in _FOR_TWO_DIMS, f"nothing is known of {op.name} on values of which two dims are split"
-        )
+        why = f"nothing is known of {op.name} on values of which two dims are split"
+        lose_if(in_two and rule not in _FOR_TWO_DIMS, why)
         found = rule(op)
     except Lost as lost:
         if all(part in (None, SAME) for part in known):
@@ -61,9 +60,7 @@ def _copied(op: Operation) -> Part | None:
     if source is None:
         lose_if(op.split(op.args[0]) is not None and op.args[1].dim(), "a shared value is written into a split one")
         return op.part(op.args[0])
-    if not source.split:
-        return source
-    return source.at(source.dim + op.results[0].dim() - op.args[1].dim())
+    return source if not source.split else source.at(source.dim + op.results[0].dim() - op.args[1].dim())
 
 
 # -- views ------------------------------------------------------------------------------------------------------------
@@ -345,6 +342,7 @@ _IN_PLACES = (
     "avg_pool{0}d adaptive_avg_pool{0}d _adaptive_avg_pool{0}d reflection_pad{0}d replication_pad{0}d "
     "upsample_nearest{0}d _upsample_nearest_exact{0}d"
 )
+_NORMS = "native_layer_norm layer_norm _fused_rms_norm rms_norm"
 _ALONG: dict[str, _Along] = {}
 for _names, _row in (
     ("cumsum unfold", _Along(_dims(1, default=-1), linear=True)),
@@ -356,10 +354,7 @@ for _names, _row in (
     ("amax amin max min prod any all argmax argmin var std var_mean", _Along(_dims(1), means="over")),
     ("logsumexp count_nonzero nansum", _Along(_dims(1), means="over")),
     ("linalg_vector_norm norm", _Along(_dims(2), means="over")),
-    (
-        "native_layer_norm layer_norm _fused_rms_norm rms_norm",
-        _Along(lambda op: range(-len(op.args[1]), 0), means="over"),
-    ),
+    (_NORMS, _Along(lambda op: range(-len(op.args[1]), 0), means="over")),
     ("flip", _Along(_dims(1, "dims"), linear=True)),
     ("roll", _Along(_dims(2, "dims"), linear=True)),
     ("tril triu", _Along(_last(2), linear=True)),

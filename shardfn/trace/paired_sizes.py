@@ -177,9 +177,7 @@ def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
     """A number that is `rank` and `one`; one that is no integer is decided by."""
     if type(rank) is type(one) and rank == one:
         return rank
-    if type(rank) is int and type(one) is int:
-        return Size(rank, one, sources)
-    return _WORLDS.get().decide(rank, one, sources)
+    return Size(rank, one, sources) if type(rank) is type(one) is int else _WORLDS.get().decide(rank, one, sources)
 
 
 def of_world(x: Any, world: World) -> Any:

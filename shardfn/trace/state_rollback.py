@@ -121,9 +121,7 @@ def read(value: Any) -> Any:
     if isinstance(value, FunctionType):  # of what is its module's
         own = {} if _is_foreign(value) else value.__globals__
         return {name: own[name] for name in _names(value.__code__) if name in own}
-    if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)):
-        return None
-    return _attributes(value)
+    return None if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) else _attributes(value)
 
 
 def _write(value: Any, held: Any) -> None:

@@ -531,9 +531,8 @@ def _kind(leaf: Any, goes_on: bool, ranks: int) -> Any:
     """
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.requires_grad, *((goes_on or min(size, 2), size % ranks) for size in leaf.shape)
-    if type(leaf) is int and abs(leaf) <= _SMALL:
-        return leaf
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+    counts = isinstance(leaf, bool | str | None) or (type(leaf) is int and abs(leaf) <= _SMALL)
+    return leaf if counts else type(leaf)
 
 
 def _require_sizes(model: nn.Module, plan: Plan) -> None:

@@ -374,9 +374,7 @@ def _mapped_axes(pairs: _Pairs) -> tuple[str, ...]:
     found = {next(iter(tree.plan.leaves.values()))[1].splits[0] for tree, dim in trees if dim == 0}
     if len(found) > 1:
         raise ShardError(f"vmap: trees whose first dims lie on different axes: {sorted(found)}")
-    if found:
-        return found.pop()
-    return tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
+    return found.pop() if found else tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
 
 
 def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:

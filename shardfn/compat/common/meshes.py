@@ -62,14 +62,12 @@ def placed_mesh(
     Raises:
         ShardError: there are several, or no `device_mesh` to which it can be added.
     """
-    done = ignored | shards_in(module)
-    found = {
-        p.device_mesh: name for name, p in module.named_parameters() if isinstance(p, DTensor) and id(p) not in done
-    }
-    found |= {mesh: "a module inside" for mesh in inside if mesh is not None and mesh not in found}
-    if not found:
+    out = ignored | shards_in(module)
+    seen = {p.device_mesh: name for name, p in module.named_parameters() if isinstance(p, DTensor) and id(p) not in out}
+    seen |= {mesh: "a module inside" for mesh in inside if mesh is not None and mesh not in seen}
+    if not seen:
         return None
-    (mesh, name), *others = found.items()
+    (mesh, name), *others = seen.items()
     if others or device_mesh is None:
         why = f"and {others[0][1]!r} on {others[0][0]}" if others else "but there is no device_mesh beside it"
         raise ShardError(f"{verb}: {name!r} is a DTensor on {mesh}, {why}. {ONE_MESH}")
@@ -121,9 +119,7 @@ def ranks_of(mesh: DeviceMesh, axis: str) -> list[int] | None:
 # What FSDP1 takes
 
 
-def check_groups(
-    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, has_policy: bool
-) -> None:
+def check_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy, wraps: bool) -> None:
     """Refuse what cannot be a mesh, with the words of torch, before any process is asked.
 
     Raises:
@@ -135,7 +131,7 @@ def check_groups(
         )
     if strategy not in HYBRID:
         return
-    if process_group is None and device_mesh is None and not has_policy:
+    if process_group is None and device_mesh is None and not wraps:
         raise ValueError(
             f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
         )

@@ -145,28 +145,19 @@ def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), ex
     units: dict[str, dict[str, Any]] = {}
     for name, _, inner in own.all_in(module):
         if inner.mesh != own.mesh:
-            raise ShardError(
-                f"{own.verb}: {name!r} was sharded over another mesh ({inner.mesh}) than the module around it "
-                f"({own.mesh}); use the same one"
-            )
+            why = f"{name!r} was sharded over another mesh ({inner.mesh}) than the module around it ({own.mesh})"
+            raise ShardError(f"{own.verb}: {why}; use the same one")
         if inner.offload != own.offload:
-            raise ShardError(
-                f"{own.verb}: {name!r} and the module around it have different offload policies; use one: offload all "
-                "of them, or none"
-            )
+            why = f"{name!r} and the module around it have different offload policies"
+            raise ShardError(f"{own.verb}: {why}; use one: offload all of them, or none")
         if name:
             units[exactly(name)] = inner.unit_settings(exact)
     left = leave | {id(p) for p in own.ignored_params} | ignored_in(module, type(own))
     named = dict(module.named_parameters(remove_duplicate=False))
-    settings = own.root_settings(exact)
-    return Policy(
-        rules=own.rules(module, {name: p for name, p in named.items() if id(p) not in left}),
-        units=units | settings.pop("units", {}),
-        ignore=[exactly(name) for name, p in named.items() if id(p) in left],
-        batch=own.data,
-        offload="cpu" if own.offload else None,
-        **settings,
-    )
+    rules = own.rules(module, {name: p for name, p in named.items() if id(p) not in left})
+    ignore = [exactly(name) for name, p in named.items() if id(p) in left]
+    settings = {"batch": own.data, "offload": "cpu" if own.offload else None, **own.root_settings(exact)}
+    return Policy(rules=rules, ignore=ignore, **settings | {"units": units | settings.get("units", {})})
 
 
 def spread_inside(module: nn.Module, own: Sharded) -> None:
