@@ -45,10 +45,8 @@ class _AsOneRank(TorchDispatchMode):
             return func(*args, **kwargs)
         changes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
         if changes and generator is None:
-            raise RuntimeError(
-                f"{func}: ranks would write different values into one tensor from outside of the simulation, or a "
-                "copy of one; compute a new tensor instead, such as x + n"
-            )
+            why = "ranks would write different values into one tensor from outside of the simulation, or a copy of one"
+            raise RuntimeError(f"{func}: {why}; compute a new tensor instead, such as x + n")
         before = None if generator is None else generator.get_state()
 
         def on_one(_: int, own: list[Any]) -> list[Tensor]:

@@ -72,10 +72,8 @@ class Call:
             ShardError: it computes again for an output that `apply` has not seen.
         """
         if self.place.sizes and not self.place.has_sizes and self not in GOING_ON:
-            raise ShardError(
-                "apply: a checkpoint computes a function again in which modules have other sizes, by "
-                "Policy.local_sizes. Return the tensors that it makes, or take sizes from tensors"
-            )
+            why = "a checkpoint computes a function again in which modules have other sizes, by Policy.local_sizes"
+            raise ShardError(f"apply: {why}. Return the tensors that it makes, or take sizes from tensors")
 
     def require_others_wait(self) -> None:
         """Raise when another thread computes with the same weights, too.
@@ -256,10 +254,8 @@ class Weights(_Asks):
             ShardError: it does.
         """
         if call_of(self) is not None:
-            raise ShardError(
-                f"apply: a forward {what} the parameter '{attribute}'; parameters are shards, which optimizers hold. "
-                "Assign a plain tensor under another name, or change parameters between steps"
-            )
+            why = f"apply: a forward {what} the parameter '{attribute}'; parameters are shards, which optimizers hold"
+            raise ShardError(f"{why}. Assign a plain tensor under another name, or change parameters between steps")
 
 
 class Buffers(_Asks):

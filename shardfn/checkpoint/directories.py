@@ -265,10 +265,8 @@ def _is_first(tree: Any, mesh: DeviceMesh | None) -> bool:
         leaves = pytree.tree_leaves(tree, is_leaf=is_tree)
         mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Params)), None)
     if mesh is not None and dist.is_initialized() and mesh.size() != dist.get_world_size():
-        raise ShardError(
-            f"checkpoint: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; all ranks must save and "
-            "load together"
-        )
+        why = f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks"
+        raise ShardError(f"checkpoint: {why}; all ranks must save and load together")
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -284,10 +282,8 @@ def require_one_path(verb: str, path: str | None) -> None:
     dist.all_gather_object(paths, path)
     if len(set(paths)) > 1:
         other = next(rank for rank, one in enumerate(paths) if one != paths[0])
-        raise ShardError(
-            f"{verb}: rank 0 has '{paths[0]}' and rank {other} '{paths[other]}' (None: no checkpoint there); give all "
-            "ranks one directory that all see, not tempfile.mkdtemp() of each"
-        )
+        why = f"rank 0 has '{paths[0]}' and rank {other} '{paths[other]}' (None: no checkpoint there)"
+        raise ShardError(f"{verb}: {why}; give all ranks one directory that all see, not tempfile.mkdtemp() of each")
 
 
 def _rename(temporary: Path, target: Path) -> None:

@@ -188,10 +188,8 @@ class _Files:
             self._assemble(other, boxes, again)
             if not torch.equal(out.view(-1).view(torch.uint8), again.view(-1).view(torch.uint8)):
                 names = " and ".join(f"'{x.pieces[0].source}'" for x in (first, other))
-                raise ShardError(
-                    f"load_safetensors: the model ties '{name}', and the files have different values of it: {names}. "
-                    "Make the model without that tie, or leave one out of the files."
-                )
+                why = f"load_safetensors: the model ties '{name}', and the files have different values of it: {names}"
+                raise ShardError(f"{why}. Make the model without that tie, or leave one out of the files.")
 
     def _assemble(self, made_of: Patchwork, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
         """Read what lies in boxes of a tensor to their places in `out`; zeros elsewhere, where it is padded."""

@@ -206,10 +206,8 @@ def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
     """Apply the Function of the set that fits where we are, see [Note: three Functions]."""
     if not torch.compiler.is_compiling():
         if axis in active_transforms.mapped_axes():
-            raise ShardError(
-                f"{kind}: an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in "
-                "the function: communicate outside, of what comes out"
-            )
+            why = f"an sf.vmap goes on whose samples or members lie on {axis!r}, which has no part in the function"
+            raise ShardError(f"{kind}: {why}: communicate outside, of what comes out")
         x = _torch.of_each_rank(x) if _torch.simulated() else x
         watcher, varies = WATCHING.get()[0], _PAIRS[kind].varies
         where: tuple[Any, ...] = kind, mesh, axis, dims

@@ -441,8 +441,6 @@ def _split(name: str, x: Tensor, mesh: Mesh, axis: str, dim: int, parameter: str
     dim = _dim(name, x, parameter, dim)
     size, length = _size(name, mesh, axis, x), x.shape[dim]
     if length % size:
-        raise ShardError(
-            f"{name}: shape {tuple(x.shape)} splits dim {dim} over {axis}={size}, {length} % {size} = {length % size}. "
-            f"Pad dim {dim} to {-(-length // size) * size}, or choose a dim that {size} divides."
-        )
+        why = f"{name}: shape {tuple(x.shape)} splits dim {dim} over {axis}={size}, {length} % {size} = {length % size}"
+        raise ShardError(f"{why}. Pad dim {dim} to {-(-length // size) * size}, or choose a dim that {size} divides.")
     return size, dim

@@ -249,10 +249,8 @@ class Recording:
             ShardError: `of` is something that the step has computed.
         """
         if id(of) not in self.inputs:
-            raise ShardError(
-                f"{what} is a function of Python, and of a step that is computed inside of the compiled one; use a "
-                f"number, or one update in each compiled step"
-            )
+            why = f"{what} is a function of Python, and of a step that is computed inside of the compiled one"
+            raise ShardError(f"{why}; use a number, or one update in each compiled step")
         with _torch.outside_modes():
             value = torch.zeros((), dtype=torch.float64)
         self.numbers.append((fn, self.inputs[id(of)], value))

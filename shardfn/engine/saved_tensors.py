@@ -136,10 +136,8 @@ class Gathered:
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
             name = self.spot.bucket.leaves[changed % len(self.leaves)]
-            raise RuntimeError(
-                f"'{name}' was changed in place between the forward and the backward that needs it; "
-                f"run the backward before the optimizer step"
-            )
+            why = f"'{name}' was changed in place between the forward and the backward that needs it"
+            raise RuntimeError(f"{why}; run the backward before the optimizer step")
         self.session.pass_by("weights", self.again)
         self.start()
         return True

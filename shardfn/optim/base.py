@@ -120,20 +120,16 @@ def require_tree(verb: str, what: str, got: object) -> Mapping[str, Tensor]:
 def require_tensors(verb: str, params: Tree) -> None:
     for name, leaf in require_tree(verb, "params", params).items():
         if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{verb}: params[{name!r}] is a {type(leaf).__name__}; a tree is flat, name -> tensor; trees of "
-                "several models have an optimizer each"
-            )
+            why = f"params[{name!r}] is a {type(leaf).__name__}; a tree is flat, name -> tensor"
+            raise TypeError(f"{verb}: {why}; trees of several models have an optimizer each")
 
 
 def require_some(verb: str, params: Tree) -> None:
     """Tensors, some of which train: nothing to do is a mistake, most often a mapping of plain tensors was sharded."""
     require_tensors(verb, params)
     if len(params) and not trainable(params):
-        raise ShardError(
-            f"{verb}: none of {len(params)} parameters trains: integers, or requires_grad=False in the model. "
-            f"sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there."
-        )
+        why = f"{verb}: none of {len(params)} parameters trains: integers, or requires_grad=False in the model"
+        raise ShardError(f"{why}. sf.shard takes a mapping's word for it too: write nn.Parameter(tensor) there.")
 
 
 def other_state(verb: str, state: object, init: str) -> TypeError:

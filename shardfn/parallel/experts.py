@@ -325,10 +325,8 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
     for other in layouts.axes:
         whole = [layout for layout in layouts.values() if other not in layout.axes]
         if whole and other != axis:
-            raise ShardError(
-                f"Experts: '{whole[0].name}' is whole over '{other}', and others of its module are split; what it adds "
-                f"would count once a rank. Split all of them over '{other}' or none"
-            )
+            why = f"Experts: '{whole[0].name}' is whole over '{other}', and others of its module are split"
+            raise ShardError(f"{why}; what it adds would count once a rank. Split all of them over '{other}' or none")
     if not split or (size := collectives.axis_size(layouts.mesh, axis)) == 1:
         return 0
     experts = split[0].shape[0]

@@ -302,10 +302,8 @@ def _lookup(layer: Layer) -> Forward:
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
-            raise ShardError(
-                f"apply: {name!r} splits its table by '{layout.rule}'; max_norm, scale_grad_by_freq and "
-                "sparse need it whole"
-            )
+            why = f"{name!r} splits its table by '{layout.rule}'"
+            raise ShardError(f"apply: {why}; max_norm, scale_grad_by_freq and sparse need it whole")
         w = layer.weight(layout.name)  # [vocab/axes, c/columns]
         require_ids(name, ids, layout.shape[0])
         for axis in vocab:

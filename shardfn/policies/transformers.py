@@ -115,10 +115,8 @@ def from_transformers(
             raise ShardError("from_transformers(sequence_parallel=True, axis=None): no axis to split activations over")
         blocks: Any = _lists_of_blocks(base) if policy.units == "auto" else policy.units
         if not blocks:
-            raise ShardError(
-                f"from_transformers(sequence_parallel=True): {type(base).__name__} has no list of like blocks; say "
-                f"between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})"
-            )
+            why = f"from_transformers(sequence_parallel=True): {type(base).__name__} has no list of like blocks"
+            raise ShardError(f"{why}; say between which modules: Policy(acts={{'layers.*': 'b s@{axis} ...'}})")
         policy |= Policy(acts=dict.fromkeys(blocks, f"b s@{axis}? ..."))
     return _below(path, policy) if path else policy
 

@@ -352,10 +352,8 @@ class Masks:
         if vmap_depth() != len(lanes):
             raise ShardError("dropout_seed: inside torch.func.vmap samples cannot be told apart; use sf.vmap")
         if stream.recording is not recording():
-            raise ShardError(
-                "dropout_seed: it is open around a step that sf.jit records, which would have the same masks at every "
-                "call; open it inside of the step, with a seed that is a tensor"
-            )
+            why = "it is open around a step that sf.jit records, which would have the same masks at every call"
+            raise ShardError(f"dropout_seed: {why}; open it inside of the step, with a seed that is a tensor")
         self._stream, self.over = stream, False
         own = _Lane(batch_index, batch_count, False)
         order = [*(x for x in lanes if not x.of_part), own, *(x for x in lanes if x.of_part)]
@@ -404,10 +402,8 @@ class Masks:
             drawn = int(part_of_rank(torch.randint(2**62, ()), 0))
         if (path, drawn) not in self._seen:
             if self.over:
-                raise ShardError(
-                    f"dropout_seed: {path!r} computes again with another state of torch's generator; "
-                    f"torch.utils.checkpoint needs preserve_rng_state=True"
-                )
+                why = f"{path!r} computes again with another state of torch's generator"
+                raise ShardError(f"dropout_seed: {why}; torch.utils.checkpoint needs preserve_rng_state=True")
             self._seen[path, drawn] = before = self._stream.calls.get(path, 0)
             self._stream.calls[path] = before + 1
         return self._seen[path, drawn]

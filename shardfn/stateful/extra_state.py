@@ -63,10 +63,8 @@ def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]
     known = {id(leaf): name for name, leaf in params.items()}
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in known for parameter in found):
-        raise ShardError(
-            f"Trainer: {type(optimizer).__name__} has parameters that are not the trainer's; make it from "
-            "trainer.parameters()"
-        )
+        why = f"{type(optimizer).__name__} has parameters that are not the trainer's"
+        raise ShardError(f"Trainer: {why}; make it from trainer.parameters()")
     return {number: known[id(parameter)] for number, parameter in enumerate(found)}
 
 

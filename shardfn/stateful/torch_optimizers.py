@@ -74,10 +74,8 @@ def refuse_held_back(verb: str, grads: Iterable[Tensor | None], what: str = "a g
         ShardError: there is one.
     """
     if any(map(is_held_back, grads)):
-        raise ShardError(
-            f"{verb}: {what} was only added up under no_sync(), never reduced; run the last backward of a step outside "
-            "of no_sync()"
-        )
+        why = f"{what} was only added up under no_sync(), never reduced"
+        raise ShardError(f"{verb}: {why}; run the last backward of a step outside of no_sync()")
 
 
 def _require_groups_of_the_model(optimizer: Optimizer) -> None:

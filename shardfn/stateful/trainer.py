@@ -327,10 +327,8 @@ class Trainer(nn.Module):
         missing = sorted(wanted - given - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
-            raise ShardError(
-                f"Trainer.load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
-                "every rank must give all of it, or pass strict=False"
-            )
+            why = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            raise ShardError(f"Trainer.load_state_dict: {why}; every rank must give all of it, or pass strict=False")
         for layout in held:
             value = next(state_dict[name] for name in layout.names if name in state_dict)
             _require_shape(f"'{layout.name}'", value, layout.shape)

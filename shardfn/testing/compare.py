@@ -117,10 +117,8 @@ def _leaves(tree: Any, path: str, caller: str) -> dict[str, torch.Tensor]:
         wide = {float: torch.float64, complex: torch.complex128}  # torch would make them float32 and complex64
         return {path or "number": torch.tensor(tree, dtype=wide.get(type(tree)))}
     if not isinstance(tree, Mapping | list | tuple):
-        raise TypeError(
-            f"{caller}: {path or 'the tree'} is a {type(tree).__name__}; "
-            "trees are mappings, lists and tuples of tensors and numbers."
-        )
+        why = f"{path or 'the tree'} is a {type(tree).__name__}"
+        raise TypeError(f"{caller}: {why}; trees are mappings, lists and tuples of tensors and numbers.")
     found: dict[str, torch.Tensor] = {}
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         below = _leaves(value, f"{path}/{key}" if path else str(key), caller)

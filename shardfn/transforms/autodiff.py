@@ -187,10 +187,8 @@ def explained(verb: str, write: str = _WEIGHT, loss: active_transforms.Different
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
         if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
             raise
-        raise ShardError(
-            f"{verb}: the function computes with leaves what DTensors cannot, or mixes them with plain tensors: "
-            f"{str(error).splitlines()[0]}\n{write}"
-        ) from error
+        why = "the function computes with leaves what DTensors cannot, or mixes them with plain tensors"
+        raise ShardError(f"{verb}: {why}: {str(error).splitlines()[0]}\n{write}") from error
 
 
 def _times_ranks(grads: Any) -> Any:

@@ -113,10 +113,8 @@ def _batch_norm(input: Tensor, training: bool = False, **given: Any) -> Any:
 
 def _batch_norm_in_forward_mode(input: Tensor, **given: Any) -> Any:
     if given.get("training") and "running_mean" in given:
-        raise ShardError(
-            "jvp: the gradient of torch's forward mode of a batch norm in training is wrong; call .eval() on it, or "
-            "make it with track_running_stats=False"
-        )
+        why = "the gradient of torch's forward mode of a batch norm in training is wrong"
+        raise ShardError(f"jvp: {why}; call .eval() on it, or make it with track_running_stats=False")
     return _batch_norm(input, **given)
 
 

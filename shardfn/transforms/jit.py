@@ -167,10 +167,8 @@ def _constant(value: Any) -> _Constant:
     try:
         hash(value)
     except TypeError:
-        raise ShardError(
-            f"jit: an argument or a result of type {type(value).__name__} may change, and a graph would not know; pass "
-            f"tensors, numbers or frozen dataclasses of them"
-        ) from None
+        why = f"an argument or a result of type {type(value).__name__} may change, and a graph would not know"
+        raise ShardError(f"jit: {why}; pass tensors, numbers or frozen dataclasses of them") from None
     return _Constant((type(value), value.hex() if isinstance(value, float) else value), value)  # -0.0 is not 0.0
 
 

@@ -161,16 +161,12 @@ class _Call:
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
         if torch.is_grad_enabled() and any(map(asks, self.kept.frozen)):
-            raise ShardError(
-                "apply: parameters that asked for no gradient when sf.shard made the tree do now, and would get none. "
-                "Write model.load_state_dict(sf.gather(params)), and shard the model again"
-            )
+            why = "parameters that asked for no gradient when sf.shard made the tree do now, and would get none"
+            raise ShardError(f"apply: {why}. Write model.load_state_dict(sf.gather(params)), and shard the model again")
         several = inside and any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
         if several and self.plan.vmaps is None and _torch.differentiated_in_vmap(self.params.values()):
-            raise ShardError(
-                "apply: torch.func.vmap goes on around a gradient, which would add up samples of different data "
-                "ranks. Use sf.vmap and sf.grad, with None in in_dims for the tree."
-            )
+            why = "torch.func.vmap goes on around a gradient, which would add up samples of different data ranks"
+            raise ShardError(f"apply: {why}. Use sf.vmap and sf.grad, with None in in_dims for the tree.")
         if inside and self.plan.placed_axes:
             raise ShardError(
                 "apply: sf.jvp, vjp, hvp, vmap or a transform of torch.func goes on, and modules that "
@@ -307,10 +303,8 @@ class _Call:
             found = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
             if found.kept:
                 where = repr(path) if path else "the model"
-                raise ShardError(
-                    f"apply: '{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...); "
-                    "leave it out for this tree"
-                )
+                why = f"'{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...)"
+                raise ShardError(f"apply: {why}; leave it out for this tree")
             self.kept.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
         return self.kept.adjustments[key]
 

@@ -276,10 +276,8 @@ class _Typed(TorchFunctionMode):
         target = out if isinstance(out, Tensor) else tensors[0]
         writes = out is not None or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")
         if writes and axes - self.axes_of(target):
-            raise ShardError(
-                f"shard_map: {name} writes values that differ over {sorted(axes)} into a tensor that does not; make it "
-                "with sf.collectives.pvary(x, mesh, axis) first"
-            )
+            why = f"{name} writes values that differ over {sorted(axes)} into a tensor that does not"
+            raise ShardError(f"shard_map: {why}; make it with sf.collectives.pvary(x, mesh, axis) first")
         same = [self.varied(x, axes) if may_be_differentiated(x) else x for x in flat]
         args, kwargs = pytree.tree_unflatten(same, structure)
         return self._noted(func(*args, **kwargs), [axes])

@@ -248,10 +248,8 @@ def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]
     """
     theirs = (*dims.replicate_names, *dims.shard_names)
     if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
-        raise ShardError(
-            f"fully_shard: parameters are DTensors on {mesh}, and dp_mesh_dims has several dims of a kind, {theirs}; "
-            "make them one dim of the mesh"
-        )
+        why = f"parameters are DTensors on {mesh}, and dp_mesh_dims has several dims of a kind, {theirs}"
+        raise ShardError(f"fully_shard: {why}; make them one dim of the mesh")
     names = tuple(mesh.mesh_dim_names or ())
     if roles(names, theirs).shardable == theirs[-1:]:
         return mesh, theirs

@@ -215,10 +215,8 @@ def _require_own_shards(module: nn.Module) -> None:
                 "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
             )
         if isinstance(parameter, DTensor) and id(parameter) in others:
-            raise ShardError(
-                f"FullyShardedDataParallel: '{name}' is a shard already ({parameter.placements}), of another model "
-                "that holds this module. Wrap the module that both share, once, by itself."
-            )
+            why = f"'{name}' is a shard already ({parameter.placements}), of another model that holds this module"
+            raise ShardError(f"FullyShardedDataParallel: {why}. Wrap the module that both share, once, by itself.")
 
 
 def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:

@@ -199,10 +199,8 @@ def _by_name(
     names = _names(model)
     unknown = [index for index, p in enumerate(params) if id(p) not in names]
     if unknown:
-        raise ShardError(
-            f"optimizer states: {len(unknown)} of the optimizer's parameters are not the model's, the first is number "
-            f"{unknown[0]}; make the optimizer from the wrapped model's parameters()"
-        )
+        why = f"{len(unknown)} of the optimizer's parameters are not the model's, the first is number {unknown[0]}"
+        raise ShardError(f"optimizer states: {why}; make the optimizer from the wrapped model's parameters()")
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
     keep = not first_only or dist.get_rank() == _first(model).first_rank
     found: dict[Any, Any] = {}

@@ -195,10 +195,8 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     own, held = Instance.of(module), held_now(module)
     kind, config = kind_wanted(own), own.state_dicts.state_dict_config
     if kind == StateDictType.LOCAL_STATE_DICT and own.given_mesh:
-        raise RuntimeError(
-            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
-            "state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict."
-        )
+        why = "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT"
+        raise RuntimeError(f"{why}. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict.")
     host = bool(getattr(config, "offload_to_cpu", False))
     names = {id(leaf): name for name, leaf in held.leaves().items()}
     on_first = kind == StateDictType.FULL_STATE_DICT and bool(getattr(config, "rank0_only", False))

@@ -343,10 +343,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         return hash(self.__dict__[WRAPPED])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PicklingError(
-            f"{type(self).__name__} cannot be pickled: its parameters are parts of this rank. Save state_dict(), and "
-            "wrap the model again where it is loaded."
-        )
+        why = f"{type(self).__name__} cannot be pickled: its parameters are parts of this rank"
+        raise PicklingError(f"{why}. Save state_dict(), and wrap the model again where it is loaded.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = type(self).__new__(type(self), self.__dict__[WRAPPED])

@@ -269,10 +269,8 @@ def _checked(given: Any) -> tuple[nn.Module, ...]:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
         if Group.has_sharded(module):
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
-                f"already been applied to the following module:\n{module}"
-            )
+            why = "Each distinct composable distributed API can only be applied to a module once"
+            raise AssertionError(f"{why}. fully_shard has already been applied to the following module:\n{module}")
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return tuple({id(module): module for module in modules if id(module) not in inside}.values())
 
@@ -291,10 +289,8 @@ def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: in
             continue
         if not isinstance(placement, Shard):
             if hasattr(placement, "mesh_info"):
-                raise ShardError(
-                    f"fully_shard: shard_placement_fn gives {name!r} a mesh of its own; shard its module over that "
-                    "mesh, as a model of its own"
-                )
+                why = f"shard_placement_fn gives {name!r} a mesh of its own"
+                raise ShardError(f"fully_shard: {why}; shard its module over that mesh, as a model of its own")
             raise ValueError(f"fully_shard: shard_placement_fn returned {placement!r} for {name!r}, not Shard or None")
         dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
         if not 0 <= dim < parameter.dim():
@@ -504,10 +500,8 @@ class FSDPModule(nn.Module):
         Raises:
             ShardError: always.
         """
-        raise ShardError(
-            "FSDPModule.set_custom_reduce_scatter: reductions are the engine's own; use torch's fully_shard, or "
-            "plan.with_reduction(fn) with shardfn's functions"
-        )
+        why = "FSDPModule.set_custom_reduce_scatter: reductions are the engine's own"
+        raise ShardError(f"{why}; use torch's fully_shard, or plan.with_reduction(fn) with shardfn's functions")
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Refused.
