@@ -35,7 +35,7 @@ _EXPERTS = "moe_tp_experts"
 _BY_NUMBER = {"grouped_gemm", "ep_dispatch_experts"}  # weights of experts, and their module
 _IDENTITY = "moe_identity_expert"
 # Whole weights, and gradients or outputs that are sums over ranks: that follows from the values themselves here.
-_WHOLE = set("replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split())
+_PLAIN = set("replicated_with_grad_allreduce sequence_parallel local_params all_reduce mla_kv_a_proj replicate".split())
 
 # Families without a plan: how the paths of linears end.
 _INTO_HEADS = set("q k v query key value q_proj k_proj v_proj c_attn query_key_value".split())
@@ -234,7 +234,7 @@ class _Reading:
             for inside, table in _held_in(module):
                 rule = f"{self._vocab(table)} _{self.fsdp}" if style == "embedding_rowwise" else f"_ c{self.tp}"
                 self._put("rules", f"{path}{inside}.weight", rule)
-        elif style not in _WHOLE | _BY_NUMBER | {_EXPERTS}:
+        elif style not in _PLAIN | _BY_NUMBER | {_EXPERTS}:
             self.problems.append(f"{path!r}: style {style!r} is not known here")
 
     def _within_whole(self, path: str) -> bool:
