@@ -176,14 +176,10 @@ class Instance(Sharded):
 
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters of instances that shard none are whole everywhere."""
-        whole = (
-            ".".join(filter(None, (name, path, key)))
-            for name, inside, own in Instance.all_in(module)
-            if not own.settings.shards
-            for path, part in own_modules(inside)
-            for key in parameters_of(part)
-        )
-        return {exactly(name): "..." for name in whole if name in named}
+        whole = [(name, inside) for name, inside, own in Instance.all_in(module) if not own.settings.shards]
+        parts = ((name, *part) for name, inside in whole for part in own_modules(inside))
+        names = (".".join(filter(None, (name, path, key))) for name, path, part in parts for key in parameters_of(part))
+        return {exactly(name): "..." for name in names if name in named}
 
 
 def as_before(buffer: Tensor) -> Tensor:
