@@ -4,9 +4,9 @@
     python tests/slow/break_lines.py --lines 10 --only 'engine/*' --first-only
     python tests/slow/break_lines.py --again layout/policy.py:64:1    # one of them again, as its row names it
 
-The seed is the commit's hash by default. Each line is broken in a clone of this checkout's commit; the tests that name
-its module run first, then those of its room, then the rest of the everyday suite, until one fails. A row says what was broken and which test
-saw it; a line that no test sees is equivalent or lacks a test.
+The seed is the commit's hash by default. Each line is broken in a clone of this checkout's commit; the tests of its
+module run first, then those of its room and those that name it, then the rest of the everyday suite, until one fails. A
+row says what was broken and which test saw it; a line that no test sees is equivalent or lacks a test.
 """
 
 import argparse
@@ -168,7 +168,12 @@ def seen_by(clone: Path, files: list[str]) -> str | None:
     ]
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*pytest, *files], cwd=clone, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [*pytest, "--dist", "worksteal", *files],
+        cwd=clone,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as tests:
         try:
             printed, _ = tests.communicate(timeout=3600)
