@@ -1,15 +1,16 @@
 """Which tests run when, one thread per process, and no rank or process group left behind.
 
-`make test` is everything but what is marked `slow`: whole files that take long (`SLOW`), tests, and of tests with many
-cases those beyond `@pytest.mark.everyday(n)`, which keeps n of them. `make test-all` is what is slow, and every
-property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not ranks"` needs no process
-group.
+`make test` is everything but what is marked `slow`: whole files that take long (`SLOW`), single tests, and all but two
+cases of a test that begins ranks, or all but the n of `@pytest.mark.everyday(n)`. `make test-all` is what is slow, and
+every property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not ranks"` needs no
+process group.
 """
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: four ranks share few cores
 
+import gc
 from collections.abc import Iterator
 from itertools import groupby
 from random import Random
@@ -25,6 +26,7 @@ SLOW = frozenset(
     "test_wiring test_sweep".split()
 )
 # What begins ranks, or a process group of this one process; and what draws many examples.
+EVERYDAY = 2  # cases of a test that begins ranks, which run every day
 STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
 DRAWS = {"hold_for_all"}
 
@@ -39,20 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with what it is."""
     for (path, _), group in groupby(items, lambda item: (item.path, getattr(item, "originalname", item.name))):
         cases = list(group)
-        for item in cases[: None if path.stem in SLOW else 0]:
-            item.add_marker("slow")
-        if (few := cases[0].get_closest_marker("everyday")) is not None and few.args[0] < len(cases):
-            kept = Random(cases[0].nodeid.partition("[")[0]).sample(cases, few.args[0])
-            for item in cases:
-                if item not in kept:
-                    item.add_marker("slow")
         test = getattr(cases[0], "function", None)
         names = _names_used(test, set())
+        marks = [mark for mark in ("slow", "ranks", "property") if cases[0].get_closest_marker(mark)]
+        marks += ["slow"] * (path.stem in SLOW) + ["ranks"] * bool(names & STARTS)
+        marks += ["property"] * (bool(names & DRAWS) or getattr(test, "is_hypothesis_test", False))
+        few = cases[0].get_closest_marker("everyday")
+        count = few.args[0] if few is not None else EVERYDAY if "ranks" in marks else len(cases)
+        kept = Random(cases[0].nodeid.partition("[")[0]).sample(cases, min(count, len(cases)))
         for item in cases:
-            if names & STARTS:
-                item.add_marker("ranks")
-            if names & DRAWS or getattr(test, "is_hypothesis_test", False):
-                item.add_marker("property")
+            for mark in marks + ["slow"] * (item not in kept):
+                item.add_marker(mark)
 
 
 def _names_used(fn: object, seen: set[object]) -> set[str]:
@@ -72,6 +71,12 @@ def _names_used(fn: object, seen: set[object]) -> set[str]:
 def _is_of_tests(value: object) -> bool:
     file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
     return "/tests/" in file or "/shardfn/testing/" in file
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

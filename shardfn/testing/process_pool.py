@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import math
 import multiprocessing.connection
@@ -46,9 +47,9 @@ import torch.distributed as dist
 from shardfn._torch import LAZY_MODULES
 from shardfn.layout import make_mesh
 
-# Imported once, before the ranks are forked. Not shardfn itself: the fork server may find another copy than the caller.
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.checkpoint", *LAZY_MODULES)
-_PRELOAD_IF_USED = ("einops", "hypothesis", "numpy", "pytest")
+# Imported once, before the ranks are forked.
+_PRELOAD = ("torch.distributed.tensor", "torch.distributed.checkpoint", *LAZY_MODULES, __name__)
+_PRELOAD_IF_USED = ("einops", "hypothesis", "numpy", "pytest", "transformers")
 _START_TIMEOUT = 180.0  # seconds until a new team is ready; the first one imports torch
 _GROUP_TIMEOUT = timedelta(hours=2)  # longer than any call, so that a hang is reported by `run`, with stacks
 _PATIENCE = 1.0  # seconds that ranks have to fail by themselves after the first one did
@@ -226,8 +227,13 @@ def load_result(name: str, rank: int, answer: Answer) -> Any:
 # The worker: one process, one rank
 
 
-def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, directory: str) -> None:
+def _serve(conn: multiprocessing.connection.Connection, rank: int, ranks: int, directory: str, file: str) -> None:
     """The main function of a rank: join the group, then answer until the parent goes away."""
+    if file != __file__:  # the fork server has found another copy of this package than the caller's
+        for name in [name for name in sys.modules if name.partition(".")[0] == "shardfn"]:
+            del sys.modules[name]
+        return _import_module(__name__, file)._serve(conn, rank, ranks, directory, file)
+    gc.freeze()  # what is loaded stays: no collection looks at it again
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stack = open(_stack_path(directory, rank), "w")  # open for as long as the process lives
     faulthandler.enable(file=stack)  # on SIGABRT, SIGSEGV and their like
@@ -310,7 +316,7 @@ class _Team:
         for rank in range(ranks):
             conn, worker_conn = ctx.Pipe()
             name = f"shardfn rank {rank} of {ranks}"
-            process = ctx.Process(target=_serve, args=(worker_conn, rank, ranks, self.directory), name=name)
+            process = ctx.Process(target=_serve, args=(worker_conn, rank, ranks, self.directory, __file__), name=name)
             process.start()
             worker_conn.close()  # so that the end of the process is the end of the pipe
             self.processes.append(process)

@@ -87,7 +87,7 @@ SLOW = (
 NOT_BEFORE_2_13 = ("_hvp",) if torch.__version__ < "2.13" else ()
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("case", [c for c in derivatives.CASES if c.__name__ not in SLOW + NOT_BEFORE_2_13])
 def test_transforms_equal_one_process(case: Any) -> None:
     with simulate(fsdp=2, tp=2) as mesh, sdpa_kernel(SDPBackend.MATH):

@@ -68,6 +68,7 @@ def move_on_a_rank(message: int | None) -> None:
         in_place(None)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("message", [None, 0, 60, 2**20])
 def test_leaves_travel_together_or_in_place(ranks: int, message: int | None) -> None:
@@ -102,6 +103,7 @@ def sent_on_a_rank(dtype: torch.dtype, travels_as: torch.dtype) -> None:
 AS_BYTES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.bool, torch.complex64)
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *AS_BYTES])
 def test_what_every_backend_takes_is_sent_as_it_is_and_the_rest_as_bytes(dtype: torch.dtype) -> None:
     run(sent_on_a_rank, dtype, torch.uint8 if dtype in AS_BYTES else dtype, ranks=2)

@@ -323,6 +323,7 @@ def pairs_on_a_rank(shape: tuple[int, ...], axis: str, checks: tuple[Callable[[S
                 raise
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(("shape", "axis"), [((3, 1), "fsdp"), ((1, 2), "tp")])
 def test_pairs_compose_with_every_transform(shape: tuple[int, int], axis: str) -> None:

@@ -68,6 +68,7 @@ def _output(folder: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 def test_three_ways_to_turn_it_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

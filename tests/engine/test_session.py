@@ -640,6 +640,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.everyday(10)
 @on_meshes({"fsdp": 1})
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_every_change_of_a_model_is_followed(mesh: DeviceMesh, change: str) -> None:

@@ -44,6 +44,7 @@ def _adapted() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4})
 def test_adapters_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:

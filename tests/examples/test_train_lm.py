@@ -293,6 +293,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished: Path) -> None
     assert _losses(out) == _losses(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tp=4"])
 def test_a_checkpoint_goes_on_on_another_mesh(finished: Path, mesh: str) -> None:

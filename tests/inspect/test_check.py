@@ -195,7 +195,7 @@ BROKEN: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mistake_is_found_and_named(name: str) -> None:
     model, chosen, loss, batch, says = BROKEN[name]()
@@ -277,7 +277,7 @@ CORRECT: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.everyday(7)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", CORRECT)
 def test_what_is_right_passes(name: str) -> None:
     model, chosen, loss, batch, _ = CORRECT[name]()

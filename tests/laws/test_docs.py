@@ -27,6 +27,7 @@ from torch import nn
 import shardfn as sf
 from shardfn.testing import run
 
+pytestmark = pytest.mark.ranks  # blocks start what they like
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "bash", "text", "toml", "mermaid"}
@@ -169,6 +170,7 @@ def page_cases() -> list[Any]:
     return [pytest.param(page, index, id=block.place) for page in pages for index, block in enumerate(page)]
 
 
+@pytest.mark.everyday(1000)
 @pytest.mark.parametrize(("blocks", "index"), page_cases())
 def test_block_runs(reader: Reader, blocks: list[Block], index: int) -> None:
     reader.read(blocks, index)
@@ -177,7 +179,7 @@ def test_block_runs(reader: Reader, blocks: list[Block], index: int) -> None:
 MANY_RANKS = [block for block in PAGE_BLOCKS + DOCSTRING_BLOCKS if block.language == "python" and block.ranks > 1]
 
 
-@pytest.mark.everyday(15)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("block", MANY_RANKS, ids=lambda block: block.place)
 def test_block_runs_on_ranks(block: Block, tmp_path: Path) -> None:
     with chdir(tmp_path):
@@ -213,6 +215,7 @@ def run_doctest(name: str, docstring: str, path: Path, line: int) -> None:
         pytest.fail("".join(report), pytrace=False)
 
 
+@pytest.mark.everyday(1000)
 @pytest.mark.parametrize(
     ("path", "name", "docstring", "line"),
     [pytest.param(*case, id=f"{case[0].relative_to(ROOT)}:{case[3]} {case[1]}") for case in DOCTESTS],
@@ -227,6 +230,7 @@ def test_docstring_example(path: Path, name: str, docstring: str, line: int, tmp
 # The pages themselves, and the checks above
 
 
+@pytest.mark.everyday(1000)
 @pytest.mark.parametrize("block", PAGE_BLOCKS, ids=lambda block: block.place)
 def test_block_has_a_known_language(block: Block) -> None:
     """A misspelt language would be a block that nobody runs."""
@@ -258,6 +262,7 @@ def test_an_example_with_a_wrong_answer_fails() -> None:
         run_doctest("sum", "Adds.\n\n    >>> 1 + 1\n    3\n", Path("page.py"), 1)
 
 
+@pytest.mark.slow
 def test_a_block_that_raises_on_one_rank_fails() -> None:
     source = (
         "import torch.distributed as dist\nassert dist.get_world_size() == 2\nassert dist.get_rank() == 0, 'not here'"

@@ -160,7 +160,7 @@ CASES = {
 }
 
 
-@pytest.mark.everyday(21)
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize("name", CASES)
 @on_meshes(*MESHES)
 def test_a_layer_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
@@ -203,6 +203,7 @@ ATTENTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("name", ATTENTIONS)
 @on_meshes(*MESHES)
 def test_attention_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:

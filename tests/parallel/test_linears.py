@@ -281,7 +281,7 @@ def test_a_block_alone_is_as_on_one_rank(mesh: DeviceMesh, forward: Callable[[An
     _require_parity(block, sf.Policy(rules=SPLIT), mesh)
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("block", BLOCKS)
 @on_meshes(*MESHES)
 def test_blocks_of_other_kinds_are_as_on_one_rank(mesh: DeviceMesh, block: type[nn.Module]) -> None:

@@ -367,7 +367,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @on_meshes(*SPLITS, timeout=240)
 def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None:

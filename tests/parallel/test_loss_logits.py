@@ -134,6 +134,7 @@ def test_what_is_right_on_parts_is_done(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(sf.cross_entropy(found, targets), sf.cross_entropy(expected, targets))
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes(*ON_TP)
 def test_gradients_of_what_is_done_with_parts(mesh: DeviceMesh) -> None:
@@ -211,6 +212,7 @@ def test_split_logits_of_a_recorded_step(mesh: DeviceMesh) -> None:
             found.sum()
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_trainer_with_split_logits(mesh: DeviceMesh) -> None:
     x, _ = sf.data.local_batch(tokens(), mesh)

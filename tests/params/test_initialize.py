@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from drawing import assert_all_raise, assert_same_bits
@@ -97,6 +98,7 @@ def live_on_a_rank() -> None:
     assert calls == 9
 
 
+@pytest.mark.slow
 def test_one_module_at_a_time_is_whole() -> None:
     run(live_on_a_rank, ranks=2)
 

@@ -143,6 +143,7 @@ def _require_like_one_rank(mesh: DeviceMesh, program: Callable[..., Any], checkp
     assert isinstance(grads, list) or not torch.allclose(grads["blocks.0.q.weight"], without["blocks.0.q.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes(*MESHES, timeout=120)
 def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
@@ -151,6 +152,7 @@ def test_every_mesh_drops_what_one_rank_drops(mesh: DeviceMesh) -> None:
     _require_like_one_rank(mesh, _per_sample, regather=False)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2}, timeout=120)
 def test_a_checkpoint_drops_the_same_again(mesh: DeviceMesh) -> None:
     model, x = _model(), sf.data.local_batch(_batch(), mesh)
@@ -218,6 +220,7 @@ def test_rates_and_independence() -> None:
     assert _mask((), 0.5, 1).shape == () and _mask((0, 3), 0.5, 1).shape == (0, 3)
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize(
     ("module", "shape", "whole"),
     [

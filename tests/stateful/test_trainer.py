@@ -251,6 +251,7 @@ def _blank(make: Any = decoder) -> Any:
         return make()
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
@@ -270,6 +271,7 @@ def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
         assert torch.equal(begun.ema[name].to_local(), trainer.ema[name].to_local())
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_tree_for_a_trainer_may_have_other_settings_but_no_other_layout(mesh: DeviceMesh) -> None:
     def begin(params: sf.Params, model: nn.Module | None = None, chosen: sf.Policy | None = None) -> sf.Trainer:
@@ -418,6 +420,7 @@ def _goes_on_with_others(directory: str, axes: dict[str, int]) -> None:
         trainer.load(directory, scaler=torch.amp.GradScaler("cpu"))
 
 
+@pytest.mark.slow
 def test_torch_optimizers_and_schedules_are_saved_by_name(tmp_path: Path) -> None:
     for axes in ({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}):
         run(_goes_on_with_others, str(tmp_path), axes, ranks=4)

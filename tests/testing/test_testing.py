@@ -399,6 +399,7 @@ def test_a_rank_that_dies_is_named_at_once(how: str, text: str) -> None:
     assert ("in die_on" in where) == (how == "abort")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_and_leaves_a_child_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pool, "_SETTLE_TIMEOUT", 0.5)
     started = time.monotonic()
@@ -419,6 +420,7 @@ def test_a_rank_that_died_between_calls_is_replaced() -> None:
     assert run(group_size, ranks=2) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_collective_left_open_is_the_fault_of_its_own_call() -> None:
     run(group_size, ranks=2)
     with pytest.raises(RankError, match="left a collective that not every rank joined"):
@@ -464,6 +466,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_plain_script_works_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -710,6 +713,7 @@ def count(kind: str, ranks: int) -> tuple[dict[str, int], int]:
     return counts.as_dict(), counts.bytes
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize(
     ("call", "kind", "sizes"),
     [

@@ -311,6 +311,7 @@ CASES = {
 }
 
 
+@pytest.mark.everyday(1000)
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_has_the_part_that_is_said(name: str) -> None:
     torch.manual_seed(0)
@@ -423,6 +424,7 @@ def _made_by_ranks(fn: Callable[[Tensor], Tensor], x: Tensor, part: Part) -> tup
     return results, said
 
 
+@pytest.mark.everyday(1000)
 @pytest.mark.parametrize("name", ALONG)
 def test_what_goes_along_dims_keeps_parts_of_others(name: str) -> None:
     torch.manual_seed(0)

@@ -127,6 +127,7 @@ def _with_adapters(*names: str, **fields: int) -> Any:
     return model
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("names", "tp", "rules"),
     [
@@ -147,6 +148,7 @@ def test_an_adapter_without_a_rule_is_told_its_rule(names: tuple[str, ...], tp: 
     sf.plan(model, mesh, policy | _written(message), example={"input_ids": ids})
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_adapters_by_the_rules_of_the_error_are_as_on_one_rank(mesh: DeviceMesh) -> None:
     model: Any = _with_adapters("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj")
@@ -217,7 +219,7 @@ _PADDED = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "heads", "kv", "pad"), _PADDED)
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_heads_that_do_not_divide_are_padded_as_the_error_says(

@@ -316,6 +316,7 @@ def _gated(out: Tensor) -> tuple[Tensor, Tensor]:
     return (value.square() * gate.sigmoid()).sum(), gate.sigmoid().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes({"fsdp": 4, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_mean_with_a_learnt_count(mesh: DeviceMesh) -> None:
@@ -452,6 +453,7 @@ def test_pending_gradients_have_no_products_with_plain_tensors(mesh: DeviceMesh)
     assert sf.grad(loss, argnums=(0, 1))(torch.tensor(2.0), params)[0].dim() == 0
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize(
     "name", ["sum", "norm", "product", "whole", "gathered", "forward", "inner value", "dot", "several products"]
 )
@@ -746,6 +748,7 @@ def test_a_loss_that_is_the_leaf_itself() -> None:
 _SPLIT = sf.Policy(rules={"0.weight": "ff@tp@fsdp c", "2.weight": "_ ff@tp@fsdp"})
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4}, {"fsdp": 4, "tp": 1})
 def test_reshard_is_differentiable(mesh: DeviceMesh) -> None:

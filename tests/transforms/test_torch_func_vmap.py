@@ -173,7 +173,7 @@ def refused(kind: str) -> Any:
             return sf.jvp(lambda p: loss(p, x), params, params)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "error", "match"),
     [

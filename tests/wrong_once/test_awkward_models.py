@@ -125,6 +125,7 @@ def _check(model: MLP, params: sf.Params, *args: Any) -> None:
     assert_parity(sf.gather(grads), wanted, tol=1e-11)
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("kind", [MLP, Frozen, Gated, Custom, Assigned, Contained])
 @on_meshes({"fsdp": 4, "tp": 1}, *MESHES)
 def test_equal_to_one_process(mesh: DeviceMesh, kind: type[MLP]) -> None:
@@ -163,7 +164,7 @@ def _refused(kind: str) -> None:
         sf.apply(model, params, params["up.weight"])
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "match"),
     [

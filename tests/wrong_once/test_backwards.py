@@ -140,6 +140,7 @@ def _planned(model: nn.Module) -> sf.Plan:
     return sf.plan(model, SPLIT, POLICY, example=torch.randn(4, 8, requires_grad=True))
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("name", LINEAR)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_linear_backward_may_have_parts_of_a_gradient(mesh: DeviceMesh, name: str) -> None:

@@ -753,6 +753,7 @@ EQUAL = [
 EQUAL += [_with_constants, _recomputed_alike, _tied, _of_one_shape, _no_numbers]
 
 
+@pytest.mark.everyday(14)
 @pytest.mark.parametrize("forward", EQUAL, ids=lambda fn: fn.__name__)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_equal_to_one_rank(mesh: DeviceMesh, forward: Callable[..., Any]) -> None:

@@ -219,12 +219,14 @@ def test_fsdp1_around_a_parallelized_model(strategy: str, kind: str) -> None:
     run(_fsdp1, strategy, "dp, tp", kind, ranks=4)
 
 
+@pytest.mark.slow
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("names", ["tp, dp", "pp, dp, tp"])
 def test_fsdp1_on_slices_of_other_meshes(names: str) -> None:
     run(_fsdp1, "full", names, "sequence", ranks=4)
 
 
+@pytest.mark.slow
 def test_fsdp1_hybrid_around_a_parallelized_model() -> None:
     run(_fsdp1, "hybrid", "replicate, dp, tp", "tensor", ranks=4)
 

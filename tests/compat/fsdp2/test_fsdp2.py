@@ -480,6 +480,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_starts_the_process_group_that_is_missing() -> None:
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(

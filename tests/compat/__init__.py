@@ -1,0 +1,1 @@
+"""Scripts and classes of other libraries; a package, so that its folders are not taken for theirs (`hfai`)."""
