@@ -4,6 +4,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import shardfn as sf
 from shardfn.testing import (
     Collectives,
     RankError,
@@ -477,6 +479,35 @@ def test_a_plain_script_works_and_leaves_no_process(tmp_path: Path) -> None:
     assert len(pids.split()) == 2
     assert not any(is_running(int(pid)) for pid in pids.split())
     assert error == "ValueError"
+
+
+COPIES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import shardfn
+from shardfn.testing import run
+
+def place():
+    return shardfn.__file__
+
+if __name__ == "__main__":
+    print(*{shardfn.__file__, *run(place, ranks=2)})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_in", ["mine", "other"])
+def test_ranks_have_the_copy_of_the_package_that_the_caller_has(started_in: str, tmp_path: Path) -> None:
+    """The server from which they are forked imports the one that it finds, which may be another one."""
+    for name in ("mine", "other"):
+        shutil.copytree(Path(sf.__file__).parent, tmp_path / name / "shardfn")
+    (tmp_path / "script.py").write_text(COPIES)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "mine")]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "other")}
+    done = subprocess.run(
+        command, cwd=tmp_path / started_in, env=environ, capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "mine" / "shardfn" / "__init__.py")]
 
 
 # --- on_meshes ---
