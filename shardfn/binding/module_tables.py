@@ -522,22 +522,22 @@ def as_usual(module: nn.Module) -> Iterator[None]:
     call = call_now()
     owners = list(dict.fromkeys(chain.from_iterable((inner, unwrapped(inner)) for inner in module.modules())))
     before: list[dict[str, Any]] = [{name: vars(owner).get(name) for name in _OURS} for owner in owners]
-    plain = [{name: dict(own[name].items()) for name in ("_parameters", "_buffers")} for own in before]
-    for owner, own, tables in zip(owners, before, plain, strict=True):
+    plain = [{name: dict(saved[name].items()) for name in ("_parameters", "_buffers")} for saved in before]
+    for owner, saved, tables in zip(owners, before, plain, strict=True):
         forward = call.place.forwards.get(id(owner)) if owner is not module else None
         if forward is None:
-            forward = own["forward"].original if isinstance(own["forward"], StandIn) else own["forward"]
+            forward = saved["forward"].original if isinstance(saved["forward"], StandIn) else saved["forward"]
         put_entries(vars(owner), {**tables, "forward": forward, "_compiled_call_impl": None})
-    given = [dict(tables["_buffers"]) for tables in plain]
+    buffers = [dict(tables["_buffers"]) for tables in plain]
     try:
         yield
     finally:
-        for owner, own in zip(owners, before, strict=True):
-            put_entries(vars(owner), own)
-        for own, was, tables in zip(before, given, plain, strict=True):
+        for owner, saved in zip(owners, before, strict=True):
+            put_entries(vars(owner), saved)
+        for saved, was, tables in zip(before, buffers, plain, strict=True):
             for name, value in tables["_buffers"].items():
                 if value is not was.get(name):
-                    own["_buffers"][name] = value
+                    saved["_buffers"][name] = value
 
 
 def _reduced(module: nn.Module) -> Any:

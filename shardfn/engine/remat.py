@@ -41,32 +41,32 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
     flat, structure = pytree.tree_flatten((args, kwargs))
     _require_plain("an argument", flat)
     tensors = [x for x in flat if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else (x,) for x in flat]
-    made: list[Any] = []  # what the output is made of, besides its tensors
+    constants = [None if isinstance(x, Tensor) else (x,) for x in flat]
+    output_spec: list[Any] = []  # the structure of the output, and what is in it besides tensors
     state: list[Any] = []
 
     def fn(*inputs: Tensor) -> Outputs:
-        given, rest = inputs[: len(leaves)], iter(inputs[len(leaves) :])
+        weights, rest = inputs[: len(leaves)], iter(inputs[len(leaves) :])
         first = not state
-        a, k = pytree.tree_unflatten([next(rest) if other is None else other[0] for other in others], structure)
+        a, k = pytree.tree_unflatten([next(rest) if const is None else const[0] for const in constants], structure)
         with as_they_are(), _same_circumstances(state), _Watch() if first and watches else nullcontext():
             before = kept_tensors(module)
-            out = run(given, a, k)
-        found, shape = pytree.tree_flatten(out)
+            out = run(weights, a, k)
+        results, shape = pytree.tree_flatten(out)
         if first:
-            _require_plain("a result", found)
+            _require_plain("a result", results)
             if kept_tensors(module) != before:
                 raise ShardError(f"{_WHY} keeps a tensor in an attribute or a buffer. {_INSTEAD}")
             now = [x for x in pytree.tree_leaves((a, k)) if isinstance(x, Tensor)]
             if [*map(id, now)] != [*map(id, inputs[len(leaves) :])]:
                 raise ShardError(f"{_WHY} changes a list or dict that it was given. {_INSTEAD}")
-        made[:] = [None if isinstance(x, Tensor) else (x,) for x in found], shape
+        output_spec[:] = [None if isinstance(x, Tensor) else (x,) for x in results], shape
         # An input that is passed on as it is must be a tensor of its own.
-        return tuple(x.view_as(x) if any(x is y for y in inputs) else x for x in found if isinstance(x, Tensor))
+        return tuple(x.view_as(x) if any(x is y for y in inputs) else x for x in results if isinstance(x, Tensor))
 
     outputs = iter(remat(fn, *leaves, *tensors))
-    plain, shape = made
-    return pytree.tree_unflatten([next(outputs) if other is None else other[0] for other in plain], shape)
+    plain, shape = output_spec
+    return pytree.tree_unflatten([next(outputs) if const is None else const[0] for const in plain], shape)
 
 
 class Borrowed(Exception):
@@ -96,17 +96,17 @@ def _require_plain(what: str, leaves: Iterable[Any]) -> None:
 
 
 def kept_tensors(module: nn.Module) -> list[int]:
-    """What a module and those in it hold in attributes and buffers, besides numbers."""
-    found: list[Any] = []
+    """The ids of the tensors that a module and those in it hold in attributes and buffers."""
+    kept: list[Any] = []
     for inner in module.modules():
-        found += [value for name, value in vars(inner).items() if not name.startswith("_")]
-        found += buffers_of(inner).values()
-    return [id(x) for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+        kept += [value for name, value in vars(inner).items() if not name.startswith("_")]
+        kept += buffers_of(inner).values()
+    return [id(x) for x in pytree.tree_leaves(kept) if isinstance(x, Tensor)]
 
 
 @contextmanager
 def _same_circumstances(state: list[Any]) -> Iterator[None]:
-    """Within it torch draws the numbers, and casts, as it did the first time, when it notes how."""
+    """Within it torch draws the same random numbers and casts alike; the first time, this is noted in `state`."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     kinds = ["cpu", *(["cuda"] if devices else [])]
     if not state:
@@ -116,8 +116,8 @@ def _same_circumstances(state: list[Any]) -> Iterator[None]:
         return
     with torch.random.fork_rng(devices), ExitStack() as stack:
         torch.set_rng_state(state[0])
-        for device, own in zip(devices, state[1], strict=True):
-            torch.cuda.set_rng_state(own, device)
+        for device, rng_state in zip(devices, state[1], strict=True):
+            torch.cuda.set_rng_state(rng_state, device)
         for kind, dtype, enabled in state[2]:
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
@@ -145,18 +145,18 @@ def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Te
         values, tangents = args[: len(inputs)], args[len(inputs) :]
 
         run, moving = _of_some(fn, values, moves, floats)
-        found, directions, *others = torch.func.jvp(run, moving, tangents, has_aux=True)
-        return *found, *directions, *others[0]
+        outputs, directions, *rest = torch.func.jvp(run, moving, tangents, has_aux=True)
+        return *outputs, *directions, *rest[0]
 
     values = [value for value, _ in pairs]
     with level.below():
         if not any(moves):
             return remat(fn, *values)
-        made = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
+        results = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
     count = sum(floats)
-    duals = map(forward_ad.make_dual, made[:count], made[count : 2 * count])
-    others = iter(made[2 * count :])
-    return tuple(next(duals) if is_float else next(others) for is_float in floats)
+    duals = map(forward_ad.make_dual, results[:count], results[count : 2 * count])
+    rest = iter(results[2 * count :])
+    return tuple(next(duals) if is_float else next(rest) for is_float in floats)
 
 
 class Remat(torch.autograd.Function):
@@ -182,8 +182,8 @@ class Remat(torch.autograd.Function):
             _, pull, *_ = torch.func.vjp(run, *wanted, has_aux=True)
             return pull_back(pull, args[len(inputs) :])
 
-        found = iter(remat(pulled_back, *inputs, *map(materialized, compress(cotangents, ctx.floats))))
-        return None, *(next(found) if may_be_differentiated(x) else None for x in inputs)
+        grads = iter(remat(pulled_back, *inputs, *map(materialized, compress(cotangents, ctx.floats))))
+        return None, *(next(grads) if may_be_differentiated(x) else None for x in inputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -200,8 +200,8 @@ def _of_some(
     When it runs, `floats` says of each output which it is.
     """
 
-    def run(*given: Tensor) -> tuple[Outputs, Outputs]:
-        rest = iter(given)
+    def run(*values: Tensor) -> tuple[Outputs, Outputs]:
+        rest = iter(values)
         out = fn(*(next(rest) if wanted else x for x, wanted in zip(inputs, chosen, strict=True)))
         floats[:] = map(may_be_differentiated, out)
         return tuple(compress(out, floats)), tuple(x for x in out if not may_be_differentiated(x))

@@ -104,14 +104,14 @@ class Session:
 
     def weight(self, name: str) -> Tensor:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
-        found = self._weights.get(name)
-        if found is None and _torch.innermost_transform() is not None and not self.in_transform:
+        weight = self._weights.get(name)
+        if weight is None and _torch.innermost_transform() is not None and not self.in_transform:
             with _torch.outside_transforms():  # one that the forward itself has begun, to which weights are constants
                 return self.weight(name)
-        if found is None and _torch.dispatch_modes() and _torch.in_selective_checkpoint():
+        if weight is None and _torch.dispatch_modes() and _torch.in_selective_checkpoint():
             with _torch.outside_dispatch():  # which gathers a weight once, and not again in the same places
                 return self.weight(name)
-        if found is None:
+        if weight is None:
             unit = self.plan.layouts[name].unit
             if self._only is not None and unit != self._only:
                 raise Borrowed
@@ -125,8 +125,8 @@ class Session:
                 self._live.add(unit)
                 if not self.in_transform:
                     self._look_ahead()
-            found = self._weights[name]
-        return found
+            weight = self._weights[name]
+        return weight
 
     def own(self, value: Any) -> Any:
         """What a module has in the place of a parameter that is not in the tree: its own."""
@@ -269,10 +269,10 @@ class Session:
         if unit in self._live:
             self._live.discard(unit)
             names, known, weights = self.runtime.leaves_of[unit], self._versions, self._weights
-            held = [name for name in names if name in known and name in weights]
-            had, now = [*map(known.pop, held)], _torch.versions_of([*map(weights.__getitem__, held)])
-            if had != now:
-                written = next(name for name, a, b in zip(held, had, now, strict=True) if a != b)
+            tracked = [name for name in names if name in known and name in weights]
+            before, now = [*map(known.pop, tracked)], _torch.versions_of([*map(weights.__getitem__, tracked)])
+            if before != now:
+                written = next(name for name, a, b in zip(tracked, before, now, strict=True) if a != b)
             for name in (*names, *self.runtime.units[unit].params):
                 weights.pop(name, None)
         for at, gathered in list(self.by_storage.items()):
@@ -298,16 +298,16 @@ class Session:
     @contextmanager
     def keeps_pieces(self, gathered: Gathers) -> Iterator[None]:
         """Within it, autograd keeps pieces of activations instead of what was gathered of them."""
-        made = {}  # simulated ranks have storages of their own
+        activations = {}  # simulated ranks have storages of their own
         if torch.is_grad_enabled() and not _torch.in_transform() and not _torch.simulated():
-            for axis, dim, own, whole in gathered:
+            for axis, dim, piece, whole in gathered:
                 again = partial(all_gather, mesh=self.grid.mesh, axis=axis, dim=dim)
-                made[_torch.storage_key(whole)] = Activation(own, whole, again)
-        self.activations |= made
+                activations[_torch.storage_key(whole)] = Activation(piece, whole, again)
+        self.activations |= activations
         try:
             yield
         finally:
-            for key, activation in made.items():
+            for key, activation in activations.items():
                 self.activations.pop(key)
                 activation.end()
 

@@ -79,22 +79,22 @@ class _Here:
         order = pairs.argsort(stable=True)
         counts = torch.bincount(pairs, minlength=self.count).tolist()
         token = order // ids.shape[1]
-        made = self.grouped(self.local, tokens.index_select(0, token), counts) * weights.reshape(-1)[order][:, None]
-        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made.to(tokens.dtype))
+        results = self.grouped(self.local, tokens.index_select(0, token), counts) * weights.reshape(-1)[order][:, None]
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, results.to(tokens.dtype))
 
     def of_tokens(self, routed: _Routed) -> Tensor:
         """The weighted sum [n, c] of what this rank's experts make of tokens; zeros where a token has none here."""
         tokens, ids, weights = routed
         first = collectives.axis_index(self.mesh, self.axis) * self.count
         token, slot = ((ids >= first) & (ids < first + self.count)).nonzero(as_tuple=True)
-        found, weight = (ids[token, slot] - first)[:, None], weights[token, slot][:, None]
-        chosen = _Routed(tokens.index_select(0, token), found, weight)
+        local_ids, weight = (ids[token, slot] - first)[:, None], weights[token, slot][:, None]
+        chosen = _Routed(tokens.index_select(0, token), local_ids, weight)
         if not len(token):
             # One token of zeros for the first expert, whose result is cut off. All ranks walk the same way back, on
             # which they gather weights again and send gradients; an expert that nobody chose has zeros.
             chosen = _Routed(*(F.pad(x, (0, 0, 0, 1)) for x in chosen))
-        made = self.chosen(chosen)[: len(token)].to(tokens.dtype)
-        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, made)
+        results = self.chosen(chosen)[: len(token)].to(tokens.dtype)
+        return torch.zeros_like(tokens, requires_grad=False).index_add(0, token, results)
 
     def dispatched(self, routed: _Routed) -> Tensor:
         """Tokens [n, c], other ones on each rank, through their experts."""
@@ -120,8 +120,8 @@ class _Here:
         self.refuse(self.wrong(routed.ids))
         # Tokens are added where n does not divide; expert 0 makes something of them that is cut off.
         padded = (F.pad(x, (0, 0, 0, -n % collectives.axis_size(mesh, axis))) for x in routed)
-        own = _Routed(*(collectives.shard_slice(x, mesh, axis, 0) for x in padded))
-        return collectives.all_gather_invariant(self.dispatched(own), mesh, axis, 0)[:n]
+        share = _Routed(*(collectives.shard_slice(x, mesh, axis, 0) for x in padded))
+        return collectives.all_gather_invariant(self.dispatched(share), mesh, axis, 0)[:n]
 
     def without_sizes(self, routed: _Routed, shared: bool, dispatch: bool) -> Tensor:
         """The same where no size may depend on values: every expert of this rank computes all tokens.
@@ -140,21 +140,21 @@ class _Here:
             return collectives.psum_scatter(out, mesh, axis, 0)
         return collectives.psum(out, mesh, axis) if dispatch else out
 
-    def each_of_all(self, routed: _Routed, own: Tensor) -> Tensor:
-        """What the experts, whose numbers are `own`, make of all tokens; those that chose others weigh nothing.
+    def each_of_all(self, routed: _Routed, numbers: Tensor) -> Tensor:
+        """What the experts with these `numbers` make of all tokens; tokens that chose others have weight zero.
 
         They run one by one on all tokens: no size depends on values.
         """
         tokens, ids, weights = routed
         out = torch.zeros_like(tokens, requires_grad=False)
         for index in range(self.count):
-            weight = torch.where(ids == own[index], weights, 0).sum(-1, keepdim=True)
+            weight = torch.where(ids == numbers[index], weights, 0).sum(-1, keepdim=True)
             if self.grouped is None:
-                made = self.chosen(_Routed(tokens, torch.full(weight.shape, index, device=weight.device), weight))
+                result = self.chosen(_Routed(tokens, torch.full(weight.shape, index, device=weight.device), weight))
             else:
                 counts = [len(tokens) if other == index else 0 for other in range(self.count)]
-                made = self.grouped(self.local, tokens, counts) * weight
-            out = out + made.to(out.dtype)
+                result = self.grouped(self.local, tokens, counts) * weight
+            out = out + result.to(out.dtype)
         return out
 
 
@@ -284,14 +284,14 @@ def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
     bound.apply_defaults()
     _, *values = bound.args
-    found, others = values[:3], tuple(values[3:])
+    routed, others = values[:3], tuple(values[3:])
     name = class_of(own).__name__
-    if len(found) < 3 or not all(isinstance(x, Tensor) for x in found) or bound.kwargs:
+    if len(routed) < 3 or not all(isinstance(x, Tensor) for x in routed) or bound.kwargs:
         raise ShardError(
             f"Experts: {name} has to be called with tokens [.., c], experts [.., k] and their weights [.., k], all "
             "tensors and no keyword-only arguments; give it a parallel forward of its own otherwise"
         )
-    tokens, ids, weights = found
+    tokens, ids, weights = routed
     if ids.shape != weights.shape or ids.shape[:-1] != tokens.shape[:-1] or ids.is_floating_point() or not ids.dim():
         raise ShardError(
             f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and weights "

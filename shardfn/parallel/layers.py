@@ -57,19 +57,19 @@ def _convolution(layer: Layer) -> Forward:
     space = len(layout.shape) - 2
     odd = set(parts) - {*columns, *rows}
 
-    def forward(own: Any, x: Tensor, output_size: Any = None) -> Tensor:
+    def forward(module: Any, x: Tensor, output_size: Any = None) -> Tensor:
         if odd or output_size is not None:
             raise layer.refuse("'output_size' and a split kernel are not served; split channels only")
         w, bias = layer.weight(layout.name), layer.local("bias")
-        dim, groups = x.dim() - space - 1, own.groups
+        dim, groups = x.dim() - space - 1, module.groups
         x = layer.own(x, {axis: parts[axis].at(dim) for axis in rows})
         if groups > 1:
-            x, groups = layer.own(x, _grouped(layer, own, columns, rows, dim)), groups // layer.ways(columns)
+            x, groups = layer.own(x, _grouped(layer, module, columns, rows, dim)), groups // layer.ways(columns)
             layer.check_channels(x, dim, groups * w.shape[1])
         else:
             layer.check_channels(x, dim, w.shape[1 - out])
             x = layer.entered(x, columns)
-        y = _convolved(own, x, w, None if rows else bias, groups, space)
+        y = _convolved(module, x, w, None if rows else bias, groups, space)
         y = layer.total(y, rows)
         if rows and bias is not None:
             y = y + bias.view(-1, *[1] * space)  # after the sum, or it would count once a rank
@@ -78,7 +78,7 @@ def _convolution(layer: Layer) -> Forward:
     return forward
 
 
-def _grouped(layer: Layer, own: Any, columns: Sequence[str], rows: Sequence[str], dim: int) -> dict[str, Part]:
+def _grouped(layer: Layer, module: Any, columns: Sequence[str], rows: Sequence[str], dim: int) -> dict[str, Part]:
     """The part of its input that a convolution in groups needs for this rank's groups.
 
     Raises:
@@ -86,22 +86,22 @@ def _grouped(layer: Layer, own: Any, columns: Sequence[str], rows: Sequence[str]
     """
     ways = layer.ways(columns)
     pieces = [run[0] for axis in columns for run in layer.parts("weight")[axis].runs]
-    if rows or own.groups % ways or len(columns) > 1 or pieces != [1]:
+    if rows or module.groups % ways or len(columns) > 1 or pieces != [1]:
         raise layer.refuse(
-            f"a convolution in groups={own.groups} is split between whole groups: by one axis that divides their "
+            f"a convolution in groups={module.groups} is split between whole groups: by one axis that divides their "
             f"number, on the first dim, 'ch@{(*columns, *rows)[0]} ...'"
         )
-    return {axis: even(dim, own.in_channels // ways) for axis in columns}
+    return {axis: even(dim, module.in_channels // ways) for axis in columns}
 
 
-def _convolved(own: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int, space: int) -> Tensor:
-    if isinstance(own, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+def _convolved(module: Any, x: Tensor, w: Tensor, bias: Tensor | None, groups: int, space: int) -> Tensor:
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         transposed = getattr(F, f"conv_transpose{space}d")
-        return transposed(x, w, bias, own.stride, own.padding, own.output_padding, groups, own.dilation)
-    padding: Any = own.padding
-    if own.padding_mode != "zeros":
-        x, padding = F.pad(x, padding_widths(own), mode=own.padding_mode), 0
-    return getattr(F, f"conv{space}d")(x, w, bias, own.stride, padding, own.dilation, groups)
+        return transposed(x, w, bias, module.stride, module.padding, module.output_padding, groups, module.dilation)
+    padding: Any = module.padding
+    if module.padding_mode != "zeros":
+        x, padding = F.pad(x, padding_widths(module), mode=module.padding_mode), 0
+    return getattr(F, f"conv{space}d")(x, w, bias, module.stride, padding, module.dilation, groups)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -116,28 +116,28 @@ def _norm(normed: Norm) -> Callable[[Layer], Forward]:
     def made(layer: Layer) -> Forward:
         parts = layer.parts("weight")
 
-        def forward(own: Any, x: Tensor) -> Tensor:
+        def forward(module: Any, x: Tensor) -> Tensor:
             w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
             x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
             layer.check_channels(x, 1, w.shape[0])
-            return layer.made(normed(layer, own, parts, x, w, bias), list(parts), 1, parts)
+            return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
 
         return forward
 
     return made
 
 
-def _batch_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _batch_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Statistics are of each channel alone; running ones, which every rank has whole, are gathered when they change."""
-    mean, var = own.running_mean, own.running_var  # [ch], whole on every rank
-    writes = own.training and own.track_running_stats and mean is not None
-    known: list[Any] = [mean, var] if writes or not own.training else [None, None]
+    mean, var = module.running_mean, module.running_var  # [ch], whole on every rank
+    writes = module.training and module.track_running_stats and mean is not None
+    known: list[Any] = [mean, var] if writes or not module.training else [None, None]
     local: list[Any] = [None if s is None else layer.own(s.detach(), parts, " statistics").clone() for s in known]
-    momentum, batches = own.momentum, own.num_batches_tracked
+    momentum, batches = module.momentum, module.num_batches_tracked
     if writes and batches is not None:
         batches.add_(1)
         momentum = 1.0 / float(batches) if momentum is None else momentum
-    y = F.batch_norm(x, local[0], local[1], w, bias, own.training or mean is None, momentum or 0.0, own.eps)
+    y = F.batch_norm(x, local[0], local[1], w, bias, module.training or mean is None, momentum or 0.0, module.eps)
     if writes:
         new = torch.stack(local)  # [2, ch@tp]
         for axis, part in reversed(parts.items()):
@@ -148,28 +148,30 @@ def _batch_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Te
     return y
 
 
-def _group_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _group_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Whole groups on each rank."""
     ways = layer.ways(list(parts))
     pieces = [outer for part in parts.values() for outer, _ in part.runs]
-    if own.num_groups % ways or pieces != [1] * len(parts):
+    if module.num_groups % ways or pieces != [1] * len(parts):
         raise layer.refuse(
-            f"num_groups={own.num_groups} must be whole groups for each of {ways} ranks, "
-            f"{own.num_groups} % {ways} = {own.num_groups % ways}; choose another num_groups, or leave the norm "
+            f"num_groups={module.num_groups} must be whole groups for each of {ways} ranks, "
+            f"{module.num_groups} % {ways} = {module.num_groups % ways}; choose another num_groups, or leave the norm "
             "and the layers around it whole"
         )
-    y = F.group_norm(x, own.num_groups // ways, w, bias, own.eps)
+    y = F.group_norm(x, module.num_groups // ways, w, bias, module.eps)
     for axis, part in parts.items():
         layer.axes.note_part(y, axis, part.at(1))
     return y
 
 
-def _instance_norm(layer: Layer, own: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _instance_norm(
+    layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None
+) -> Tensor:
     """Each sample and channel by itself."""
-    space = next(n for n, cls in _INSTANCES.items() if isinstance(own, cls))
-    if own.track_running_stats or x.dim() != space + 2:
+    space = next(n for n, cls in _INSTANCES.items() if isinstance(module, cls))
+    if module.track_running_stats or x.dim() != space + 2:
         raise layer.refuse("track_running_stats=True and inputs without a batch dim are not served")
-    return F.instance_norm(x, weight=w, bias=bias, eps=own.eps)
+    return F.instance_norm(x, weight=w, bias=bias, eps=module.eps)
 
 
 _INSTANCES = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -184,7 +186,7 @@ def _attention(layer: Layer) -> Forward:
     axes_of_heads = list(layer.parts(inner[0]))
 
     def forward(
-        own: Any,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -195,26 +197,26 @@ def _attention(layer: Layer) -> Forward:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if axes_of_heads:
-            _check_heads(layer, own, axes_of_heads, inner)
+            _check_heads(layer, module, axes_of_heads, inner)
         if is_causal and attn_mask is None:
             raise ShardError(f"apply: {layer.name!r} got is_causal=True, which says what attn_mask is, and none")
         alone = query.dim() == 2
-        given = [query, key, value]  # which may be one tensor
-        known = {id(x): layer.entered(x, axes_of_heads, f" input {at}") for at, x in reversed(list(enumerate(given)))}
-        q, k, v = _projected(layer, own, [known[id(x)] for x in given], alone)  # [b, h@tp, s, d]
-        mask = _merged(layer, own, axes_of_heads, attn_mask, key_padding_mask, q)
-        drops = own.dropout if own.training else 0.0
+        inputs = [query, key, value]  # which may be one tensor
+        known = {id(x): layer.entered(x, axes_of_heads, f" input {at}") for at, x in reversed(list(enumerate(inputs)))}
+        q, k, v = _projected(layer, module, [known[id(x)] for x in inputs], alone)  # [b, h@tp, s, d]
+        mask = _merged(layer, module, axes_of_heads, attn_mask, key_padding_mask, q)
+        drops = module.dropout if module.training else 0.0
         seeded = layer.axes.drops if drops else None
         if need_weights or seeded is not None:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
             shares = (scores if mask is None else scores + mask).softmax(-1)
             shares = F.dropout(shares, drops) if seeded is None else seeded(layer.name, shares, drops, axes_of_heads)
             out = shares @ v
-            weights = _weights(layer, own, axes_of_heads, shares, average_attn_weights) if need_weights else None
+            weights = _weights(layer, module, axes_of_heads, shares, average_attn_weights) if need_weights else None
         else:
             out, weights = F.scaled_dot_product_attention(q, k, v, mask, drops), None
         y = F.linear(out.transpose(1, 2).flatten(2), layer.weight(layer.layout("out_proj.weight").name))
-        y = y.squeeze(0) if alone else y if own.batch_first else y.transpose(0, 1)
+        y = y.squeeze(0) if alone else y if module.batch_first else y.transpose(0, 1)
         y = layer.total(y, axes_of_heads)
         bias = layer.local("out_proj.bias")
         y = y if bias is None else y + bias
@@ -234,47 +236,47 @@ def _seeded(forward: Forward) -> Forward:
     return chosen
 
 
-def _check_heads(layer: Layer, own: Any, split: Sequence[str], inner: Sequence[str]) -> None:
+def _check_heads(layer: Layer, module: Any, split: Sequence[str], inner: Sequence[str]) -> None:
     """Whether each rank has whole heads of queries, keys and values.
 
     Raises:
         ShardError: it has not, or the module adds keys of its own.
     """
-    if own.bias_k is not None or own.bias_v is not None or own.add_zero_attn:
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         raise layer.refuse("add_bias_kv and add_zero_attn are not served with split heads; leave its weights whole")
     ways = layer.ways(split)
     fused = 3 if len(inner) == 1 else 1
-    size = own.embed_dim // ways
+    size = module.embed_dim // ways
     wanted = dict.fromkeys(inner, fused) | {"out_proj.weight": 1}
-    wanted |= {"in_proj_bias": 3} if own.in_proj_bias is not None else {}
+    wanted |= {"in_proj_bias": 3} if module.in_proj_bias is not None else {}
     whole = all(
         [part.runs for part in layer.parts(name).values()] == [((count, size),)] for name, count in wanted.items()
     )
-    if own.num_heads % ways or not whole:
+    if module.num_heads % ways or not whole:
         axis = split[0]
         raise layer.refuse(
-            f"each of {ways} ranks must have whole heads of {own.num_heads}, {own.num_heads} % {ways} = "
-            f"{own.num_heads % ways}, of queries, keys and values, by one axis: in_proj_weight '(3 heads@{axis} d) _', "
-            f"in_proj_bias '(3 heads@{axis} d)' (of kdim or vdim: q_proj_weight '(heads@{axis} d) _' and so on), "
-            f"out_proj.weight '_ (heads@{axis} d)', with Policy(sizes={{'heads': {own.num_heads}}})"
+            f"each of {ways} ranks must have whole heads of {module.num_heads}, {module.num_heads} % {ways} = "
+            f"{module.num_heads % ways}, of queries, keys and values, by one axis: in_proj_weight '(3 heads@{axis} d) "
+            f"_', in_proj_bias '(3 heads@{axis} d)' (of kdim or vdim: q_proj_weight '(heads@{axis} d) _' and so on), "
+            f"out_proj.weight '_ (heads@{axis} d)', with Policy(sizes={{'heads': {module.num_heads}}})"
         )
 
 
-def _projected(layer: Layer, own: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
+def _projected(layer: Layer, module: Any, inputs: Sequence[Tensor], alone: bool) -> list[Tensor]:
     """Queries, keys and values by this rank's heads, [b, heads, s, d]."""
     fused, bias = layer.local("in_proj_weight"), layer.local("in_proj_bias")
     names = (f"{x}_proj_weight" for x in "qkv")
     weights = [layer.weight(layer.layout(x).name) for x in names] if fused is None else fused.chunk(3)
     biases = bias.chunk(3) if bias is not None else (None, None, None)
-    found = []
+    heads = []
     for x, w, b in zip(inputs, weights, biases, strict=True):
-        x = x.unsqueeze(0) if alone else x if own.batch_first else x.transpose(0, 1)
-        found.append(F.linear(x, w, b).unflatten(-1, (-1, own.head_dim)).transpose(1, 2))
-    return found
+        x = x.unsqueeze(0) if alone else x if module.batch_first else x.transpose(0, 1)
+        heads.append(F.linear(x, w, b).unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+    return heads
 
 
 def _merged(
-    layer: Layer, own: Any, split: Sequence[str], mask: Tensor | None, padding: Tensor | None, q: Tensor
+    layer: Layer, module: Any, split: Sequence[str], mask: Tensor | None, padding: Tensor | None, q: Tensor
 ) -> Tensor | None:
     """What is added to scores [b, heads, t, s], of masks that hide (bool) or are added."""
     merged: Tensor | None = None
@@ -285,8 +287,10 @@ def _merged(
     if mask is not None:
         merged = _added(mask, q.dtype)
         if mask.dim() == 3:  # [b * heads, t, s]
-            merged = merged.unflatten(0, (-1, own.num_heads))
-            merged = layer.own(merged, {a: even(1, own.num_heads // layer.plan.axes[a]) for a in split}, " attn_mask")
+            merged = merged.unflatten(0, (-1, module.num_heads))
+            merged = layer.own(
+                merged, {a: even(1, module.num_heads // layer.plan.axes[a]) for a in split}, " attn_mask"
+            )
         elif mask.is_floating_point():
             merged = layer.entered(merged, split, " attn_mask")
     if padding is not None:
@@ -300,10 +304,10 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def _weights(layer: Layer, own: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:
+def _weights(layer: Layer, module: Any, split: Sequence[str], weights: Tensor, averaged: bool) -> Tensor:
     """The attention weights that the module returns: of all heads."""
     if averaged:
-        weights = weights.sum(1) / own.num_heads
+        weights = weights.sum(1) / module.num_heads
     of = f"{layer.name} weights"
     for axis in split:
         weights = layer.axes.total(weights, axis, of) if averaged else layer.axes.join(weights, axis, 1)

@@ -87,13 +87,13 @@ def cross_entropy(
         raise ValueError(f"cross_entropy(reduction={reduction!r}): 'mean', 'sum' or 'none'")
     targets, size = targets.long(), logits.shape[-1]
     require_ids("cross_entropy", targets, size, ignore_index)
-    own, ranks, rank = logits, 1, 0
+    local, ranks, rank = logits, 1, 0
     if isinstance(logits, DTensor):
         here = None if isinstance(logits, SplitLogits) else [Shard(logits.dim() - 1)]
-        own, ranks = logits.to_local(grad_placements=here), logits.device_mesh.size()  # [.., vocab/axis]
+        local, ranks = logits.to_local(grad_placements=here), logits.device_mesh.size()  # [.., vocab/axis]
         rank = collectives.axis_index(logits.device_mesh, axis_of(logits))
-    part = own.shape[-1]
-    stats = _stats(own, (targets - rank * part).clamp(0, part - 1), label_smoothing != 0).unsqueeze(0)
+    part = local.shape[-1]
+    stats = _stats(local, (targets - rank * part).clamp(0, part - 1), label_smoothing != 0).unsqueeze(0)
     if isinstance(logits, DTensor):
         stats = collectives.all_gather_invariant(stats, logits.device_mesh, axis_of(logits), 0)  # [W, k, ..]
     log_sum, largest, picked, mean = _combined(stats, (targets // part).clamp(0, ranks - 1), part)
@@ -141,21 +141,21 @@ def _combined(stats: Tensor, owner: Tensor, part: int) -> tuple[Tensor, Tensor, 
     return log_sum, largest, picked, mean
 
 
-def _stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
+def _stats(x: Tensor, index: Tensor, total: bool) -> Tensor:
     """[.., v] -> [k, ..]; see [Note: pieces]."""
     graph = torch.compiler.is_compiling() or in_transform() or has_no_memory()
     plain = graph or forward_ad.unpack_dual(x).tangent is not None
-    return (_plain_stats if plain else _Stats.apply)(x, own, total)
+    return (_plain_stats if plain else _Stats.apply)(x, index, total)
 
 
-def _plain_stats(x: Tensor, own: Tensor, total: bool) -> Tensor:
+def _plain_stats(x: Tensor, index: Tensor, total: bool) -> Tensor:
     """The same by ordinary operations."""
     x = x.to(accumulation_dtype(x.dtype))
     limits = torch.finfo(x.dtype)
     largest = x.detach().amax(-1).clamp_min(limits.min)  # a part that is masked out, -inf, has no share, not nan
     less = x - largest.unsqueeze(-1)
     log_sum = less.exp().sum(-1).clamp_min(limits.tiny).log()
-    picked = less.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+    picked = less.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return torch.stack([largest, log_sum, picked, *([less.sum(-1)] if total else [])])
 
 
@@ -168,37 +168,37 @@ class _Stats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor, total: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, total: bool) -> Tensor:
         dtype = accumulation_dtype(x.dtype)
-        stats = torch.empty((3 + total, *own.shape), dtype=dtype, device=x.device)
-        for at in _pieces(own.shape, x.shape[-1]):
-            stats[(slice(None), *at)] = _plain_stats(x[at], own[at], total)
-        ctx.save_for_backward(x, own, stats)
+        stats = torch.empty((3 + total, *index.shape), dtype=dtype, device=x.device)
+        for at in _pieces(index.shape, x.shape[-1]):
+            stats[(slice(None), *at)] = _plain_stats(x[at], index[at], total)
+        ctx.save_for_backward(x, index, stats)
         return stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, own, stats = ctx.saved_tensors
+        x, index, stats = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody will differentiate this
-            again = _plain_stats(x, own, len(stats) > 3)
+            again = _plain_stats(x, index, len(stats) > 3)
             return *torch.autograd.grad(again, x, grads, create_graph=True), None, None
-        return _gradient(x, own, stats, grads[0]), None, None
+        return _gradient(x, index, stats, grads[0]), None, None
 
 
-def _gradient(x: Tensor, own: Tensor, stats: Tensor, cotangent: Tensor) -> Tensor:
+def _gradient(x: Tensor, index: Tensor, stats: Tensor, cotangent: Tensor) -> Tensor:
     """exp(x - largest - log_sum) times one cotangent, plus that of the target in its place, plus that of the sum."""
-    found = torch.empty_like(x)
-    for at in _pieces(own.shape, x.shape[-1]):
+    grad = torch.empty_like(x)
+    for at in _pieces(index.shape, x.shape[-1]):
         largest, log_sum, *_ = stats[(slice(None), *at)].unsqueeze(-1)
         _, of_log_sum, of_picked, *of_sum = cotangent[(slice(None), *at)].unsqueeze(-1)
-        piece = found[at].copy_(x[at]) if x.dtype == stats.dtype else x[at].to(stats.dtype)
+        piece = grad[at].copy_(x[at]) if x.dtype == stats.dtype else x[at].to(stats.dtype)
         piece.sub_(largest).sub_(log_sum).exp_().mul_(of_log_sum)
-        piece.scatter_add_(-1, own[at].unsqueeze(-1), of_picked)
+        piece.scatter_add_(-1, index[at].unsqueeze(-1), of_picked)
         if of_sum:
             piece.add_(of_sum[0])
         if x.dtype != stats.dtype:
-            found[at].copy_(piece)
-    return found
+            grad[at].copy_(piece)
+    return grad
 
 
 def _pieces(shape: Sequence[int], width: int) -> Iterator[tuple[slice | int, ...]]:
@@ -241,13 +241,13 @@ class SplitLogits(DTensor):
     origin: Callable[[], str]
 
     @classmethod
-    def of(cls, own: Tensor, mesh: DeviceMesh, dim: int, origin: Callable[[], str]) -> "SplitLogits":
+    def of(cls, local: Tensor, mesh: DeviceMesh, dim: int, origin: Callable[[], str]) -> "SplitLogits":
         """The parts of all ranks of a mesh with one axis as one tensor."""
-        shape = (*own.shape[:dim], own.shape[dim] * mesh.size(), *own.shape[dim + 1 :])
-        made = wrap_local(own.detach(), dtensor_spec(mesh, [Shard(dim)], shape, own.dtype), kind=cls)
-        assert isinstance(made, cls)
-        made.own, made.split_dim, made.origin = own, dim, origin
-        return made
+        shape = (*local.shape[:dim], local.shape[dim] * mesh.size(), *local.shape[dim + 1 :])
+        split = wrap_local(local.detach(), dtensor_spec(mesh, [Shard(dim)], shape, local.dtype), kind=cls)
+        assert isinstance(split, cls)
+        split.own, split.split_dim, split.origin = local, dim, origin
+        return split
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's part."""
@@ -385,8 +385,8 @@ def _reshape(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None"
 
 def _flatten(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None":
     """Dims before the last."""
-    given = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
-    return args if given.get("end_dim", -1) % x.dim() < x.dim() - 1 else None
+    dims = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
+    return args if dims.get("end_dim", -1) % x.dim() < x.dim() - 1 else None
 
 
 _CHANGES = {"__getitem__": _index, "reshape": _reshape, "view": _reshape, "flatten": _flatten}

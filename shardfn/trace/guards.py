@@ -68,23 +68,23 @@ class Place:
 
 
 @contextmanager
-def reads_noted(model: nn.Module, found: dict[tuple[int, Any], Place]) -> Iterator[None]:
-    """Within it, the attributes of a model's modules that are read before they are assigned are added to `found`."""
-    own = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
+def reads_noted(model: nn.Module, places: dict[tuple[int, Any], Place]) -> Iterator[None]:
+    """Within it, the attributes of a model's modules that are read before they are assigned are added to `places`."""
+    known = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
 
     def note(module: Any, name: str) -> None:
-        if name in _NAMES or id(module) not in own:
+        if name in _NAMES or id(module) not in known:
             return
-        before, kind = own[id(module)]
+        before, kind = known[id(module)]
         table = object.__getattribute__(module, "__dict__")
-        held = table.get(name, _NOTHING)
-        if held is not before.get(name, _NOTHING):
+        value = table.get(name, _NOTHING)
+        if value is not before.get(name, _NOTHING):
             return  # the forward has assigned it
-        if held is _NOTHING and name in table["_modules"]:
+        if value is _NOTHING and name in table["_modules"]:
             table = table["_modules"]
-        elif held is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
+        elif value is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
             return
-        found.setdefault((id(table), name), Place(table, name))
+        places.setdefault((id(table), name), Place(table, name))
 
     with attributes_read(note):
         yield
@@ -103,10 +103,10 @@ class Structure:
         children = [*chain.from_iterable(map(dict.values, self._tables))]
         inside = [model, *filter(_is_there, children)]
         kinds = [*map(type, inside)]
-        own = map(dict.get, map(_dict_of, inside), repeat("forward"))
-        own = [forward.original if isinstance(forward, StandIn) else forward for forward in own]
+        forwards = map(dict.get, map(_dict_of, inside), repeat("forward"))
+        forwards = [forward.original if isinstance(forward, StandIn) else forward for forward in forwards]
         methods = [x for x in chain.from_iterable(map(_values_of, self._methods)) if type(x) in _METHOD_KINDS]
-        return [*children, *kinds, *own, *map(_forward_of, dict.fromkeys(kinds)), *methods]
+        return [*children, *kinds, *forwards, *map(_forward_of, dict.fromkeys(kinds)), *methods]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the model is made as it was."""
@@ -115,17 +115,17 @@ class Structure:
 
     def hooks(self) -> list[Any]:
         """The hooks that there are now, each with where it is."""
-        return [(id(own), signature(hook, sizes=False)) for own in filter(None, self._hooks) for hook in own.values()]
+        return [(id(table), signature(fn, sizes=False)) for table in filter(None, self._hooks) for fn in table.values()]
 
 
 class Guards:
     """What has to be as it was for a run to be about a call."""
 
-    def __init__(self, leaves: Sequence[Any], found: Sequence[Place]) -> None:
+    def __init__(self, leaves: Sequence[Any], places: Sequence[Place]) -> None:
         """Those of a run of arguments with these leaves that read what is in these places."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
-        own = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
-        self.places = [*(Place(None, at) for at in own), *found]
+        positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
+        self.places = [*(Place(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
         self.rules: Sequence[Rule] = ()
@@ -133,10 +133,10 @@ class Guards:
         self._list()
 
     def _list(self) -> None:
-        own = [(place, value) for place, value in zip(self.places, self.values, strict=True) if place.table is not None]
-        self._tables = [place.table for place, _ in own]
-        self._names = [place.name for place, _ in own]
-        self._owned = [value for _, value in own]
+        entries = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.table is not None]
+        self._tables = [place.table for place, _ in entries]
+        self._names = [place.name for place, _ in entries]
+        self._owned = [value for _, value in entries]
         # Most are read as they are: every call does.
         self._contents = [
             (value, value if type(value) in (dict, list, set) else _only_table(value), held)
@@ -157,7 +157,7 @@ class Guards:
 
     def broken(self, leaves: Sequence[Any]) -> list[Place]:
         """The places where something else is; equal values are taken over."""
-        found = []
+        changed = []
         for at, place in enumerate(self.places):
             now = place.now(leaves)
             if now is self.values[at]:
@@ -167,24 +167,24 @@ class Guards:
                 self.held |= reach([now]) if moved is not None else {}
                 self.values[at] = now
             else:
-                found.append(place)
+                changed.append(place)
         for key, (value, held) in list(self.held.items()):
             if alike(now := read(value), held):
                 continue
             if _equal(now, held, self.held):
                 self.held[key] = value, now
             elif not isinstance(value, dict | list | set) and held.keys() == now.keys():
-                found += [Place(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)]
+                changed += [Place(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)]
             else:
-                found += self._owners(value) or [Place({0: None}, 0)]
+                changed += self._owners(value) or [Place({0: None}, 0)]
         self._list()
-        return found
+        return changed
 
     def _owners(self, value: Any) -> list[Place]:
         """The places that hold a container."""
-        own = [place for place, held in zip(self.places, self.values, strict=True) if held is value]
+        places = [place for place, held in zip(self.places, self.values, strict=True) if held is value]
         tables = [(_table(v), held) for v, held in self.held.values() if isinstance(held, dict)]
-        return own + [Place(t, name) for t, held in tables for name, x in held.items() if x is value and t is not None]
+        return places + [Place(t, key) for t, held in tables for key, x in held.items() if x is value and t is not None]
 
     def relaxed(self, watch: "Watch") -> bool:
         """From now on what a watch has seen is asked of its places; if the run that these are of went the same way."""
@@ -199,7 +199,7 @@ class Guards:
             return False
         self.rules, self.loose = watch.rules, {place.key: (place, known[place.key]) for place, _ in seen}
         lists = {id(value) for _, value in self.loose.values()}
-        self.held = {at: found for at, found in self.held.items() if at not in lists}
+        self.held = {at: entry for at, entry in self.held.items() if at not in lists}
         kept = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.key not in self.loose]
         for at, (value, held) in list(self.held.items()):
             names = {name for table, name in self.loose if isinstance(held, dict) and table == id(_table(value))}
@@ -282,18 +282,18 @@ class Watch(TorchFunctionMode):
         """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
         self._known = known
         for place, value in self.places.values():
-            made = self._stand_in(place, value)
+            stand_in = self._stand_in(place, value)
             if place.table is None:
-                leaves[1 + place.name] = made  # after the path of the module that is called
+                leaves[1 + place.name] = stand_in  # after the path of the module that is called
             else:
-                place.table[place.name] = made
+                place.table[place.name] = stand_in
 
     def _stand_in(self, place: Place, value: Any) -> Any:
         if type(value) in (int, float):
             return _number(self, value, lambda look: look(place))
-        made = _CONTAINERS[type(value)](value)
-        made.__dict__["ask"] = lambda: self.asked.add(place.key)
-        return made
+        container = _CONTAINERS[type(value)](value)
+        container.__dict__["ask"] = lambda: self.asked.add(place.key)
+        return container
 
     def __enter__(self) -> Any:
         self._math.start()
@@ -347,11 +347,11 @@ def _number(watch: Watch, value: Any, of: Callable[[Look], Any]) -> Any:
     return kinds[type(value)](watch, value, of) if type(value) in kinds else watch.note(of, value)
 
 
-def _computed(function: Callable[..., Any], *given: Any) -> Any:
+def _computed(function: Callable[..., Any], *numbers: Any) -> Any:
     """What a function makes of numbers; it remembers how."""
-    watch = next(x.watch for x in given if isinstance(x, _Number))
-    asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in given]
-    value = function(*(x.value if isinstance(x, _Number) else x for x in given))
+    watch = next(x.watch for x in numbers if isinstance(x, _Number))
+    asked = [x.of if isinstance(x, _Number) else lambda _, x=x: x for x in numbers]
+    value = function(*(x.value if isinstance(x, _Number) else x for x in numbers))
     return _number(watch, value, lambda look: function(*(of(look) for of in asked)))
 
 
@@ -383,9 +383,9 @@ def _telling(kind: type, silent: str) -> Any:
 
         return asks
 
-    made = set("__init__ __new__ __getattribute__ __setattr__ __delattr__ __class__ __init_subclass__".split())
-    made |= set("__subclasshook__ __class_getitem__ __doc__ __hash__".split()) | set(silent.split())
-    return type(kind.__name__, (kind,), {name: method(name) for name in dir(kind) if name not in made})
+    plain = set("__init__ __new__ __getattribute__ __setattr__ __delattr__ __class__ __init_subclass__".split())
+    plain |= set("__subclasshook__ __class_getitem__ __doc__ __hash__".split()) | set(silent.split())
+    return type(kind.__name__, (kind,), {name: method(name) for name in dir(kind) if name not in plain})
 
 
 _SILENT = {list: "append extend insert __iadd__", dict: "__setitem__ update __ior__", set: "add update __ior__"}

@@ -165,20 +165,20 @@ class Variance(_torch.TorchDispatchMode):
             whole = of_one(*args, **kwargs)
         return self.packed(mine, whole)
 
-    def function_in_each_world(self, done: Callable[[], Any], given: Any) -> Any:
+    def function_in_each_world(self, function: Callable[[], Any], arguments: Any) -> Any:
         """What a function of torch makes of what it is given, in each world by itself.
 
         As long as it does the same operations in both, the shapes of results are known.
         """
         self._done = []
         with self.worlds.only("one"), torch.no_grad():
-            whole = done()
+            whole = function()
         self._expected, self._done = iter(self._done), None
         with self.worlds.only("rank"):
-            mine = done()
+            mine = function()
         self._expected = None
         out = self.packed(mine, whole)
-        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(given))
+        results, why = tensors_of(_torch.pytree.tree_leaves(out)), self._repeats_otherwise(tensors_of(arguments))
         if why:
             self._lose(results, why, "pads")
         for x in results:
@@ -219,11 +219,11 @@ class Variance(_torch.TorchDispatchMode):
             return mine
         tag = self.tag(mine)
         with _torch.outside_dispatch():
-            made = Paired(local.detach(), other.detach())  # another tensor, of the same memory
-        for old, new in ((local, made.local), (other, made.whole)):
+            pair = Paired(local.detach(), other.detach())  # another tensor, of the same memory
+        for old, new in ((local, pair.local), (other, pair.whole)):
             self.values.same(new, old)
         with torch.set_grad_enabled(mine.requires_grad):
-            self._instead = made
+            self._instead = pair
             out = mine.clone()
         self.mark(out, tag)
         if self.numbers is not None:
@@ -237,8 +237,8 @@ class Variance(_torch.TorchDispatchMode):
         """A view of a batch of 1 leaves two dims that may be the split one; the shape of the whole value says which."""
         tag, shape = self.tag(x), tuple(local_of(x).shape)
         for axis, part in tag.parts.items() if len(tag.parts) == 1 else ():
-            ways = [part, *(even(dim, size) for dim, size in enumerate(shape))] if part.alone else []
-            fits = [way for way in ways if way.whole_shape(shape, self.sizes[axis]) == whole]
+            candidates = [part, *(even(dim, size) for dim, size in enumerate(shape))] if part.alone else []
+            fits = [way for way in candidates if way.whole_shape(shape, self.sizes[axis]) == whole]
             if fits and fits[0] is not part:
                 self.mark(x, replace(tag, parts={axis: fits[0]}))
 
@@ -249,8 +249,8 @@ class Variance(_torch.TorchDispatchMode):
 
     def _lose_all(self, results: Sequence[dict[str, Part]], why: str, cure: Cure = "sizes") -> None:
         """Lose the parts of the results of an operation."""
-        for own in results:
-            own.update(dict.fromkeys(own or list(self.sizes)[:1], Part("lost", why=why, cure=cure)))
+        for by_axis in results:
+            by_axis.update(dict.fromkeys(by_axis or list(self.sizes)[:1], Part("lost", why=why, cure=cure)))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -302,48 +302,48 @@ class Variance(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _torch.OF_MEMORY:
             return paired_sizes.of_memory(func, args)
-        given = args, kwargs or {}
+        inputs = args, kwargs or {}
         if self._instead is not None:
             out, self._instead = self._instead, None
             return out
         world = self.worlds.at if watching() or self.worlds.at == "one" else "rank"
         self.stuck = None
-        pairs = paired_sizes.is_paired(given)
+        pairs = paired_sizes.is_paired(inputs)
         if world == "one":
-            return self._alone(func, given) if pairs else self._of_one(func, given)
-        done, name = func, _torch.base_name(func)
+            return self._alone(func, inputs) if pairs else self._of_one(func, inputs)
+        operation, name = func, _torch.base_name(func)
         if pairs and name in _VIEWS:
-            done, given = torch.ops.aten.reshape.default, (args[:2], given[1])
-        mine = taken(given, "rank") if pairs else given
+            operation, inputs = torch.ops.aten.reshape.default, (args[:2], inputs[1])
+        mine = taken(inputs, "rank") if pairs else inputs
         try:
-            out = local = whole = self.values.run(done, *mine)
+            out = local = whole = self.values.run(operation, *mine)
             if pairs and world == "both":
-                whole = self.values.run(done, *taken(given, "one"))
+                whole = self.values.run(operation, *taken(inputs, "one"))
         except Exception:
-            self.stuck = Stuck(name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(given)))
+            self.stuck = Stuck(name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs)))
             raise
         if pairs:
-            out = paired_sizes.paired(local, whole, {id(local_of(x)): x for x in tensors_of(given)}, self.values.agree)
+            out = paired_sizes.paired(local, whole, {id(local_of(x)): x for x in tensors_of(inputs)}, self.values.agree)
         if not watching():
             return out  # within a collective, which says itself what it made
         self._note_draws(func, args, out)
         if name == "_local_scalar_dense":
             self.read(args[0])
-        self._follow(func, given, mine, out, local, whole if world == "both" else None)
+        self._follow(func, inputs, mine, out, local, whole if world == "both" else None)
         if self.numbers is not None:
             self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
             self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
         return out
 
-    def _alone(self, func: Any, given: Any) -> Any:
+    def _alone(self, func: Any, arguments: Any) -> Any:
         """An operation in one process; what it writes is what it was given."""
-        out = self._of_one(func, taken(given, "one"))
-        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(given)})
+        out = self._of_one(func, taken(arguments, "one"))
+        return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)})
 
-    def _of_one(self, func: Any, given: Any) -> Any:
-        out = self.values.run(func, *given)
+    def _of_one(self, func: Any, arguments: Any) -> Any:
+        out = self.values.run(func, *arguments)
         if self._done is not None:
-            self._done.append(_Done(_torch.base_name(func), given, _shapes(out)))
+            self._done.append(_Done(_torch.base_name(func), arguments, _shapes(out)))
         return out
 
     def _in_one(self, func: Any) -> _Done | None:
@@ -389,50 +389,50 @@ class Variance(_torch.TorchDispatchMode):
             elif _torch.users_backward(x) is not None and any(part.in_shares for part in self.tag(x).parts.values()):
                 self.with_backwards.setdefault(id(x), (x, self._path[-1]))
 
-    def _follow(self, func: Any, given: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
-        inputs, results, made = tensors_of(given), tensors_of(out), tensors_of(local)
+    def _follow(self, func: Any, arguments: Any, mine: Any, out: Any, local: Any, whole: Any) -> None:
+        inputs, results, local_results = tensors_of(arguments), tensors_of(out), tensors_of(local)
         self.note_backwards(inputs)
         name = _torch.base_name(func)
         done, apart = self._in_one(func), self._expected is not None
         shapes = _shapes(whole) if whole is not None else done and done.shapes
-        parts = self._parts(func, inputs, mine, made, shapes)
+        parts = self._parts(func, inputs, mine, local_results, shapes)
         if apart and (_torch.is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
             self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
         if whole is not None:
-            self._compare(func, given, mine, made, whole, parts)
+            self._compare(func, arguments, mine, local_results, whole, parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
-                self._lose_all([own for own in parts if own], why, "pads")
+                self._lose_all([by_axis for by_axis in parts if by_axis], why, "pads")
         self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))
-        for own in parts:
-            fresh = {axis: part for axis, part in own.items() if part.kind == "lost" and part.where is None}
-            own.update({axis: replace(part, where=self._path[-1]) for axis, part in fresh.items()})
+        for by_axis in parts:
+            fresh = {axis: part for axis, part in by_axis.items() if part.kind == "lost" and part.where is None}
+            by_axis.update({axis: replace(part, where=self._path[-1]) for axis, part in fresh.items()})
             self.losses += [Problem(p.why, p.cure, known.split_by, self._path[-1]) for p in fresh.values()]
         weight = bool(inputs) and name in MOVES and all(self.tag(x).weight for x in inputs)
         empty = self._empty(func, inputs, mine) if self._padded else frozenset[str]()
-        for result, own in zip(results, parts, strict=True):
-            splits = frozenset(axis for axis, part in own.items() if part.split)
-            tag = replace(known, parts=own, weight=weight, empty=empty & splits)
+        for result, by_axis in zip(results, parts, strict=True):
+            splits = frozenset(axis for axis, part in by_axis.items() if part.split)
+            tag = replace(known, parts=by_axis, weight=weight, empty=empty & splits)
             if _torch.is_mutable(func):
-                if own and not result.is_meta and not inputs[0].is_meta:
+                if by_axis and not result.is_meta and not inputs[0].is_meta:
                     self.refuse(f"{name} writes a value that is made of this rank's sizes", "sizes", result)
-                if self.tag(result).parts != own:  # other views of its memory know nothing of what is in it now
+                if self.tag(result).parts != by_axis:  # other views of its memory know nothing of what is in it now
                     self._writes += 1
                     memory = local_of(result)
                     self._written[_torch.storage_number(memory)] = memory.untyped_storage(), self._writes
                 self._tag_base(result, tag)
-            if inputs or own:
+            if inputs or by_axis:
                 self.mark(result, tag)
         for x in inputs:  # viewed, or written into
             self.zeros.pop(x, None)
-        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and given[0][0] == 0)
+        zeros = name in ("zeros", "zeros_like", "new_zeros") or (name == "scalar_tensor" and arguments[0][0] == 0)
         self.zeros.update(dict.fromkeys(results if zeros else [], True))
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
         """The axes over which results are zero in padding; refuses what is no number there."""
-        found = set[str]()
+        axes = set[str]()
         of = {id(local_of(x)): self.tag(x).empty for x in inputs}
         asks = {id(local_of(x)): x.requires_grad for x in inputs}
         for axis in frozenset[str]().union(*of.values()):
@@ -442,12 +442,12 @@ class Variance(_torch.TorchDispatchMode):
             if breaks:
                 name = _torch.base_name(func).rstrip("_")
                 self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")
-            found.update([axis] if stays else [])
-        return frozenset(found)
+            axes.update([axis] if stays else [])
+        return frozenset(axes)
 
     def _need_whole(self, inputs: list[Tensor], parts: _Made) -> None:
         """Tell whether an operation needs a value whole that `Policy.acts` splits."""
-        lost = {axis for own in parts for axis, part in own.items() if part.kind == "lost"}
+        lost = {axis for by_axis in parts for axis, part in by_axis.items() if part.kind == "lost"}
         for tag in map(self.tag, inputs) if lost else ():
             if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
                 self.worlds.needs_whole(tag.by_acts, self._path[-1])
@@ -462,35 +462,35 @@ class Variance(_torch.TorchDispatchMode):
         known = tags, zeros, torch.Tag.pointwise in func.tags, shapes, self._padded
         operations = {axis: Operation(*call, *known, axis, size) for axis, size in self.sizes.items()}
         varied = [axis for axis in operations if any(axis in tag.parts for tag in tags.values())]
-        made = {axis: parts_after(operations[axis]) for axis in varied}
+        by_axis = {axis: parts_after(operations[axis]) for axis in varied}
         if not varied and shapes is not None:
-            made = made_here(operations)
+            by_axis = made_here(operations)
         each = range(len(results))
-        return [{axis: part for axis, parts in made.items() if (part := parts[at]) is not None} for at in each]
+        return [{axis: part for axis, parts in by_axis.items() if (part := parts[at]) is not None} for at in each]
 
-    def _compare(self, func: Any, given: Any, mine: Any, results: list[Tensor], whole: Any, found: _Made) -> None:
+    def _compare(self, func: Any, arguments: Any, mine: Any, results: list[Tensor], whole: Any, parts: _Made) -> None:
         """Lose what is not the part of the whole result that it is said to be."""
         name, wholes = _torch.base_name(func), tensors_of(whole)
         if len(wholes) != len(results):
-            self._lose_all(found, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
+            self._lose_all(parts, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
             return
-        numbers = mine is given or self._numbers_agree(func, mine, taken(given, "one"))
+        numbers = mine is arguments or self._numbers_agree(func, mine, taken(arguments, "one"))
         problem = ""
-        for result, whole, own in zip(results, wholes, found, strict=True):
-            if any(part.kind == "lost" for part in own.values()):
+        for result, whole, by_axis in zip(results, wholes, parts, strict=True):
+            if any(part.kind == "lost" for part in by_axis.values()):
                 continue
             expected = tuple(whole.shape)
-            shape = Tag(own).whole_shape(tuple(result.shape), self.sizes)
+            shape = Tag(by_axis).whole_shape(tuple(result.shape), self.sizes)
             if not self._fits(shape, expected):
                 problem = (
                     f"{name} has a result of shape {tuple(result.shape)} here and of {expected} on one rank, where a "
                     f"part of it would make {shape}: a size is taken from elsewhere than the tensors"
                 )
-            elif not numbers or not (own or self.values.agree(result, whole)):
+            elif not numbers or not (by_axis or self.values.agree(result, whole)):
                 problem = f"{name} is given numbers made of this rank's sizes"
         if problem:
-            self._lose_all(found, problem)  # one wrong result tells of the others
-            if sources := paired_sizes.sources_of(leaves_of(given)):
+            self._lose_all(parts, problem)  # one wrong result tells of the others
+            if sources := paired_sizes.sources_of(leaves_of(arguments)):
                 self.worlds.needs_whole(sources, self._path[-1])
 
     def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
@@ -528,8 +528,8 @@ class Variance(_torch.TorchDispatchMode):
     def _require_alike(self, func: Any, inputs: list[Tensor], parts: _Made) -> None:
         """Lose two split dims of what `Policy.acts` splits: what follows gathers one dim."""
         lost = Part("lost", why=f"{_torch.base_name(func)} makes two split dims of one")
-        for own in parts if any(self.tag(x).by_acts for x in inputs) else ():
-            own.update({axis: lost for axis, part in own.items() if part.second is not None})
+        for by_axis in parts if any(self.tag(x).by_acts for x in inputs) else ():
+            by_axis.update({axis: lost for axis, part in by_axis.items() if part.second is not None})
 
     def require_varied(self, x: Tensor, axis: str, path: str) -> None:
         """Have an input of a module varied where it is made, since those of other calls are."""

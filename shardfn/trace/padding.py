@@ -69,10 +69,10 @@ def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool
         return tensors_of(func(*pytree.tree_map(number, args), **kwargs))[0]
 
     try:
-        found, again, elsewhere = (made(*at).item() for at in ((0.0, 0.7), (0.0, 0.3), (0.9, 0.7)))
+        first, again, elsewhere = (made(*at).item() for at in ((0.0, 0.7), (0.0, 0.3), (0.9, 0.7)))
     except (RuntimeError, NotImplementedError, IndexError):  # no operation on one element
         return False, False
-    return not found and not again, isfinite(abs(elsewhere)) and not isfinite(abs(found))
+    return not first and not again, isfinite(abs(elsewhere)) and not isfinite(abs(first))
 
 
 def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asks: Zero, asked_for: str) -> bool:
@@ -88,25 +88,25 @@ def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asks: Zero
             return x
         dtype = torch.float64 if x.is_floating_point() else x.dtype
         value = 0 if zero(x) else 0.7 if dtype.is_floating_point or dtype.is_complex else 1
-        made = torch.full([min(n, 2) for n in x.shape], value, dtype=dtype)
+        sample = torch.full([min(n, 2) for n in x.shape], value, dtype=dtype)
         if not (zero(x) and asks(x)):
-            return made
-        wanted.append(made.requires_grad_())
-        return dual(made, torch.zeros_like(made))
+            return sample
+        wanted.append(sample.requires_grad_())
+        return dual(sample, torch.zeros_like(sample))
 
     def breaks() -> bool:
-        found = tensors_of(func(*pytree.tree_map(few, args), **kwargs))[:1]
-        if not _are_finite(_tangents(found)):
+        values = tensors_of(func(*pytree.tree_map(few, args), **kwargs))[:1]
+        if not _are_finite(_tangents(values)):
             return True
         for _ in range(2 if asked_for == "reverse" else 1):
-            if not (wanted and any(x.requires_grad for x in found)):
+            if not (wanted and any(x.requires_grad for x in values)):
                 return False
-            factors = [torch.ones_like(x.real, requires_grad=True) for x in found]
-            scaled = [x.real * dual(by, by.detach()) for x, by in zip(found, factors, strict=True)]
+            factors = [torch.ones_like(x.real, requires_grad=True) for x in values]
+            scaled = [x.real * dual(by, by.detach()) for x, by in zip(values, factors, strict=True)]
             total = torch.stack([x.sum() for x in scaled]).sum()
             grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
-            found = [grad for grad in grads if grad is not None]
-            if not _are_finite(found) or (asked_for == "hvp" and not _are_finite(_tangents(found))):
+            values = [grad for grad in grads if grad is not None]
+            if not _are_finite(values) or (asked_for == "hvp" and not _are_finite(_tangents(values))):
                 return True
             wanted.extend(factors)  # the gradient is a function of what comes back to the result, too
         return False

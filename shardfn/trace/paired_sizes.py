@@ -50,11 +50,11 @@ World = Literal["both", "rank", "one"]
 ALONE: tuple[World, World] = ("rank", "one")
 
 
-def methods(made: _Function, decided: Callable[[Any], Any], kinds: Collection[type]) -> dict[str, _Function]:
+def methods(compute: _Function, decided: Callable[[Any], Any], kinds: Collection[type]) -> dict[str, _Function]:
     """The methods of what Python takes for a number, in terms of plain numbers.
 
     Args:
-        made: `made(function, *numbers)` is what a function makes of them and of plain ones: a sum, a comparison.
+        compute: `compute(function, *numbers)` is the function's result for them and plain numbers: a sum, a comparison.
         decided: the plain number that counts, where something else is made of one: by `int`, `if`, `range`, as text.
         kinds: their classes.
     """
@@ -62,16 +62,16 @@ def methods(made: _Function, decided: Callable[[Any], Any], kinds: Collection[ty
     def computing(function: _Function) -> _Function:
         def method(*numbers: Any) -> Any:
             known = all(type(x) in (int, float, bool, *kinds) for x in numbers)
-            return made(function, *numbers) if known else NotImplemented
+            return compute(function, *numbers) if known else NotImplemented
 
         return method
 
     def converting(function: _Function) -> _Function:
         return lambda number, *args: function(decided(number), *args)
 
-    found = {name: computing(function) for name, function in _COMPUTING.items()}
-    found |= {f"__{function.__name__}__": converting(function) for function in _CONVERTING}
-    return found | {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda a, b: (b // a, b % a)}
+    table = {name: computing(function) for name, function in _COMPUTING.items()}
+    table |= {f"__{function.__name__}__": converting(function) for function in _CONVERTING}
+    return table | {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda a, b: (b // a, b % a)}
 
 
 class Apart(BaseException):
@@ -206,9 +206,9 @@ class Paired(Tensor):
     def __new__(cls: type["Paired"], local: Tensor, whole: Tensor) -> "Paired":
         """`local` is what a rank has, `whole` what one process has in its place."""
         shapes, strides = zip(local.shape, whole.shape, strict=True), zip(local.stride(), whole.stride(), strict=True)
-        made = wrapper(cls, [_symbol(*n) for n in shapes], [_symbol(*n) for n in strides], local)
-        made.local, made.whole = local, whole
-        return made
+        pair = wrapper(cls, [_symbol(*n) for n in shapes], [_symbol(*n) for n in strides], local)
+        pair.local, pair.whole = local, whole
+        return pair
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -226,8 +226,8 @@ def of_memory(func: Any, args: Any) -> Any:
     """How a pair lies in memory; who asks for plain numbers decides by them."""
     rank, one = (OF_MEMORY[func](*taken(args, world)) for world in ALONE)
     if isinstance(rank, list):
-        made = _WORLDS.get().decide if func in PLAIN else _symbol
-        return [made(*n) for n in zip(rank, one, strict=True)]
+        join = _WORLDS.get().decide if func in PLAIN else _symbol
+        return [join(*n) for n in zip(rank, one, strict=True)]
     return _WORLDS.get().decide(rank, one, in_general=False)
 
 
@@ -274,7 +274,7 @@ def lie_alike(local: Tensor, whole: Tensor) -> bool:
 Same = Callable[[Tensor, Tensor], bool]
 
 
-def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
+def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
     """Results of an operation in both worlds as one; those that are arguments are these.
 
     `same`: whether known values are.
@@ -282,12 +282,12 @@ def paired(local: Any, whole: Any, given: dict[int, Tensor], same: Same = lambda
     if isinstance(local, list | tuple):
         if len(local) != len(whole):
             return local
-        items = [paired(a, b, given, same) for a, b in zip(local, whole, strict=True)]
+        items = [paired(a, b, arguments, same) for a, b in zip(local, whole, strict=True)]
         return items if isinstance(local, list) else tuple(items)
     if not isinstance(local, Tensor):
         return local if type(local) is type(whole) and local == whole else _number(local, whole)
-    if id(local) in given:
-        return given[id(local)]
+    if id(local) in arguments:
+        return arguments[id(local)]
     return local if lie_alike(local, whole) and same(local, whole) else Paired(local, whole)
 
 

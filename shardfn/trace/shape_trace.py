@@ -112,9 +112,9 @@ class Trial:
         Raises:
             ShardError: no module that a pattern matches has one.
         """
-        for pattern, given in self.plan.policy.local_sizes.items():
+        for pattern, sizes in self.plan.policy.local_sizes.items():
             named = [unwrapped(module) for path, module in self.model.named_modules() if layout.matches(pattern, path)]
-            for name in given if named else ():
+            for name in sizes if named else ():
                 if not any(has_attribute(module, name) for module in named):
                     raise ShardError(f"apply: Policy.local_sizes[{pattern!r}] names {name!r}, and no module has that")
 
@@ -127,8 +127,8 @@ class Trial:
                 with suppress(ShardError):
                     policy = replace(self.plan.policy, ignore=()) | kept | change
                     other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
-                    given = self.model, other, self.mesh, self._buffers, self.method, self._calls
-                    trial = Trial(*given, differentiates=self._differentiates)
+                    arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
+                    trial = Trial(*arguments, differentiates=self._differentiates)
                     try:
                         trial._settle()
                     except Unserved as next_one:
@@ -161,9 +161,9 @@ class Trial:
         """What a run that tries less communication finds, unless that leaves more whole."""
         bytes_moved = self.bytes_moved
         with suppress(ShardError):
-            found = self._found(tried)
-            if (found.entries, found.whole, found.several) == (tried.entries, tried.whole, tried.several):
-                return found
+            less = self._found(tried)
+            if (less.entries, less.whole, less.several) == (tried.entries, tried.whole, tried.several):
+                return less
         self.bytes_moved = bytes_moved
         return None
 
@@ -330,22 +330,22 @@ class Trial:
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
         for path in others_forwards(self.plan):
             module = unwrapped(layout.submodule(self.model, path))
-            own = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
-            forwards[path] = partial(run.in_each_world, forwards.get(path, own), own)
+            forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
+            forwards[path] = partial(run.in_each_world, forwards.get(path, forward), forward)
         around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
         around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
-        sizes = {path: self._sizes(path, own, run) for path, own in wired.sizes.items()}
+        sizes = {path: self._sizes(path, local_sizes, run) for path, local_sizes in wired.sizes.items()}
         return replace(wired, forwards=forwards, around=around, sizes=sizes)
 
-    def _sizes(self, path: str, own: Mapping[str, int], run: Variance) -> dict[str, Any]:
+    def _sizes(self, path: str, local_sizes: Mapping[str, int], run: Variance) -> dict[str, Any]:
         """The sizes that a module has in attributes, of a rank and of one process."""
-        module, found = unwrapped(layout.submodule(self.model, path)), dict[str, Any](own)
-        for name, size in own.items():
+        module, sizes = unwrapped(layout.submodule(self.model, path)), dict[str, Any](local_sizes)
+        for name, size in local_sizes.items():
             holder, _, attribute = name.rpartition(".")
             have = getattr(module.__dict__.get(holder) if holder else module, attribute, None)
             if isinstance(have, int) and run.worlds.at != "rank":
-                found[name] = have if have == size or run.worlds.at == "one" else Size(size, have)
-        return found
+                sizes[name] = have if have == size or run.worlds.at == "one" else Size(size, have)
+        return sizes
 
     def _failed(self, adjust: Adjustments, variance: Variance, error: Exception) -> ShardError:
         decided = variance.worlds.decided
@@ -362,10 +362,10 @@ class Trial:
     def _stopped(self, variance: Variance, error: Exception) -> Unserved:
         """What is said of a run with the sizes of a rank that failed."""
         path = variance.failed_at or type(self.model).__name__
-        found = Failure(tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__)
+        reason = Failure(tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__)
         why = f"with the sizes that one rank has over {over(self.plan)}, failed in {path!r}: {error}"
-        why += f"{described(self.plan, found)}{self._loop_hint()}"
-        return Unserved(f"apply: a run of the forward without data, {why}", found)
+        why += f"{described(self.plan, reason)}{self._loop_hint()}"
+        return Unserved(f"apply: a run of the forward without data, {why}", reason)
 
     def _fails_in(self, adjust: Adjustments, world: World) -> str:
         """Where and why the forward cannot be run without data in one world; empty when it can."""
@@ -393,16 +393,16 @@ class Trial:
         dtype = self.plan.compute_dtypes[name]
         with _torch.outside_dispatch(), _torch.outside_functions(), outside_transforms():
             parts = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-            made = compute_view(layout, parts).detach()
+            weight = compute_view(layout, parts).detach()
             whole = torch.empty(layout.shape, dtype=dtype, device="meta")
-            made = made if made.shape == whole.shape else Paired(made, whole)
-        made.requires_grad_(layout.trainable and self._differentiates and has_derivatives(dtype))
+            weight = weight if weight.shape == whole.shape else Paired(weight, whole)
+        weight.requires_grad_(layout.trainable and self._differentiates and has_derivatives(dtype))
         parts = weight_parts(self.plan, layout)
         sources = frozenset[str]() if parts else frozenset([f"parameter {name}"])
         empty = frozenset(parts).intersection(*(leaf.padded_axes for leaf in layout.leaves))
-        run.mark(made, Tag(parts, made.requires_grad, sources, weight=True, empty=empty))
-        _name_all(run.numbers, made, f"weight {name}")
-        return made
+        run.mark(weight, Tag(parts, weight.requires_grad, sources, weight=True, empty=empty))
+        _name_all(run.numbers, weight, f"weight {name}")
+        return weight
 
 
 # A call of a dropout module, by path and number: how many dims its input has, and what that is.

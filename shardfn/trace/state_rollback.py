@@ -59,14 +59,14 @@ class Reached:
                 _follow(value, _DEPTH, self._of_caches)
 
     @contextmanager
-    def undone(self, given: Iterable[Any]) -> Iterator[None]:
+    def undone(self, arguments: Iterable[Any]) -> Iterator[None]:
         """Afterwards all of it holds that again, and what can be reached from what a run is given."""
-        own = reach(x for x in given if not is_cache(x))
+        reached = reach(x for x in arguments if not is_cache(x))
         self.collected = []
         try:
             yield
         finally:
-            for value, held in [*self._found.values(), *own.values()]:
+            for value, held in [*self._found.values(), *reached.values()]:
                 now = read(value)
                 if not alike(now, held):
                     before = set(map(id, _items(held)))
@@ -80,21 +80,21 @@ class Reached:
 
 def reach(values: Iterable[Any]) -> Held:
     """What can be changed in place of values, and what is in it; functions are not followed."""
-    found: Held = {}
+    reached: Held = {}
     for value in values:
-        _follow(value, _NEAR, found, _ENDS)
-    return found
+        _follow(value, _NEAR, reached, _ENDS)
+    return reached
 
 
-def _follow(value: Any, depth: int, found: Held, ends: tuple[type, ...] = _PLAIN) -> None:
+def _follow(value: Any, depth: int, reached: Held, ends: tuple[type, ...] = _PLAIN) -> None:
     """Note what can be changed in place, and what it leads to; not what is at the ends."""
-    if not depth or isinstance(value, ends) or id(value) in found:
+    if not depth or isinstance(value, ends) or id(value) in reached:
         return
     held = read(value)
     if held is not None:
-        found[id(value)] = value, held
+        reached[id(value)] = value, held
     for item in islice(chain(_items(held), _leads_to(value)), _MOST):
-        _follow(item, depth - 1, found, ends)
+        _follow(item, depth - 1, reached, ends)
 
 
 def _kept(value: Any, depth: int) -> Iterator[Any]:
@@ -119,8 +119,8 @@ def read(value: Any) -> Any:
         except ValueError:  # it is empty
             return []
     if isinstance(value, FunctionType):  # of what is its module's
-        own = {} if _is_foreign(value) else value.__globals__
-        return {name: own[name] for name in _names(value.__code__) if name in own}
+        namespace = {} if _is_foreign(value) else value.__globals__
+        return {name: namespace[name] for name in _names(value.__code__) if name in namespace}
     return None if isinstance(value, tuple | MethodType | partial) or _is_foreign(type(value)) else _attributes(value)
 
 

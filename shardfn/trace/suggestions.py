@@ -149,7 +149,7 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
 
 def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
     """Rules of linears that have no split and meet one, such as those of an adapter beside a linear."""
-    inside, found = _linear(plan, path), dict[str, str]()
+    inside, rules = _linear(plan, path), dict[str, str]()
     for shape, tag in stuck.inputs:
         if next((part.dim for part in tag.parts.values() if part.split), None) != len(shape) - 1:
             continue
@@ -159,12 +159,12 @@ def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
             into = 1 - OUT_DIM[inside.kind]
             above = path.rpartition(".")[0]
             beside = [(m, 1 - OUT_DIM[m.kind]) for m in _linears(plan) if m.name.rpartition(".")[0] == above]
-            found |= _rule(plan, (inside, into), size, beside + givers)
+            rules |= _rule(plan, (inside, into), size, beside + givers)
         for other, known in stuck.inputs:  # what it meets is whole
             module = _linear(plan, (known.source or "").removeprefix("module "))
             if module is not None and not known.parts and other[-1:] == (size,):
-                found |= _rule(plan, (module, OUT_DIM[module.kind]), size, givers)
-    return found
+                rules |= _rule(plan, (module, OUT_DIM[module.kind]), size, givers)
+    return rules
 
 
 def _rule(plan: Plan, of: _Side, size: int, like: Sequence[_Side]) -> dict[str, str]:
@@ -193,13 +193,13 @@ def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
                 if factor.axes and factor.name in plan.policy.sizes:
                     texts.setdefault(plan.policy.sizes[factor.name], []).append(str(factor))
     module = dict(model.named_modules()).get(path)
-    held = {name: value for name, value in vars(module).items() if type(value) is int} if module is not None else {}
-    found = {name: texts[value][0] for name, value in held.items() if value in texts and not name.startswith("_")}
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int} if module is not None else {}
+    matching = {name: texts[value][0] for name, value in numbers.items() if value in texts and not name.startswith("_")}
     pattern = first_match(plan.policy.local_sizes, [path])
-    given: Mapping[str, str] = plan.policy.local_sizes[pattern] if pattern is not None else {}
-    for chosen in [{name: text} for name, text in found.items()] + [found] * (len(found) > 1):
-        if chosen.keys() - given.keys():
-            yield Policy(local_sizes={pattern or starred(path): {**given, **chosen}})
+    local_sizes: Mapping[str, str] = plan.policy.local_sizes[pattern] if pattern is not None else {}
+    for chosen in [{name: text} for name, text in matching.items()] + [matching] * (len(matching) > 1):
+        if chosen.keys() - local_sizes.keys():
+            yield Policy(local_sizes={pattern or starred(path): {**local_sizes, **chosen}})
 
 
 def _linears(plan: Plan) -> list[ModuleInfo]:

@@ -103,19 +103,19 @@ def differentiator(
             if not -len(args) <= position < len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")
         chosen = [position % len(args) for position in positions]
-        flat, structure, places = [args[position] for position in chosen], None, [*range(len(chosen))]
+        flat, structure, indices = [args[position] for position in chosen], None, [*range(len(chosen))]
         if set(map(type, flat)) != {Params}:  # not the usual case
             flat, structure = _torch.pytree.tree_flatten(flat, is_leaf=is_tree)
-            places = [i for i, leaf in enumerate(flat) if is_tree(leaf) or may_be_differentiated(leaf)]
+            indices = [i for i, leaf in enumerate(flat) if is_tree(leaf) or may_be_differentiated(leaf)]
         inside = _torch.in_transform()
         function = ours_only("grad", loss_fn) if inside else loss_fn
 
-        def with_values(values: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+        def with_values(values: Sequence[Any], rest: Iterable[Any]) -> list[Any]:
             """The chosen arguments with these in place of what is differentiated in them."""
             if structure is None:
                 return list(values)
-            given = dict(zip(places, values, strict=True))
-            return _torch.pytree.tree_unflatten([given.get(i, other) for i, other in enumerate(others)], structure)
+            by_index = dict(zip(indices, values, strict=True))
+            return _torch.pytree.tree_unflatten([by_index.get(i, other) for i, other in enumerate(rest)], structure)
 
         def loss_of(values: Sequence[Any]) -> tuple[Any, Any]:
             inputs = list(args)
@@ -124,29 +124,29 @@ def differentiator(
             result = function(*inputs, **kwargs)
             return result if has_aux else (result, None)
 
-        given = [flat[i] for i in places]
+        primals = [flat[i] for i in indices]
         if inside:
-            value, aux, grads, count = _in_transform(loss_of, given, average)
+            value, aux, grads, count = _in_transform(loss_of, primals, average)
         else:
             beside = [*(x for i, x in enumerate(args) if i not in chosen), *kwargs.values()]
-            value, aux, grads, count = _at_top(loss_of, given, beside, average)
+            value, aux, grads, count = _at_top(loss_of, primals, beside, average)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
-        others = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in places else x for i, x in enumerate(flat))
-        found = with_values(grads, others)
-        return value, aux, (found[0] if isinstance(argnums, int) else tuple(found)), count
+        rest = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in indices else x for i, x in enumerate(flat))
+        trees = with_values(grads, rest)
+        return value, aux, (trees[0] if isinstance(argnums, int) else tuple(trees)), count
 
     return call
 
 
-def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
+def _at_top(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
     """`differentiator` outside of transforms; the arguments `beside` may ask for a gradient, too."""
-    connected = torch.is_grad_enabled() and any(map(_is_asked_for, given))
-    trees = [_differentiable(tree, reduce) for tree in given]
+    connected = torch.is_grad_enabled() and any(map(_is_asked_for, primals))
+    trees = [_differentiable(tree, reduce) for tree in primals]
     if connected:
         _require_reduction(reduce, trees[0])
-    owner = _first_tree(given)
-    here = active_transforms.Differentiation(trees, given)
+    owner = _first_tree(primals)
+    here = active_transforms.Differentiation(trees, primals)
     with torch.enable_grad():
         with here.runs(), explained("value_and_grad"):
             loss, aux = loss_of(trees)
@@ -165,8 +165,8 @@ def _at_top(loss_of: LossOf, given: Sequence[Any], beside: Sequence[Any], reduce
     return value, aux, grads, count
 
 
-def _first_tree(given: Sequence[Any]) -> Params | None:
-    return next((x for x in given if isinstance(x, Params)), None)
+def _first_tree(primals: Sequence[Any]) -> Params | None:
+    return next((x for x in primals if isinstance(x, Params)), None)
 
 
 @contextmanager
@@ -251,18 +251,18 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     trains = _trained(tree.plan)
     old = {n: x for n, x in tree.items() if isinstance(x, DTensor) and not (connects and x.requires_grad)}
     new = dict(zip(old, _torch.fresh_leaves([*old.values()], [*map(trains.__contains__, old)]), strict=True))
-    made = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
-    made.sources = tree
-    made.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
-    made.in_place = tree.in_place
+    params = Params({**tree, **new} if len(new) < len(tree) else new, plan, tree.mesh, tree.buffers)
+    params.sources = tree
+    params.buffers = tree.buffers  # the same dict: what a forward assigns to buffers stays
+    params.in_place = tree.in_place
     if reduce is not None:
-        made.gradients = Gradients(new)
-    return made
+        params.gradients = Gradients(new)
+    return params
 
 
-def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> Found:
+def _in_transform(loss_of: LossOf, primals: Sequence[Any], reduce: Reduction) -> Found:
     """`differentiator` inside a transform of `torch.func`, by its `grad`."""
-    inputs = [_with_reduction(x, reduce) for x in entered("grad", given)]
+    inputs = [_with_reduction(x, reduce) for x in entered("grad", primals)]
     owner = _first_tree(inputs)
     wanted = [_wanted_of(x) for x in inputs]
     leaves = sum(len(x) if isinstance(x, dict) else 1 for x in wanted)
@@ -273,17 +273,17 @@ def _in_transform(loss_of: LossOf, given: Sequence[Any], reduce: Reduction) -> F
 
     def objective(*values: Any) -> tuple[Tensor, Any]:
         pairs = zip(inputs, values, strict=True)
-        loss, aux = loss_of([x.like({**x, **own}) if isinstance(x, Params) else own for x, own in pairs])
+        loss, aux = loss_of([x.like({**x, **value}) if isinstance(x, Params) else value for x, value in pairs])
         loss, count = _objective(loss, owner)
         if outermost and owner is not None and not loss.requires_grad:
             raise unused("value_and_grad", leaves)
         passed[:] = [aux, count]
         return loss, (loss, _tensors(passed))
 
-    found, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(wanted))), has_aux=True)(*wanted)
+    gradients, (loss, tensors) = torch.func.grad(objective, argnums=tuple(range(len(wanted))), has_aux=True)(*wanted)
     rest = iter(tensors)
     aux, count = _torch.pytree.tree_map_only(Tensor, lambda _: next(rest), passed)
-    grads = [_gradients_of(x, grads) for x, grads in zip(inputs, found, strict=True)]
+    grads = [_gradients_of(x, grads) for x, grads in zip(inputs, gradients, strict=True)]
     return _over_data(pvary, _over_data(pmean_of_losses, loss, owner), owner), aux, grads, count
 
 
@@ -303,11 +303,11 @@ def _wanted_of(tree: Any) -> Any:
     return {name: leaf for name, leaf in tree.items() if name in trains and may_be_differentiated(leaf)}
 
 
-def _gradients_of(tree: Any, found: Any) -> Any:
+def _gradients_of(tree: Any, gradients: Any) -> Any:
     """What `torch.func.grad` found, as a tree: zeros where there is none."""
     if not isinstance(tree, Params):
-        return found
-    leaves = {name: found[name] if name in found else torch.zeros_like(leaf) for name, leaf in tree.items()}
+        return gradients
+    leaves = {name: gradients[name] if name in gradients else torch.zeros_like(leaf) for name, leaf in tree.items()}
     return _with_reduction(tree, "mean").like(leaves)
 
 
@@ -370,16 +370,16 @@ def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> l
     wanted = active_transforms.leaves_that_ask(trees)
     if not wanted:
         raise TypeError(_NOTHING)
-    found: list[Tensor | None] = [None] * len(wanted)
+    grads: list[Tensor | None] = [None] * len(wanted)
     collected = [tree.gradients for tree in trees if isinstance(tree, Params) and tree.gradients is not None]
     if loss.requires_grad:
         with ExitStack() as stack:  # what `collected` take comes on top
             for gradients in collected:
                 stack.enter_context(gradients.collect())
-            found = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
-    if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in found):
+            grads = list(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=outer))
+    if used and not any(gradients.settle() for gradients in collected) and all(grad is None for grad in grads):
         raise unused("value_and_grad", len(wanted))
-    by_leaf = dict(zip(map(id, wanted), found, strict=True))
+    by_leaf = dict(zip(map(id, wanted), grads, strict=True))
     return [_as_tree(x, by_leaf) if isinstance(x, Params) else _plain(x, by_leaf[id(x)], trees) for x in trees]
 
 
@@ -392,37 +392,37 @@ def unused(verb: str, leaves: int) -> ShardError:
     )
 
 
-def _plain(leaf: Tensor, given: Tensor | None, trees: Sequence[Any]) -> Tensor | None:
+def _plain(leaf: Tensor, gradient: Tensor | None, trees: Sequence[Any]) -> Tensor | None:
     """The gradient of a plain tensor, beside those of trees: zeros when it has none."""
-    own = plain_gradient(leaf, given)
+    plain = plain_gradient(leaf, gradient)
     pending = (tree for tree in trees if isinstance(tree, Params) and tree.plan.reduction is None)
-    if own is not given and any(map(data_axes_of, pending)):
+    if plain is not gradient and any(map(data_axes_of, pending)):
         raise ShardError("value_and_grad(reduce=None): a plain tensor is multiplied with leaves; use reduce='mean'")
-    return own if own is not None or isinstance(leaf, DTensor) else torch.zeros_like(leaf, requires_grad=False)
+    return plain if plain is not None or isinstance(leaf, DTensor) else torch.zeros_like(leaf, requires_grad=False)
 
 
-def plain_gradient(leaf: Any, found: Any) -> Any:
+def plain_gradient(leaf: Any, gradient: Any) -> Any:
     """The gradient of a plain tensor that was multiplied with leaves: plain, of all parts of them; another as it is.
 
     It is that of the mean of the losses, the same on all ranks; over axes that share it a mean changes no cotangent.
     """
-    if not isinstance(found, DTensor) or isinstance(leaf, DTensor):
-        return found
-    mesh = found.device_mesh
-    return into_losses(found.full_tensor(), mesh, mesh.mesh_dim_names or ())
+    if not isinstance(gradient, DTensor) or isinstance(leaf, DTensor):
+        return gradient
+    mesh = gradient.device_mesh
+    return into_losses(gradient.full_tensor(), mesh, mesh.mesh_dim_names or ())
 
 
-def _as_tree(tree: Params, found: dict[int, Tensor | None]) -> Params:
+def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
     """Gradients under the caller's plan, with placements that are those of the parameters."""
     reduction = tree.plan.reduction  # None: they are pending, which their plan remembers
     plan = tree.plan.with_reduction(None if reduction is None else "mean")
     collected = tree.gradients.settle() if tree.gradients is not None else {}
-    if collected.keys() == tree.keys() and all(gradient is None for gradient in found.values()):  # the usual case
+    if collected.keys() == tree.keys() and all(gradient is None for gradient in gradients.values()):  # the usual case
         reduced = _torch.with_locals(list(tree.values()), [collected[name] for name in tree])
         return Params(zip(tree, reduced, strict=True), plan, tree.mesh, tree.buffers)
     places, leaves = grid(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
     for name, leaf in tree.items():
-        gradient, local = found.get(id(leaf)), collected.get(name)
+        gradient, local = gradients.get(id(leaf)), collected.get(name)
         if local is not None:
             if gradient is not None:  # what reached the leaf without the engine
                 local.add_(_torch.unwrap_local(_placed(name, gradient, _torch.spec_of(leaf), reduction)))

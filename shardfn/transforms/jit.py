@@ -74,12 +74,12 @@ def jit(step: Callable[..., Any], *, backend: str | Callable[..., Any] = "induct
             raise ShardError("jit: a simulation has no memory that a graph could use; call the step itself")
         if _torch.in_transform():
             raise ShardError("jit: a compiled step inside a transform; transform inside of the step instead")
-        given = _flatten((args, kwargs))
-        graph = next((known for known in graphs if known.fits(given)), None)
+        arguments = _flatten((args, kwargs))
+        graph = next((known for known in graphs if known.fits(arguments)), None)
         if graph is None:
-            graph = _recorded_step(step, given, backend)
+            graph = _recorded_step(step, arguments, backend)
             graphs.append(graph)
-        return graph.run(given)
+        return graph.run(arguments)
 
     return call
 
@@ -147,7 +147,7 @@ def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         for i, x in enumerate(tensors)
         if x.numel() and x.layout is torch.strided and (start := x.data_ptr())
     )
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     last, owner = 0, -1
     for start, end, i in spans:
         if start < last:
@@ -157,10 +157,10 @@ def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
                     f"jit: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} share a part of their memory, so "
                     "that writing one would change the other, which a graph does not know; pass a clone"
                 )
-            found.append((owner, i))
+            pairs.append((owner, i))
         if end > last:
             last, owner = end, i
-    return found
+    return pairs
 
 
 def _constant(value: Any) -> _Constant:
@@ -205,39 +205,39 @@ class _Graph:
     sources: list[int]  # where each tensor of the result is among inputs and outputs, one after the other
     buffers: list[tuple[int, str, int | None]]  # of trees that are given, changed: (tree, name, where it is, or gone)
 
-    def fits(self, given: _Flat) -> bool:
+    def fits(self, arguments: _Flat) -> bool:
         """Whether it is the graph of these inputs."""
-        return given.kind() == self.kind and all(module.training == mode for module, mode in self.modes)
+        return arguments.kind() == self.kind and all(module.training == mode for module, mode in self.modes)
 
-    def run(self, given: _Flat) -> Any:
+    def run(self, arguments: _Flat) -> Any:
         """The step."""
         for fn, of, value in self.numbers:
-            value.fill_(fn(given.tensors[of]))
+            value.fill_(fn(arguments.tensors[of]))
         with torch.no_grad():
-            outputs = self.compiled(*given.tensors, *self.constants)
-        found = [*given.tensors, *outputs]
+            outputs = self.compiled(*arguments.tensors, *self.constants)
+        tensors = [*arguments.tensors, *outputs]
         for tree, name, source in self.buffers:
             if source is None:
-                given.trees[tree].buffers.pop(name, None)
+                arguments.trees[tree].buffers.pop(name, None)
             else:
-                given.trees[tree].buffers[name] = found[source]
-        return self.result.rebuilt([found[source] for source in self.sources])[0]
+                arguments.trees[tree].buffers[name] = tensors[source]
+        return self.result.rebuilt([tensors[source] for source in self.sources])[0]
 
 
-def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callable[..., Any]) -> _Graph:
+def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Callable[..., Any]) -> _Graph:
     traced: list[Any] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        (args, kwargs), trees = given.rebuilt(tensors)
+        (args, kwargs), trees = arguments.rebuilt(tensors)
         before = [dict(tree.buffers) for tree in trees]
-        found = Recording({id(x): i for i, x in enumerate(tensors)})
-        with holding(RECORDING, found):
+        recording = Recording({id(x): i for i, x in enumerate(tensors)})
+        with holding(RECORDING, recording):
             result = _flatten(step(*args, **kwargs))
         if any(x.requires_grad for x in result.tensors):
             raise ShardError(
                 "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
             )
-        index = dict(found.inputs)
+        index = dict(recording.inputs)
         outputs: list[Tensor] = []
 
         def source(x: Tensor) -> int:
@@ -253,24 +253,24 @@ def _recorded_step(step: Callable[..., Any], given: _Flat, backend: str | Callab
             for name in had.keys() | tree.buffers.keys()
             if tree.buffers.get(name) is not had.get(name)
         ]
-        traced[:] = [found, result, sources, buffers]
+        traced[:] = [recording, result, sources, buffers]
         return outputs
 
     try:
-        graph, real = _torch.record(run, [x.detach() for x in given.tensors])
+        graph, real = _torch.record(run, [x.detach() for x in arguments.tensors])
     except Exception as error:
         if _torch.asks_for_values(error):
             raise ShardError(_needs_values(error)) from error
         raise
-    found, result, sources, buffers = traced
+    recording, result, sources, buffers = traced
     constants = _lift_constants(graph, real)
-    inputs = [*given.tensors, *constants]
+    inputs = [*arguments.tensors, *constants]
     compiler = _torch.backend_for_graphs(backend) if isinstance(backend, str) else backend
     with torch.no_grad():
         compiled = compiler(graph, inputs)
-    modes = [(module, module.training) for model in found.models for module in model.modules()]
+    modes = [(module, module.training) for model in recording.models for module in model.modules()]
     result = replace(result, tensors=[], trees=[])
-    return _Graph(given.kind(), modes, compiled, constants, found.numbers, result, sources, buffers)
+    return _Graph(arguments.kind(), modes, compiled, constants, recording.numbers, result, sources, buffers)
 
 
 def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
@@ -279,15 +279,15 @@ def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[T
     holds = [node for node in attributes if isinstance(getattr(graph, str(node.target), None), Tensor)]
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     values: dict[int, Tensor] = {}  # by identity: what is written under one name is read under another
-    places: dict[int, fx.Node] = {}
+    placeholders: dict[int, fx.Node] = {}
     for node in holds:
-        held = getattr(graph, str(node.target))
-        value = real.get(id(held), held)
+        attribute = getattr(graph, str(node.target))
+        value = real.get(id(attribute), attribute)
         if id(value) not in values:
             values[id(value)] = value
             with graph.graph.inserting_before(first):
-                places[id(value)] = graph.graph.placeholder(f"constant_{len(places)}")
-        node.replace_all_uses_with(places[id(value)])
+                placeholders[id(value)] = graph.graph.placeholder(f"constant_{len(placeholders)}")
+        node.replace_all_uses_with(placeholders[id(value)])
     graph.graph.eliminate_dead_code()
     for name in {str(node.target) for node in holds}:
         delattr(graph, name)
@@ -298,8 +298,8 @@ def _lift_constants(graph: fx.GraphModule, real: Mapping[int, Tensor]) -> list[T
 def _needs_values(error: BaseException) -> str:
     """Which line asked for the value of a tensor."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    where = own[-1] if own else frames[-1]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    where = user_frames[-1] if user_frames else frames[-1]
     experts = any(frame.filename == str(Path(__file__).parents[1] / "parallel" / "experts.py") for frame in frames)
     return (
         f"jit: {Path(where.filename).name}:{where.lineno} `{where.line}` needs the value of a tensor, which there is "

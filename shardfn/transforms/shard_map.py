@@ -118,10 +118,10 @@ class _Region:
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         """What the function gives for such parts, as `DTensor`s."""
         sizes = self._checked(args)
-        given = [x for x in args if isinstance(x, DTensor)]
-        if given and in_transform():
+        dtensors = [x for x in args if isinstance(x, DTensor)]
+        if dtensors and in_transform():
             raise ShardError("shard_map: a DTensor inside a transform; leaves of trees are this rank's parts there")
-        parts = iter(Across.apply(False, [*map(spec_of, given)], *given) if given else ())
+        parts = iter(Across.apply(False, [*map(spec_of, dtensors)], *dtensors) if dtensors else ())
         several = {axis for axis, size in axes_of(self.mesh).items() if size > 1} - mapped_axes()
         batch = sorted(several & _axes(*self.outs) & axes_of_losses())
         if batch and "Grad" in kinds_of_transforms():
@@ -134,12 +134,12 @@ class _Region:
             typed.note(x, frozenset(_axes(spec) & several))
         with typed, watched(typed.note_collective, typed.note_index):
             result = fn(*locals_)
-        found = list(result) if isinstance(result, tuple | list) else [result]
-        self._require_outputs(found, typed)
-        pairs = zip(found, self.outs, strict=True)
-        found = [typed.varied(x, _axes(spec) & several) for x, spec in pairs]
-        specs = self._out_specs(found, sizes)
-        lifted = found if in_transform() else Across.apply(True, specs, *found)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        self._require_outputs(outputs, typed)
+        pairs = zip(outputs, self.outs, strict=True)
+        outputs = [typed.varied(x, _axes(spec) & several) for x, spec in pairs]
+        specs = self._out_specs(outputs, sizes)
+        lifted = outputs if in_transform() else Across.apply(True, specs, *outputs)
         return tuple(lifted) if isinstance(result, tuple | list) else lifted[0]
 
     def _share(self, spec: Spec) -> float:
@@ -189,7 +189,7 @@ class _Region:
         raise_problems("shard_map", problems)
 
     def _out_specs(self, outputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[DTensorSpec]:
-        axes, made = axes_of(self.mesh), []
+        axes, specs = axes_of(self.mesh), []
         for number, (x, spec) in enumerate(zip(outputs, self.outs, strict=True)):
             shape = list(x.shape)
             placements: list[Any] = [Replicate()] * len(axes)
@@ -199,8 +199,8 @@ class _Region:
                     placements[list(axes).index(axis)] = Shard(dim)
                 if sizes.get(name, shape[dim]) != shape[dim]:
                     raise ShardError(f"shard_map: output {number}: {name}={shape[dim]}, and {sizes[name]} before")
-            made.append(dtensor_spec(self.mesh, placements, shape, x.dtype))
-        return made
+            specs.append(dtensor_spec(self.mesh, placements, shape, x.dtype))
+        return specs
 
 
 def _layout(x: DTensor) -> list[tuple[str, ...]]:
@@ -295,8 +295,8 @@ _INTO_PARTS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "
 
 def _axes_of_indices(values: Iterable[Any]) -> frozenset[str]:
     """Over which axes numbers made of a rank's place differ, also inside of slices."""
-    found = frozenset[str]()
+    axes = frozenset[str]()
     for value in values:
         parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
-        found = found.union(*(part.axes for part in parts if isinstance(part, RankIndex)))
-    return found
+        axes = axes.union(*(part.axes for part in parts if isinstance(part, RankIndex)))
+    return axes

@@ -115,7 +115,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         with explained("vjp"):
             flat, structure = _torch.pytree.tree_flatten(left(pull(entered("vjp", cotangents))))
         pairs = zip(_torch.pytree.tree_leaves(primals), flat, strict=True)
-        return _torch.pytree.tree_unflatten([plain_gradient(leaf, found) for leaf, found in pairs], structure)
+        return _torch.pytree.tree_unflatten([plain_gradient(leaf, gradient) for leaf, gradient in pairs], structure)
 
     return (left(value), pulled, *left(aux))
 
@@ -282,19 +282,19 @@ def vmap(
         pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
         axes = _mapped_axes(pairs)
         ready = [_entering(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
-        given = stream()
-        lanes, count, of_part = _lanes(pairs, ready, axes) if given and randomness != "same" else (0, 1, False)
-        start = dict(given.calls) if given is not None else {}
+        rng = stream()
+        lanes, count, of_part = _lanes(pairs, ready, axes) if rng and randomness != "same" else (0, 1, False)
+        start = dict(rng.calls) if rng is not None else {}
 
-        def run(own: Any, *flat: Any) -> Any:
-            if given is not None:
-                given.calls = dict(start)  # every chunk makes the same calls
-            with mapped_over(axes), lane(own, count, of_part):
+        def run(number: Any, *flat: Any) -> Any:
+            if rng is not None:
+                rng.calls = dict(start)  # every chunk makes the same calls
+            with mapped_over(axes), lane(number, count, of_part):
                 return checked(*_torch.pytree.tree_unflatten(list(flat), structure), **kwargs)
 
-        own_dim = 0 if isinstance(lanes, Tensor) else None
+        lane_dim = 0 if isinstance(lanes, Tensor) else None
         with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
-            out = torch.func.vmap(run, (own_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
+            out = torch.func.vmap(run, (lane_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
         _require_in_front(out, out_dims)
         return left(over_params(lambda tree: _leaving(tree, axes), out))
 
@@ -311,21 +311,21 @@ def _lanes(pairs: _Pairs, ready: Sequence[Any], axes: Sequence[str]) -> tuple[Te
         return 0, 1, False
     x, dim = mapped[0]
     size = next(iter(x.values())).shape[0] if is_tree(x) else x.shape[dim]
-    own = torch.arange(size)
+    numbers = torch.arange(size)
     tree = next((leaf for leaf, _ in pairs if is_tree(leaf)), None)
     if tree is None:
-        return own, size, True
+        return numbers, size, True
     index, ranks = part_over(grid(tree.mesh, tree.plan.roles.storage), axes)
-    return index * size + own, ranks * size, False
+    return index * size + numbers, ranks * size, False
 
 
 def _flat_dims(dims: Any, count: int, structure: Any) -> list[Any]:
     """One entry of `in_dims` for every tensor and tree of shards."""
     per_argument = tuple(dims) if isinstance(dims, tuple | list) else (dims,) * count
-    found = _torch.one_for_each(per_argument, structure)
-    if found is None:
+    flat = _torch.one_for_each(per_argument, structure)
+    if flat is None:
         raise ValueError(f"vmap: in_dims={dims!r} does not fit the arguments, {structure}")
-    return found
+    return flat
 
 
 def _require_in_front(out: Any, out_dims: Any) -> None:
@@ -342,11 +342,11 @@ def _as_stacked(tree: Params) -> Params:
     Raises:
         ShardError: the leaves have several numbers of entries, or are split differently there.
     """
-    found = {_first_dim(tree, name, leaf) for name, leaf in tree.items()}
-    if len(found) != 1:
-        shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(found))
+    first_dims = {_first_dim(tree, name, leaf) for name, leaf in tree.items()}
+    if len(first_dims) != 1:
+        shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(first_dims))
         raise ShardError(f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}")
-    ((size, axes, planned),) = found
+    ((size, axes, planned),) = first_dims
     return tree if planned else Params(tree, tree.plan.stacked(size, axes), tree.mesh, tree.buffers)
 
 
@@ -371,10 +371,10 @@ def _mapped_axes(pairs: _Pairs) -> tuple[str, ...]:
             raise ShardError(f"vmap: in_dims={dim!r} for a tree of shards; it is mapped over its first dim (0), or not")
         if tree.mesh is not trees[0][0].mesh and tree.mesh != trees[0][0].mesh:
             raise ShardError("vmap: trees on several meshes; sf.reshard them to one")
-    found = {next(iter(tree.plan.leaves.values()))[1].splits[0] for tree, dim in trees if dim == 0}
-    if len(found) > 1:
-        raise ShardError(f"vmap: trees whose first dims lie on different axes: {sorted(found)}")
-    return found.pop() if found else tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
+    splits = {next(iter(tree.plan.leaves.values()))[1].splits[0] for tree, dim in trees if dim == 0}
+    if len(splits) > 1:
+        raise ShardError(f"vmap: trees whose first dims lie on different axes: {sorted(splits)}")
+    return splits.pop() if splits else tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
 
 
 def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
@@ -421,5 +421,5 @@ def _leaving(tree: Params, axes: Sequence[str]) -> Params:
         require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
     total = local * prod(tree.plan.axes[axis] for axis in axes)
     plan = tree.plan.stacked(total, axes).in_vmaps(tree.plan.vmaps - 1)
-    made = Params(tree, plan, tree.mesh, tree.buffers)
-    return made.like((name, weighed(leaf, _ranks(made, axes))) for name, leaf in tree.items())
+    stacked = Params(tree, plan, tree.mesh, tree.buffers)
+    return stacked.like((name, weighed(leaf, _ranks(stacked, axes))) for name, leaf in tree.items())
