@@ -44,15 +44,15 @@ class Wiring:
         """
         if self.compilers is None:
             return None
-        found = asked or self.compilers.get(path)
+        compiler = asked or self.compilers.get(path)
         inner = [unit for unit in self.units if unit != path and unit.startswith(f"{path}." if path else "")]
-        if found is not None and inner:
+        if compiler is not None and inner:
             raise ShardError(
                 f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "
                 f"when its forward begins, outside of any graph. Compile the units instead: Policy(compile=True), or "
                 f"compile() on each of them."
             )
-        return found
+        return compiler
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
@@ -76,11 +76,11 @@ def with_size(module: nn.Module | None, name: str, size: Any) -> tuple[dict[str,
 
 def put_entries(table: dict[str, Any], had: Mapping[str, Any]) -> None:
     """Give a table what it had under some names; None: nothing."""
-    for name, own in had.items():
-        if own is None:
+    for name, value in had.items():
+        if value is None:
             table.pop(name, None)
         else:
-            table[name] = own
+            table[name] = value
 
 
 def own_forward(module: nn.Module) -> Forward:

@@ -214,8 +214,8 @@ class Weights(_Asks):
             names = call.tables[id(self)]
         name = names.get(attribute)
         if name is None:
-            own = super().__getitem__(attribute)
-            return own if own is None else call.session.own(own)
+            parameter = super().__getitem__(attribute)
+            return parameter if parameter is None else call.session.own(parameter)
         instead = call.instead.get((id(self), attribute)) if call.instead else None
         return call.weight(name) if instead is None else instead
 
@@ -261,9 +261,9 @@ class Weights(_Asks):
 class Buffers(_Asks):
     """The `_buffers` of a module: those of the tree while somebody computes with it."""
 
-    def __init__(self, own: Mapping[str, Any], of: Weights) -> None:
+    def __init__(self, entries: Mapping[str, Any], of: Weights) -> None:
         """`of`: the other table of the module."""
-        super().__init__(own)
+        super().__init__(entries)
         self._of = of
 
     def _tree(self) -> tuple[dict[str, Any], list[str]] | None:
@@ -274,8 +274,8 @@ class Buffers(_Asks):
         return call.session.buffers, call.place.prefixes[id(self._of)]
 
     def __getitem__(self, attribute: str) -> Any:
-        own, tree = super().__getitem__(attribute), self._tree()
-        return own if tree is None else tree[0].get(tree[1][0] + attribute, own)
+        buffer, tree = super().__getitem__(attribute), self._tree()
+        return buffer if tree is None else tree[0].get(tree[1][0] + attribute, buffer)
 
     def __setitem__(self, attribute: str, value: Any) -> None:
         tree = self._tree()
@@ -337,13 +337,13 @@ class Stand(StandIn):
         return getattr(self._own(), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo.get(id(self._module()))
-        if made is None:
+        copied = memo.get(id(self._module()))
+        if copied is None:
             raise ShardError(
                 f"copy.deepcopy: {type(self._module()).__name__} copies its attributes before memo knows its copy, "
                 "whose forward would be the original's; write memo[id(self)] = copy first"
             )
-        return Stand(made, copy.deepcopy(self.original, memo))
+        return Stand(copied, copy.deepcopy(self.original, memo))
 
     def __reduce__(self) -> Any:
         return Stand, (self._module(), self.original)
@@ -377,10 +377,10 @@ class Place:
             table = with_tables(module)
             self.tables[id(table)] = {**names.get(path, {}), **self.tables.get(id(table), {})}
             self.prefixes.setdefault(id(table), []).append(f"{path}." if path else "")
-            own = unwrapped(module)
-            if (graph := _graph_of(own)) is not None and type(graph) is not _Uncompiled:
-                vars(own)["_compiled_call_impl"] = _Uncompiled(own, graph)
-            self._modules.append(weakref.ref(own))
+            inner = unwrapped(module)
+            if (graph := _graph_of(inner)) is not None and type(graph) is not _Uncompiled:
+                vars(inner)["_compiled_call_impl"] = _Uncompiled(inner, graph)
+            self._modules.append(weakref.ref(inner))
             self._alive.append(table)
         self._counts = list(map(len, self._alive))
         self._graphs = [_graph_of(ref()) for ref in self._modules]
@@ -426,9 +426,9 @@ class Place:
     @property
     def is_there(self) -> bool:
         """Whether the modules have the tables that ask, as many parameters and the graphs as before."""
-        own = map(is_, map(_torch.parameters_of, map(call, self._modules)), self._alive)
+        tables = map(is_, map(_torch.parameters_of, map(call, self._modules)), self._alive)
         graphs = map(is_, map(_graph_of, map(call, self._modules)), self._graphs)
-        return all(own) and all(graphs) and list(map(len, self._alive)) == self._counts
+        return all(tables) and all(graphs) and list(map(len, self._alive)) == self._counts
 
     def prepare(self) -> list[nn.Module]:
         """Put a `Stand` where one is needed, also around a forward that a module was given since the last call.
@@ -542,13 +542,13 @@ def as_usual(module: nn.Module) -> Iterator[None]:
 
 def _reduced(module: nn.Module) -> Any:
     """What makes a copy of a module: that has a forward of its own, not the one that stands for the original's."""
-    made = module.__reduce_ex__(4)
-    if len(made) > 2 and isinstance(made[2], dict) and isinstance(stand := made[2].get("forward"), Stand):
-        state = {key: value for key, value in made[2].items() if key != "forward"}
+    reduced = module.__reduce_ex__(4)
+    if len(reduced) > 2 and isinstance(reduced[2], dict) and isinstance(stand := reduced[2].get("forward"), Stand):
+        state = {key: value for key, value in reduced[2].items() if key != "forward"}
         if stand.original is not None:
             state["forward"] = stand.original
-        made = (*made[:2], state, *made[3:])
-    return made
+        reduced = (*reduced[:2], state, *reduced[3:])
+    return reduced
 
 
 def with_tables(module: nn.Module) -> Weights:
@@ -557,12 +557,12 @@ def with_tables(module: nn.Module) -> Weights:
     Returns:
         the `Weights`.
     """
-    own = unwrapped(module)
-    table, buffers = _torch.parameters_of(own), _torch.buffers_of(own)
+    inner = unwrapped(module)
+    table, buffers = _torch.parameters_of(inner), _torch.buffers_of(inner)
     if type(table) is not Weights or type(buffers) is not Buffers:
         table = Weights(table)
         buffers = Buffers(buffers, table)
-        _torch.set_tables(own, parameters=table, buffers=buffers)
+        _torch.set_tables(inner, parameters=table, buffers=buffers)
     if _torch.parameters_of(module) is not table or _torch.buffers_of(module) is not buffers:
         _torch.set_tables(module, parameters=table, buffers=buffers)
     return table

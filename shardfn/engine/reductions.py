@@ -67,22 +67,22 @@ def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> N
 def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
     """This rank's shard in a gradient that is whole over the data axes."""
     leaf, grid = spot.leaves[index], spot.grid
-    own = leaf.local_range(grid.sizes, grid.coords)
+    shard = leaf.local_range(grid.sizes, grid.coords)
     gathered = leaf.local_range(grid.sizes, grid.coords, spot.computed)
-    starts = [(start - first, length) for (start, length), (first, _) in zip(own, gathered, strict=True)]
+    starts = [(start - first, length) for (start, length), (first, _) in zip(shard, gathered, strict=True)]
     return whole[tuple(slice(start, start + length) for start, length in starts)]
 
 
 @torch.no_grad()
 def with_held_back(leaves: Sequence[Tensor], pending: Grads) -> list[Tensor | None]:
     """Pending gradients with those that were held back, which leave `.grad`."""
-    found = list(pending)
+    grads = list(pending)
     for index, leaf in enumerate(leaves):
         had = leaf.grad
         if had is not None and is_held_back(had):
-            more, leaf.grad = found[index], None
-            found[index] = unwrap_local(had) if more is None else unwrap_local(had).add_(more)
-    return found
+            more, leaf.grad = grads[index], None
+            grads[index] = unwrap_local(had) if more is None else unwrap_local(had).add_(more)
+    return grads
 
 
 def _names_waiting(plan: Plan) -> set[str]:
@@ -95,13 +95,13 @@ def reduce_held_back(plan: Plan, spots: Iterable[BucketOnGrid], leaves: Mapping[
     """Reduce what was held back and the last backward did not reach."""
     names = {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
     for spot in spots if names else ():
-        own = [leaves[name] for name in spot.bucket.leaves if name in names]
-        if not own:
+        waiting = [leaves[name] for name in spot.bucket.leaves if name in names]
+        if not waiting:
             continue
         part, op = spot.part([name in names for name in spot.bucket.leaves]), plan.reduction
         assert op is not None
-        shards = part.reduce(with_held_back(own, [None] * len(own)), grad_dtypes_of(own), op)
-        for index, (leaf, shard) in enumerate(zip(own, shards, strict=True)):
+        shards = part.reduce(with_held_back(waiting, [None] * len(waiting)), grad_dtypes_of(waiting), op)
+        for index, (leaf, shard) in enumerate(zip(waiting, shards, strict=True)):
             leaf.grad = wrap_local(shard, part.spec(index, shard.dtype, False))
 
 

@@ -36,7 +36,7 @@ def recomputed(module: nn.Module, run: Run, leaves: Sequence[Tensor], args: Any,
     `watches`: look at every operation, which takes time; what else is wrong is found in any case.
 
     Raises:
-        ShardError: more takes part than these and the results; found in what `module` keeps, among other places.
+        ShardError: other tensors than these and the results take part, such as those that `module` keeps.
     """
     flat, structure = pytree.tree_flatten((args, kwargs))
     _require_plain("an argument", flat)
@@ -195,9 +195,9 @@ class Remat(torch.autograd.Function):
 def _of_some(
     fn: Callable[..., Outputs], inputs: Sequence[Tensor], chosen: Sequence[bool], floats: list[bool]
 ) -> tuple[Callable[..., tuple[Outputs, Outputs]], Outputs]:
-    """The function of the chosen inputs only, with floating outputs apart from others; these inputs.
+    """The function of the chosen inputs only, which returns (floating outputs, other outputs); and these inputs.
 
-    When it runs, `floats` says of each output which it is.
+    When it runs, `floats` says of each output whether it is floating.
     """
 
     def run(*values: Tensor) -> tuple[Outputs, Outputs]:

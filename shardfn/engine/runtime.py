@@ -130,10 +130,10 @@ class Neighbours:
 
     def __init__(self, grid: Grid, axis: str, count: int) -> None:
         """Every rank of the mesh makes its own at the same point: the process group is new."""
-        own = dist.get_process_group_ranks(grid.groups[axis])
+        ranks = dist.get_process_group_ranks(grid.groups[axis])
         first = grid.coords[axis] // count * count
         self.count, self.index = count, grid.coords[axis] - first
-        self.group = _torch.group_of(own[first : first + count])
+        self.group = _torch.group_of(ranks[first : first + count])
 
     def part_of(self, whole: Tensor, buffers: Buffers) -> Tensor:
         """This rank's part [part] of a flat tensor; the last one is filled up."""
@@ -208,16 +208,16 @@ class Runtime:
 
 def _placed_specs(plan: Plan, grid: Grid) -> Mapping[str, tuple[_torch.DTensorSpec, frozenset[int]]]:
     """Parameter -> mesh, placements and whole shape of the DTensor that modules use, and which axes split the batch."""
-    found: dict[str, tuple[_torch.DTensorSpec, frozenset[int]]] = {}
+    specs: dict[str, tuple[_torch.DTensorSpec, frozenset[int]]] = {}
     for name, layout in plan.layouts.items():
         if layout.placed is not None:
             axes = tuple(axis for axis, _ in layout.placed)
             placements = [Replicate() if dim is None else Shard(dim) for _, dim in layout.placed]
             spec = _torch.dtensor_spec(part_of(grid.mesh, axes), placements, layout.shape, plan.compute_dtypes[name])
-            found[name] = spec, frozenset(at for at, axis in enumerate(axes) if axis in plan.roles.data)
-    if found:
+            specs[name] = spec, frozenset(at for at, axis in enumerate(axes) if axis in plan.roles.data)
+    if specs:
         _torch.differentiates_from_local()
-    return found
+    return specs
 
 
 class AsPlaced(torch.autograd.Function):
@@ -238,8 +238,8 @@ class AsPlaced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         assert isinstance(grad, DTensor)
-        own = (at in ctx.data and placement.is_partial("sum") for at, placement in enumerate(grad.placements))
-        wanted = [x if keep else y for keep, x, y in zip(own, grad.placements, ctx.spec.placements, strict=True)]
+        keeps = (at in ctx.data and placement.is_partial("sum") for at, placement in enumerate(grad.placements))
+        wanted = [x if keep else y for keep, x, y in zip(keeps, grad.placements, ctx.spec.placements, strict=True)]
         if list(grad.placements) != wanted:
             grad = grad.redistribute(ctx.spec.mesh, wanted)
         if torch.is_grad_enabled():  # somebody differentiates the gradient
@@ -250,8 +250,8 @@ class AsPlaced(torch.autograd.Function):
 def _neighbours(plan: Plan, grid: Grid) -> dict[str, Neighbours]:
     axis = plan.keep_axis
     counts = {unit.name: plan.kept_over(unit) for unit in plan.units if not grid.pure}
-    made = {n: Neighbours(grid, axis, n) for n in dict.fromkeys(counts.values()) if n is not None and axis is not None}
-    return {name: made[count] for name, count in counts.items() if count in made}
+    by_n = {n: Neighbours(grid, axis, n) for n in dict.fromkeys(counts.values()) if n is not None and axis is not None}
+    return {name: by_n[count] for name, count in counts.items() if count in by_n}
 
 
 def runtime_of(plan: Plan, grid: Grid) -> Runtime:

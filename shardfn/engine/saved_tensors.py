@@ -171,9 +171,9 @@ class Gathered:
 class Activation:
     """One gathered activation."""
 
-    def __init__(self, own: Tensor, whole: Tensor, again: Callable[[Tensor], Tensor]) -> None:
-        """`again` gathers `own`, which is what was gathered as `whole`."""
-        self._own, self._own_version = own.detach(), _torch.version_of(own)  # they count changes together
+    def __init__(self, piece: Tensor, whole: Tensor, again: Callable[[Tensor], Tensor]) -> None:
+        """`again` gathers `piece`, which was gathered as `whole`."""
+        self._own, self._own_version = piece.detach(), _torch.version_of(piece)  # they count changes together
         self._first, self._version, self._dtype = weakref.ref(whole), _torch.version_of(whole), whole.dtype
         self._again = again
         self._saved = self._waiting = 0  # views that were saved, and that the backward under way has not asked for
@@ -235,9 +235,9 @@ class _Kept(dict[int, int]):
 
     def detached(self, saved: Tensor) -> Tensor:
         """Without its node: together they would be a cycle through C++, and live for ever."""
-        made = saved.detach()
-        self[id(made)] = _torch.version_of_saved(saved)
-        return made
+        detached = saved.detach()
+        self[id(detached)] = _torch.version_of_saved(saved)
+        return detached
 
     def as_it_is(self, saved: Tensor) -> Tensor:
         """The tensor itself, whose version is not looked at."""
@@ -285,8 +285,8 @@ def saved_hooks(session: Any, traced: bool) -> AbstractContextManager[Any]:
             return kept.as_it_is(saved)
         for weight in uncopied.get(key, ()):
             if weight.begin <= part.data_ptr() < weight.end:
-                own = saved.detach()
-                return _OfWeight(own, [own, *weight.counters], _torch.versions_of([saved, *weight.counters]))
+                detached = saved.detach()
+                return _OfWeight(detached, [detached, *weight.counters], _torch.versions_of([saved, *weight.counters]))
         return kept.detached(saved)
 
     unpack = _unpacking(session, kept)

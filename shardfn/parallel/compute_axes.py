@@ -96,8 +96,8 @@ class ComputeAxes:
         self.drops: Callable[[str, Tensor, float, Sequence[str]], Tensor] | None = None  # scores, under a dropout_seed
         # An input read by several column-parallel linears is varied once, so that they share one backward all-reduce.
         # The values hold the same storage as the keys, not the keys: an entry goes when its input does.
-        own: dict[str, WeakIdKeyDictionary] = {}
-        self.varied: Callable[[], dict[str, WeakIdKeyDictionary]] = lambda: own
+        varied: dict[str, WeakIdKeyDictionary] = {}
+        self.varied: Callable[[], dict[str, WeakIdKeyDictionary]] = lambda: varied
 
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """Identity on an invariant tensor; its backward is an all-reduce over `axis`."""
@@ -215,5 +215,5 @@ def _run_by_run(x: Tensor, dim: int, runs: Sequence[tuple[int, int]], make: Call
     """What `make(piece, dim + 1)` makes of each run of a dim, [.., outer, inner, ..], side by side."""
     pieces = x.split([outer * inner for outer, inner in runs], dim)
     pairs = zip(pieces, runs, strict=True)
-    made = [make(piece.unflatten(dim, run), dim + 1).flatten(dim, dim + 1) for piece, run in pairs]
-    return made[0] if len(made) == 1 else torch.cat(made, dim)
+    results = [make(piece.unflatten(dim, run), dim + 1).flatten(dim, dim + 1) for piece, run in pairs]
+    return results[0] if len(results) == 1 else torch.cat(results, dim)

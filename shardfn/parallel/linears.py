@@ -140,8 +140,8 @@ class _Asked(dict[str, _Value]):
     def __missing__(self, key: str) -> NoReturn:
         plan, module = self.layer.plan, self.layer.module
         path = self.layer.path(key)
-        own = [attribute for attribute, _ in module.params]
-        remedy = did_you_mean(key, own)
+        owned = [attribute for attribute, _ in module.params]
+        remedy = did_you_mean(key, owned)
         if path in plan.canonical:
             child, inner = path.rpartition(".")[0], key.rpartition(".")[0]
             remedy = (
@@ -150,7 +150,7 @@ class _Asked(dict[str, _Value]):
             )
         raise ShardError(
             f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given "
-            f"the weights that it owns itself: {', '.join(map(repr, own)) or 'none'}{remedy}"
+            f"the weights that it owns itself: {', '.join(map(repr, owned)) or 'none'}{remedy}"
         )
 
 
@@ -199,7 +199,7 @@ def _linear(layer: Layer) -> Forward:
     layout, parts, (columns, rows) = layer.layout("weight"), layer.parts("weight"), layer.sides()
     out, axes = OUT_DIM[layer.module.kind], layer.axes
 
-    def forward(own: nn.Module, x: Tensor) -> Any:
+    def forward(module: nn.Module, x: Tensor) -> Any:
         w, bias = layer.weight(layout.name), layer.local("bias")
         w = w if out == 0 else w.t()  # [out/columns, in/rows]
         x = layer.own(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
@@ -227,7 +227,7 @@ def kept_by_acts(plan: Plan) -> set[str]:
     Raises:
         ShardError: an entry names other axes than the weight's, or the dim is padded.
     """
-    found = set()
+    names = set()
     for module in plan.info.modules:
         if not (last := _asked_of(plan, module)):
             continue
@@ -241,8 +241,8 @@ def kept_by_acts(plan: Plan) -> set[str]:
             )
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
             raise ShardError(_padded_logits(plan, module.name, layout, columns[0]))
-        found.add(module.name)
-    return found
+        names.add(module.name)
+    return names
 
 
 def _padded_logits(plan: Plan, module: str, layout: Layout, axis: str) -> str:
@@ -274,9 +274,9 @@ def _asked_of(plan: Plan, module: ModuleInfo) -> tuple[str, ...] | None:
 class _Lookups(TorchFunctionMode):
     """Has lookups in the table of one module done by its parallel forward."""
 
-    def __init__(self, lookup: Forward, own: nn.Module) -> None:
+    def __init__(self, lookup: Forward, module: nn.Module) -> None:
         super().__init__()
-        self._lookup, self._own = lookup, own
+        self._lookup, self._own = lookup, module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._lookup(self._own, args[0]) if func is F.embedding else func(*args, **(kwargs or {}))
@@ -300,8 +300,8 @@ def _lookup(layer: Layer) -> Forward:
     asked = parse(plan.policy.acts[plan.acts[name]]).factors if name in plan.acts else ()
     joins = not set(columns) & {axis for factor in asked for axis in factor.axes}
 
-    def forward(own: Any, ids: Tensor) -> Tensor:
-        if own.max_norm is not None or own.scale_grad_by_freq or own.sparse:
+    def forward(module: Any, ids: Tensor) -> Tensor:
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             why = f"{name!r} splits its table by '{layout.rule}'"
             raise ShardError(f"apply: {why}; max_norm, scale_grad_by_freq and sparse need it whole")
         w = layer.weight(layout.name)  # [vocab/axes, c/columns]
@@ -311,10 +311,10 @@ def _lookup(layer: Layer) -> Forward:
         first = index_along(vocab, axes.sizes, axes.coords) * w.shape[0]
         here = ids - first
         elsewhere = (here < 0) | (here >= w.shape[0])
-        padding = -1 if own.padding_idx is None or simulated() else own.padding_idx - first
+        padding = -1 if module.padding_idx is None or simulated() else module.padding_idx - first
         rows = F.embedding(here.masked_fill(elsewhere, 0), w, padding if 0 <= padding < w.shape[0] else None)
-        if own.padding_idx is not None and simulated():  # where each rank has another first row
-            rows = torch.where((ids == own.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        if module.padding_idx is not None and simulated():  # where each rank has another first row
+            rows = torch.where((ids == module.padding_idx).unsqueeze(-1), rows.detach(), rows)
         if vocab:
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         rows = layer.total(rows, vocab)
@@ -334,8 +334,8 @@ def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or has_no_memory():
         return
     with outside_transforms():
-        for own in values_of(ids):
-            known = own if ignore is None else own[own != ignore]
+        for values in values_of(ids):
+            known = values if ignore is None else values[values != ignore]
             if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
                 raise IndexError(
                     f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"

@@ -176,13 +176,13 @@ def _entering(axes: ComputeAxes, path: str, entered: Mapping[str, Sequence[str]]
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(enumerate(args)), **kwargs}
-            sources = {key: f"input {key} of {path}" for key in given}
+            inputs = {**dict(enumerate(args)), **kwargs}
+            sources = {key: f"input {key} of {path}" for key in inputs}
             for key, source in sources.items():
-                for axis in entered.get(source, ()) if may_be_differentiated(given[key]) else ():
-                    given[key] = axes.varied_once(given[key], axis, source)
-            with axes.seen_from({source: given[key] for key, source in sources.items()}, shares):
-                return inner(*[given.pop(at) for at in range(len(args))], **given)
+                for axis in entered.get(source, ()) if may_be_differentiated(inputs[key]) else ():
+                    inputs[key] = axes.varied_once(inputs[key], axis, source)
+            with axes.seen_from({source: inputs[key] for key, source in sources.items()}, shares):
+                return inner(*[inputs.pop(at) for at in range(len(args))], **inputs)
 
         return forward
 
@@ -211,9 +211,9 @@ def _own_part(out: Tensor, axes: ComputeAxes, axis: str, parts: int) -> Tensor:
     out = axes.vary(out, axis)
     length = out.shape[-1] // parts
     with axes.hidden():
-        own = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
-    part = Part("split", own.dim() - 1, ((1, length),), axes.sizes[axis] // parts)
-    return axes.note_part(own, axis, part, out)
+        piece = out.narrow(-1, axes.coords[axis] * parts // axes.sizes[axis] * length, length)
+    part = Part("split", piece.dim() - 1, ((1, length),), axes.sizes[axis] // parts)
+    return axes.note_part(piece, axis, part, out)
 
 
 def _added_up(out: Any, axes: ComputeAxes, path: str, at: int, axis: str) -> Any:
@@ -277,8 +277,8 @@ def stepped(axes: ComputeAxes, adjust: Adjustments) -> dict[str, Around]:
     """Module path -> what takes the steps that a shape-only trace found."""
 
     def at(path: str, steps: Set[Step]) -> Decision:
-        own = sorted(step for step in steps if step.path == path)
-        return lambda leaves: own
+        chosen = sorted(step for step in steps if step.path == path)
+        return lambda leaves: chosen
 
     paths = {step.path for step in adjust.inputs | adjust.outputs}
     return {path: stepping(axes, at(path, adjust.inputs), at(path, adjust.outputs)) for path in paths}
@@ -290,7 +290,7 @@ def boundaries(plan: Plan) -> dict[str, str]:
     Raises:
         ShardError: an entry splits the last dim too.
     """
-    found = {}
+    entries = {}
     for module in plan.info.modules:
         if (pattern := plan.acts.get(module.name)) is None or any(".dropout." in cls for cls in module.classes):
             continue
@@ -299,8 +299,8 @@ def boundaries(plan: Plan) -> dict[str, str]:
         if any(split[:-1]) and split[-1]:
             raise ShardError(f"apply: Policy.acts[{pattern!r}]: '{rule}' splits features and another dim; choose one")
         if any(split[:-1]):
-            found[module.name] = rule
-    return found
+            entries[module.name] = rule
+    return entries
 
 
 def ranks_of_acts(plan: Plan) -> int:

@@ -217,9 +217,9 @@ def why_not_linear(x: Tensor) -> str:
         run.mark(grad, Tag({_AXIS: SUM}))
     try:
         with _torch.outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
-            found = tensors_of(_torch.ran_backward(x, grads))
+            results = tensors_of(_torch.ran_backward(x, grads))
     except Exception as error:
         return f"the backward of {name} cannot be run without data ({error})"
-    parts = [run.tag(grad).parts.get(_AXIS) for grad in found if grad not in run.zeros]
+    parts = [run.tag(grad).parts.get(_AXIS) for grad in results if grad not in run.zeros]
     why = next((part.why if part is not None else "it adds numbers to it" for part in parts if part != SUM), None)
     return "" if why is None else f"the backward of {name} is not linear in it ({why})"

@@ -69,7 +69,7 @@ class Place:
 
 @contextmanager
 def reads_noted(model: nn.Module, places: dict[tuple[int, Any], Place]) -> Iterator[None]:
-    """Within it, the attributes of a model's modules that are read before they are assigned are added to `places`."""
+    """Within it, attributes of a model's modules that are read before they are assigned are added to `places`."""
     known = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
 
     def note(module: Any, name: str) -> None:
@@ -119,10 +119,10 @@ class Structure:
 
 
 class Guards:
-    """What has to be as it was for a run to be about a call."""
+    """What must be as it was in a run, for the run to tell about a call."""
 
     def __init__(self, leaves: Sequence[Any], places: Sequence[Place]) -> None:
-        """Those of a run of arguments with these leaves that read what is in these places."""
+        """The guards of a run whose arguments have these leaves, and which read what is in these places."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
         positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
         self.places = [*(Place(None, at) for at in positions), *places]
@@ -156,7 +156,7 @@ class Guards:
         return not self.rules or answered(self.rules, lambda place: place.now(leaves))
 
     def broken(self, leaves: Sequence[Any]) -> list[Place]:
-        """The places where something else is; equal values are taken over."""
+        """The places that now hold another value; an equal one takes the place of the old one."""
         changed = []
         for at, place in enumerate(self.places):
             now = place.now(leaves)
@@ -187,7 +187,7 @@ class Guards:
         return places + [Place(t, key) for t, held in tables for key, x in held.items() if x is value and t is not None]
 
     def relaxed(self, watch: "Watch") -> bool:
-        """From now on what a watch has seen is asked of its places; if the run that these are of went the same way."""
+        """From now on ask the watched places only what the watch has seen; False if the known run went another way."""
         known = {place.key: value for place, value in zip(self.places, self.values, strict=True)}
         for value, held in self.held.values():
             known |= {(id(_table(value)), name): x for name, x in held.items()} if isinstance(held, dict) else {}

@@ -336,7 +336,7 @@ class Variance(_torch.TorchDispatchMode):
         return out
 
     def _alone(self, func: Any, arguments: Any) -> Any:
-        """An operation in one process; what it writes is what it was given."""
+        """An operation in one process; a tensor that it writes into is returned as the pair that it was given."""
         out = self._of_one(func, taken(arguments, "one"))
         return paired_sizes.paired(out, out, {id(whole_of(x)): x for x in tensors_of(arguments)})
 
@@ -431,7 +431,7 @@ class Variance(_torch.TorchDispatchMode):
         self._fresh.update(dict.fromkeys(results if name in EMPTY else [], True))
 
     def _empty(self, func: Any, inputs: Sequence[Tensor], mine: tuple[Any, Any]) -> frozenset[str]:
-        """The axes over which results are zero in padding; refuses what is no number there."""
+        """The axes over which results are zero in padding; an operation that gives no number there is refused."""
         axes = set[str]()
         of = {id(local_of(x)): self.tag(x).empty for x in inputs}
         asks = {id(local_of(x)): x.requires_grad for x in inputs}
@@ -469,7 +469,7 @@ class Variance(_torch.TorchDispatchMode):
         return [{axis: part for axis, parts in by_axis.items() if (part := parts[at]) is not None} for at in each]
 
     def _compare(self, func: Any, arguments: Any, mine: Any, results: list[Tensor], whole: Any, parts: _Made) -> None:
-        """Lose what is not the part of the whole result that it is said to be."""
+        """Mark parts as lost where a result is not the part of the whole result that they say."""
         name, wholes = _torch.base_name(func), tensors_of(whole)
         if len(wholes) != len(results):
             self._lose_all(parts, f"{name} has {len(results)} results here and {len(wholes)} on one rank")

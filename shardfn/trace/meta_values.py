@@ -27,17 +27,17 @@ _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 
 def leaves_of(tree: Any) -> list[Any]:
     """What is in the tuples, lists and dicts that an operator takes or makes, in order: a third of a pytree's time."""
-    found: list[Any] = []
-    _add_leaves(tree, found)
-    return found
+    leaves: list[Any] = []
+    _add_leaves(tree, leaves)
+    return leaves
 
 
-def _add_leaves(tree: Any, found: list[Any]) -> None:
+def _add_leaves(tree: Any, leaves: list[Any]) -> None:
     for x in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else (tree,):
         if isinstance(x, tuple | list | dict):
-            _add_leaves(x, found)
+            _add_leaves(x, leaves)
         else:
-            found.append(x)
+            leaves.append(x)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -97,8 +97,8 @@ class Values:
         if x is other:
             return True
         known = self.of if held else self._known.get
-        mine, own = known(x), known(other)
-        return mine is own or (mine is not None and own is not None and _equal(mine, own))
+        mine, theirs = known(x), known(other)
+        return mine is theirs or (mine is not None and theirs is not None and _equal(mine, theirs))
 
     def of(self, x: Tensor) -> Tensor | None:
         """The values of a tensor, if they are known."""

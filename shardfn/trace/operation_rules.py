@@ -28,12 +28,12 @@ def parts_after(op: Operation) -> Parts:
         in_two = any(part is not None and part.second is not None for part in known)
         why = f"nothing is known of {op.name} on values of which two dims are split"
         lose_if(in_two and rule not in _FOR_TWO_DIMS, why)
-        found = rule(op)
+        parts = rule(op)
     except Lost as lost:
         if all(part in (None, SAME) for part in known):
             return [SAME] * len(op.results)  # every rank does the same to the same values
         return [Part("lost", why=str(lost), cure="sums" if SUM in known else "whole")] * len(op.results)
-    return found if isinstance(found, list) else [found] * len(op.results)
+    return parts if isinstance(parts, list) else [parts] * len(op.results)
 
 
 @rule_for("detach", "alias", "clone", "lift_fresh", "contiguous", "_conj", "_to_copy", "bernoulli", "native_dropout")
@@ -112,10 +112,10 @@ def _viewed(op: Operation, part: Part) -> Part:
     if part.second is None and (op.whole is None or way.whole_shape(new, op.size) in wholes):
         return way
     tried = (in_two_dims(part, shape, new, stored, op.size) for stored in wholes)
-    found = next((two for two in tried if two is not None), None)
-    if found is None and part.second is not None:
+    in_two = next((two for two in tried if two is not None), None)
+    if in_two is None and part.second is not None:
         raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of two dims")
-    return found or way
+    return in_two or way
 
 
 @rule_for("t", "transpose", "permute", "numpy_T")
@@ -131,9 +131,9 @@ def _permuted(op: Operation, part: Part) -> Part:
 @rule_for("expand", "broadcast_to")
 @_moving
 def _expanded(op: Operation, part: Part) -> Part:
-    found = part.shifted(op.results[0].dim() - op.args[0].dim())
-    dim = found.dim
-    for before, after in ((part.dim, dim), (part.second, found.second)):
+    moved = part.shifted(op.results[0].dim() - op.args[0].dim())
+    dim = moved.dim
+    for before, after in ((part.dim, dim), (part.second, moved.second)):
         if before is not None and after is not None:
             lose_if(op.results[0].shape[after] != op.args[0].shape[before], "expand of a dim that is split")
     if part.share > 1 and part.second is None and op.whole is not None:
@@ -142,8 +142,8 @@ def _expanded(op: Operation, part: Part) -> Part:
         later = range(dim + 1, len(shape))
         more = [d for d in later if shape[d] != whole[d] and is_stored(shape[d] * part.share, whole[d], op.padded)]
         if len(more) == 1:
-            return replace(found, second=more[0])
-    return found
+            return replace(moved, second=more[0])
+    return moved
 
 
 @rule_for("repeat", "tile")
@@ -214,12 +214,12 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
         lose_if(others, f"{op.name} of a sum that is still pending and of another value that differs between ranks")
         return SUM
     splits = [(term, x, part) for term, x in factors if (part := op.split(x)) is not None]
-    found = {(term[part.dim], replace(part, dim=0, second=None)) for term, _, part in splits}
-    found = {(label, part.pieces) for label in dict(found) for part in one_copy({p for o, p in found if o == label})}
-    if not found:
+    cuts = {(term[part.dim], replace(part, dim=0, second=None)) for term, _, part in splits}
+    cuts = {(label, part.pieces) for label in dict(cuts) for part in one_copy({p for o, p in cuts if o == label})}
+    if not cuts:
         return SAME
-    lose_if(len(found) > 1, f"{op.name} of values that are split over different dims, or in different pieces")
-    ((label, (runs, share)),) = found
+    lose_if(len(cuts) > 1, f"{op.name} of values that are split over different dims, or in different pieces")
+    ((label, (runs, share)),) = cuts
     if any(label in term and op.split(x) is None for term, x in factors):
         raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
     lose_if(label not in out and share > 1, f"{op.name} adds up a dim of which several ranks have the same part")
@@ -254,8 +254,8 @@ def _product(op: Operation) -> Part | None:
 
 def _runs_along(op: Operation, x: Tensor, part: Part, ndim: int) -> bool:
     """Whether x, broadcast to `ndim` dims, is split as a part is, or is whole with one element at the dim of that."""
-    at, own = part.dim - (ndim - x.dim()), op.split(x)
-    return own == part.at(at) if own is not None else at < 0 or x.shape[at] == 1
+    at, split = part.dim - (ndim - x.dim()), op.split(x)
+    return split == part.at(at) if split is not None else at < 0 or x.shape[at] == 1
 
 
 @rule_for(*_ADDED_TO)
@@ -301,8 +301,8 @@ def _convolution(op: Operation) -> Part | None:
         return product or SAME
     lose_if(SUM in (product, op.part(bias)), "a convolution adds its bias to a sum that is still pending")
     wanted = product.pieces if product and product.split and product.dim == 1 else None
-    own = op.split(bias)
-    lose_if((own and own.pieces) != wanted, "a convolution adds a bias that is not split as its outputs are")
+    of_bias = op.split(bias)
+    lose_if((of_bias and of_bias.pieces) != wanted, "a convolution adds a bias that is not split as its outputs are")
     return product or SAME
 
 
@@ -325,10 +325,10 @@ def _dims(at: int, name: str = "dim", default: int | None = None) -> Callable[[O
     """The dims of an argument of a name, or at its place; without any the default, or all."""
 
     def dims(op: Operation) -> Sequence[int]:
-        given = op.given(at, name)
-        if given is None or isinstance(given, bool) or given == []:
-            given = range(op.args[0].dim()) if default is None else default
-        return [given] if isinstance(given, int) else given
+        asked = op.given(at, name)
+        if asked is None or isinstance(asked, bool) or asked == []:
+            asked = range(op.args[0].dim()) if default is None else default
+        return [asked] if isinstance(asked, int) else asked
 
     return dims
 
@@ -379,8 +379,8 @@ def _along(op: Operation) -> Part | None:
     if not part.split:
         return part
     dims = {dim % x.dim() for dim in row.dims(op)}
-    if found := dims & {part.dim, part.second}:
-        raise Lost(f"{op.name} {row.means} dim {min(found)}, of which each rank has a part")
+    if split_dims := dims & {part.dim, part.second}:
+        raise Lost(f"{op.name} {row.means} dim {min(split_dims)}, of which each rank has a part")
     if op.results[0].dim() >= x.dim():
         return part
     at, second = (None if dim is None else dim - sum(one < dim for one in dims) for dim in (part.dim, part.second))
@@ -441,7 +441,7 @@ def _batch_norm(op: Operation) -> Parts:
 
 def _require_alike(op: Operation, part: Part, why: str) -> None:
     """Lose what an operation makes, unless its other inputs, of one dim, are split as a part of the first one is."""
-    lose_if(any((own := op.split(x)) is None or own.pieces != part.pieces for x in op.inputs[1:]), why)
+    lose_if(any((split := op.split(x)) is None or split.pieces != part.pieces for x in op.inputs[1:]), why)
 
 
 @rule_for("native_group_norm")
@@ -554,12 +554,12 @@ def _written(op: Operation) -> Part | None:
 @rule_for("index_put", "_index_put_impl")
 def _index_put(op: Operation) -> Part | None:
     x, indices, values = op.args[:3]
-    part, own = op.part(x), op.part(values)
+    part, of_values = op.part(x), op.part(values)
     if part == SUM and op.sums_up(values) and all(op.part(i) in (None, SAME) for i in indices if i is not None):
         return SUM
     used = _indexed_dims(indices)
     if part is not None and part.split and part.dim not in used and _are_neighbours(used):
-        if own == part.at(_beside_indices(part.dim, indices)) or (own is None and values.numel() == 1):
+        if of_values == part.at(_beside_indices(part.dim, indices)) or (of_values is None and values.numel() == 1):
             return part
     raise Lost("values are written into a tensor that is split otherwise")
 

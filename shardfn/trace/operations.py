@@ -118,8 +118,8 @@ _FILLS = set(f"zeros ones full empty empty_strided expand repeat {_NEW}".split()
 
 def made_here(operations: Mapping[str, Operation]) -> dict[str, Parts]:
     """Shared values make shared ones, unless sizes of this rank are in it; by the axis that sizes fit."""
-    found = {axis: [filled_part(op, at) for at in range(len(op.results))] for axis, op in operations.items()}
-    return next(({axis: fits} for axis, fits in found.items() if any(fits)), {})
+    parts = {axis: [filled_part(op, at) for at in range(len(op.results))] for axis, op in operations.items()}
+    return next(({axis: fits} for axis, fits in parts.items() if any(fits)), {})
 
 
 def _copies_one(op: Operation, dim: int) -> bool:
@@ -161,15 +161,15 @@ def pointwise(op: Operation) -> Part | None:
     if not splits:
         return SAME
     lose_if(len(splits) > 1, f"{op.name} joins values that are split over different dims, or in different pieces")
-    (found,) = splits
+    (split,) = splits
     for x in op.inputs:
-        for dim in (found.dim, found.second):
+        for dim in (split.dim, split.second):
             at = -1 if dim is None else dim - (ndim - x.dim())
             if at >= 0 and x.shape[at] != 1 and op.split(x) is None:
                 raise Lost(
                     f"{op.name} joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
                 )
-    return found
+    return split
 
 
 def one_copy(parts: set[Part]) -> set[Part]:

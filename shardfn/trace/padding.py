@@ -57,7 +57,7 @@ def after(func: Any, args: Any, kwargs: Any, zero: Zero, wanted: Zero, asked_for
 
 
 def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool, bool]:
-    """Whether zero stays zero, by two numbers for what else there is; and is no number, which another value is."""
+    """Whether zero stays zero, for two values of the other inputs; and whether only zero gives no number."""
 
     def made(padding: float, other: float) -> Tensor:
         def number(x: Any) -> Any:
@@ -76,7 +76,7 @@ def _of_one_element(func: Any, args: Any, kwargs: Any, zero: Zero) -> tuple[bool
 
 
 def _has_no_derivative(func: Any, args: Any, kwargs: Any, zero: Zero, asks: Zero, asked_for: str) -> bool:
-    """Whether a derivative that is asked for is no number where padding is zero; a direction is zero there, too."""
+    """Whether a derivative that is asked for is no number where padding is zero; the tangent is zero there, too."""
     wanted: list[Tensor] = []
 
     def dual(x: Tensor, tangent: Tensor) -> Tensor:

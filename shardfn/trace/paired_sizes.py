@@ -275,9 +275,9 @@ Same = Callable[[Tensor, Tensor], bool]
 
 
 def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
-    """Results of an operation in both worlds as one; those that are arguments are these.
+    """The results of an operation in both worlds as one; those that are `arguments`, by id, are returned as they are.
 
-    `same`: whether known values are.
+    `same`: whether two tensors have the same known values.
     """
     if isinstance(local, list | tuple):
         if len(local) != len(whole):

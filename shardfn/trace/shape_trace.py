@@ -326,7 +326,7 @@ class Trial:
             raise self._failed(adjust, variance, error) from error
 
     def _of_both(self, wired: Wiring, run: Variance) -> Wiring:
-        """The same for a run in both worlds: modules with parallel forwards do their own ones in one process."""
+        """The same for a run in both worlds: in one process, modules with parallel forwards run their own ones."""
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
         for path in others_forwards(self.plan):
             module = unwrapped(layout.submodule(self.model, path))
@@ -338,7 +338,7 @@ class Trial:
         return replace(wired, forwards=forwards, around=around, sizes=sizes)
 
     def _sizes(self, path: str, local_sizes: Mapping[str, int], run: Variance) -> dict[str, Any]:
-        """The sizes that a module has in attributes, of a rank and of one process."""
+        """The sizes that a module has in attributes: on a rank and, where they differ, in one process."""
         module, sizes = unwrapped(layout.submodule(self.model, path)), dict[str, Any](local_sizes)
         for name, size in local_sizes.items():
             holder, _, attribute = name.rpartition(".")

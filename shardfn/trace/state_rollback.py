@@ -60,7 +60,7 @@ class Reached:
 
     @contextmanager
     def undone(self, arguments: Iterable[Any]) -> Iterator[None]:
-        """Afterwards all of it holds that again, and what can be reached from what a run is given."""
+        """Afterwards all of it, and what the arguments of a run can reach, holds again what it held before."""
         reached = reach(x for x in arguments if not is_cache(x))
         self.collected = []
         try:
@@ -79,7 +79,7 @@ class Reached:
 
 
 def reach(values: Iterable[Any]) -> Held:
-    """What can be changed in place of values, and what is in it; functions are not followed."""
+    """What these values lead to that can be changed in place, and what is in it; functions are not followed."""
     reached: Held = {}
     for value in values:
         _follow(value, _NEAR, reached, _ENDS)

@@ -148,7 +148,7 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
 
 
 def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
-    """Rules of linears that have no split and meet one, such as those of an adapter beside a linear."""
+    """Rules for linears that are whole and meet split values, such as those of an adapter beside a linear."""
     inside, rules = _linear(plan, path), dict[str, str]()
     for shape, tag in stuck.inputs:
         if next((part.dim for part in tag.parts.values() if part.split), None) != len(shape) - 1:

@@ -107,8 +107,8 @@ class TracedAxes(ComputeAxes):
         try:
             yield
         finally:
-            for x, own in reversed(before):
-                variance.mark(x, replace(variance.tag(x), sources=own))
+            for x, known in reversed(before):
+                variance.mark(x, replace(variance.tag(x), sources=known))
 
     def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
         """What x is over an axis; one process has `of` in its place."""
@@ -148,8 +148,8 @@ class TracedAxes(ComputeAxes):
         self.bytes_moved += count
 
     def _count(self, x: Tensor, axis: str, parts: int) -> None:
-        size, own = self.sizes[axis], local_of(x)
-        self.bytes_moved += parts * (size - 1) * own.numel() * own.element_size() // size
+        size, local = self.sizes[axis], local_of(x)
+        self.bytes_moved += parts * (size - 1) * local.numel() * local.element_size() // size
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Flow:
         if more:
             self._beside.add(path)
         asked = asked + more if path in self._adjust.several else asked
-        found = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
+        steps = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
         call = _Call(path, self._rules.get(path) if path not in self._adjust.entries else None)
         self._sources.setdefault(path, set()).update(*(self._variance.tag(x).by_acts for _, x in _floats(leaves)))
         if path in self._entries:
@@ -230,40 +230,40 @@ class Flow:
                 tag = self._variance.tag(x)
                 for axis, part in tag.parts.items() if tag.by_acts else ():
                     if part.split:
-                        found.append(Step(path, at, axis, part.dim, how))
+                        steps.append(Step(path, at, axis, part.dim, how))
                         call.sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
         self._calls.append(call)
-        self._note("inputs", path, found)
-        return found
+        self._note("inputs", path, steps)
+        return steps
 
     def _outputs(self, path: str, leaves: list[Any]) -> list[Step]:
         call = self._calls.pop()
-        found: list[Step] = []
+        steps: list[Step] = []
         if path in self._rules:
-            found = self._ending(path, leaves)
+            steps = self._ending(path, leaves)
             self._last = path
         elif path not in self._linears and self._region is not None:
             for at, x in _floats(leaves):
                 for (axis, dim), size in call.sizes.items():
                     if x.dim() > dim and x.shape[dim] == size and (step := self._slice(path, at, axis, dim, leaves)):
-                        found.append(step)
+                        steps.append(step)
                         self._may_scatter(path, x, axis, dim)
-        self._note("outputs", path, found)
-        return found
+        self._note("outputs", path, steps)
+        return steps
 
     def _ending(self, path: str, leaves: list[Any]) -> list[Step]:
         """What a module of an entry gives: its first output, split, or whole when something after it needs that."""
-        found = []
+        steps = []
         for at, axis, dim in self._asked(path, leaves):
             part = self._part(leaves[at], axis)
             if path in self._adjust.whole:
-                found += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
+                steps += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
             elif part is not None and part.split:
                 known = self._variance.tag(leaves[at])
                 self._variance.mark(leaves[at], Tag(known.parts, known.wants, split_by=frozenset([f"{BY_ACTS}{path}"])))
             elif step := self._slice(path, at, axis, dim, leaves):
-                found.append(step)
-        return found
+                steps.append(step)
+        return steps
 
     def _asked(self, path: str, leaves: list[Any]) -> list[tuple[int, str, int]]:
         """(leaf, axis, dim) of the first leaf that the entry for a module may be about."""
@@ -278,15 +278,15 @@ class Flow:
 
     def _others(self, path: str, asked: list[tuple[int, str, int]], leaves: list[Any]) -> list[tuple[int, str, int]]:
         """(leaf, axis, dim) of the other leaves that are whole, and as long as the one that is asked for is or was."""
-        found = []
+        more = []
         for first, axis, dim in asked:
             split = self._part(leaves[first], axis)
             size = leaves[first].shape[dim] * (self._plan.axes[axis] if split is not None and split.split else 1)
             for at, x in enumerate(leaves):
                 if at != first and isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
                     fits = x.dim() > dim and x.shape[dim] == size and self._part(x, axis) is None
-                    found += [(at, axis, dim)] if fits else []
-        return found
+                    more += [(at, axis, dim)] if fits else []
+        return more
 
     def _split_dims(self, rule: str, x: Tensor) -> list[tuple[str, ...]] | None:
         """The axes that split each dim of x by an entry; None when x has other dims than it is about."""
@@ -394,14 +394,14 @@ class Flow:
 
     def _note(self, side: str, path: str, steps: list[Step]) -> None:
         """Every call of a module takes the same steps: what only some get split is made whole where it comes from."""
-        own = frozenset(steps)
-        if self._decided.setdefault((side, path), own) != own:
+        taken = frozenset(steps)
+        if self._decided.setdefault((side, path), taken) != taken:
             self._variance.refuse(
                 f"{path!r} is called with values that Policy.acts splits, and with whole ones: its {side} cannot be "
                 "both; take the module out of acts, or call another one"
             )
             self._not_both(path)
-        self._variance.found |= Adjustments(inputs=own) if side == "inputs" else Adjustments(outputs=own)
+        self._variance.found |= Adjustments(inputs=taken) if side == "inputs" else Adjustments(outputs=taken)
         if side == "inputs" and any(step.how == "join" for step in steps):
             children = {other for other in self._split if other.rpartition(".")[0] == path}
             if children and children <= self._linears.keys() and path not in self._split:

@@ -46,23 +46,23 @@ def plan(
         TypeError: `model`, `mesh` or `policy` is something else.
         ValueError: the mesh has no axis names.
     """
-    made = planning.plan(model, mesh, policy)
+    planned = planning.plan(model, mesh, policy)
     if example is None:
-        return made
+        return planned
     if not isinstance(model, nn.Module):
         raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
     calls = [("", *_arguments(model, example))]
-    trial = Trial(model, made, MeshSpec(**made.axes), dict(model.named_buffers()), "__call__", calls)
+    trial = Trial(model, planned, MeshSpec(**planned.axes), dict(model.named_buffers()), "__call__", calls)
     trial.adjustments()
-    return replace(made, activation_bytes=trial.bytes_moved)
+    return replace(planned, activation_bytes=trial.bytes_moved)
 
 
 def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments; a dict is taken for the latter when the forward has parameters of its names."""
-    given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
-    args, named = given if len(given) == 2 and isinstance(given[0], tuple) else ((), example)
+    values: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    args, named = values if len(values) == 2 and isinstance(values[0], tuple) else ((), example)
     if isinstance(named, Mapping):
         with suppress(TypeError):
             inspect.signature(class_of(model).forward).bind(model, *args, **named)
             return args, dict(named)
-    return given, {}
+    return values, {}

@@ -103,10 +103,10 @@ class Numbers:
         if func in (torch.tensor, torch.as_tensor) and not inputs:  # of which the numbers are known
             return self._number("numbers", str(args), str(kwargs))
         plain = tuple(_plain(x) for x in leaves if not isinstance(x, Tensor))
-        given = () if name in _OF_SHAPES else tuple((self.of(x), tuple(local_of(x).shape)) for x in inputs)
+        of_inputs = () if name in _OF_SHAPES else tuple((self.of(x), tuple(local_of(x).shape)) for x in inputs)
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         drawn = self.draws if self.draws > draws else 0
-        return self._number(name, plain, tuple(kwargs), graph, drawn, *given)
+        return self._number(name, plain, tuple(kwargs), graph, drawn, *of_inputs)
 
     @staticmethod
     def _keeps(x: Tensor, result: Tensor, args: Any) -> bool:

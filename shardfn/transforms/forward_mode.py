@@ -36,8 +36,8 @@ class ByFormulas(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, out = kwargs or {}, NotImplemented
         if func in self._formulas:
-            given = dict(zip(_names(func), args, strict=False)) | kwargs
-            out = self._formulas[func](**{name: value for name, value in given.items() if value is not None})
+            named = dict(zip(_names(func), args, strict=False)) | kwargs
+            out = self._formulas[func](**{name: value for name, value in named.items() if value is not None})
         return func(*args, **kwargs) if out is NotImplemented else out
 
 
@@ -94,28 +94,28 @@ def _layer_norm(
     return _scaled(_normed(input, range(-len(normalized_shape), 0), eps), weight, bias, input.dtype)
 
 
-def _by_channel(input: Tensor, dims: Sequence[int], given: Mapping[str, Any]) -> Any:
+def _by_channel(input: Tensor, dims: Sequence[int], options: Mapping[str, Any]) -> Any:
     """Each channel, dim 1, normed over dims by what it has there, in no running mean."""
-    if "running_mean" in given:
+    if "running_mean" in options:
         return NotImplemented
     shape = (-1, *(1,) * (input.dim() - 2))
-    weight, bias = (x if x is None else x.view(shape) for x in (given.get("weight"), given.get("bias")))
-    return _scaled(_normed(input, dims, given.get("eps", 1e-5)), weight, bias, input.dtype)
+    weight, bias = (x if x is None else x.view(shape) for x in (options.get("weight"), options.get("bias")))
+    return _scaled(_normed(input, dims, options.get("eps", 1e-5)), weight, bias, input.dtype)
 
 
-def _instance_norm(input: Tensor, use_input_stats: bool = True, **given: Any) -> Any:
-    return _by_channel(input, range(2, input.dim()), given) if use_input_stats else NotImplemented
+def _instance_norm(input: Tensor, use_input_stats: bool = True, **options: Any) -> Any:
+    return _by_channel(input, range(2, input.dim()), options) if use_input_stats else NotImplemented
 
 
-def _batch_norm(input: Tensor, training: bool = False, **given: Any) -> Any:
-    return _by_channel(input, [0, *range(2, input.dim())], given) if training else NotImplemented
+def _batch_norm(input: Tensor, training: bool = False, **options: Any) -> Any:
+    return _by_channel(input, [0, *range(2, input.dim())], options) if training else NotImplemented
 
 
-def _batch_norm_in_forward_mode(input: Tensor, **given: Any) -> Any:
-    if given.get("training") and "running_mean" in given:
+def _batch_norm_in_forward_mode(input: Tensor, **options: Any) -> Any:
+    if options.get("training") and "running_mean" in options:
         why = "the gradient of torch's forward mode of a batch norm in training is wrong"
         raise ShardError(f"jvp: {why}; call .eval() on it, or make it with track_running_stats=False")
-    return _batch_norm(input, **given)
+    return _batch_norm(input, **options)
 
 
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **others: Any) -> Any:

@@ -213,7 +213,7 @@ class _Call:
             if watch is not None and way.guards.relaxed(watch):
                 return way.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
-        same = (adjust for made, adjust in reversed(self.kept.adjustments.items()) if made[:2] == key[:2])
+        same = (adjust for other, adjust in reversed(self.kept.adjustments.items()) if other[:2] == key[:2])
         adjust = self.kept.adjustments[key] = trial.adjustments(next(same, None), blanks)
         known.insert(0, _Way(adjust, Guards(leaves, list(trial.reads.values())), asked, sizes))
         del known[_WAYS:]
@@ -300,25 +300,25 @@ class _Call:
         key = (self.method, training, *history.note(path, args, kwargs))
         if key not in self.kept.adjustments:
             calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
-            found = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
-            if found.kept:
+            adjust = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
+            if adjust.kept:
                 where = repr(path) if path else "the model"
                 why = f"'{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...)"
                 raise ShardError(f"apply: {why}; leave it out for this tree")
-            self.kept.adjustments[key] = replace(found, shared=frozenset())  # which only gradients ask for
+            self.kept.adjustments[key] = replace(adjust, shared=frozenset())  # which only gradients ask for
         return self.kept.adjustments[key]
 
     def _masks(self) -> Masks | None:
         """Those of the `dropout_seed` around, if the model drops anything."""
-        given = stream()
-        if given is None or not dropping(self.model):
+        rng = stream()
+        if rng is None or not dropping(self.model):
             return None
         if self.plan.placed_axes:
             raise ShardError(
                 "dropout_seed: modules compute with DTensors that parallelize_module made, and nobody knows which part "
                 "of an activation a rank has. Split by rules: sf.policies.from_parallelize_plan(plan)"
             )
-        return Masks(given, *part_over(self.grid, self.plan.roles.data))
+        return Masks(rng, *part_over(self.grid, self.plan.roles.data))
 
 
 def _in_unit(unit: str, model: nn.Module) -> Around:
@@ -354,9 +354,9 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
     random = session.masks.inputs if session.masks is not None else []
     formulas = as_now()
 
-    def run(given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        drops = session.masks.given(given[len(leaves) :]) if session.masks is not None else nullcontext()
-        with call.place.computes(session), session.only(unit, dict(zip(leaves, given, strict=False))), drops, formulas:
+    def run(saved: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        drops = session.masks.given(saved[len(leaves) :]) if session.masks is not None else nullcontext()
+        with call.place.computes(session), session.only(unit, dict(zip(leaves, saved, strict=False))), drops, formulas:
             return inner(*args, **kwargs)
 
     way = unit, module.training, _torch.kinds_of_transforms()
@@ -368,8 +368,8 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
 def _dropout(path: str, offsets: Callable[[int, int], Offsets]) -> Forward:
     """The forward of a dropout module under a `dropout_seed`."""
 
-    def forward(own: Any, input: Tensor) -> Tensor:  # as torch calls it, which may be given it by name
-        return call_now().session.masks.apply(path, own, input, offsets)
+    def forward(module: Any, input: Tensor) -> Tensor:  # as torch calls it, which may be given it by name
+        return call_now().session.masks.apply(path, module, input, offsets)
 
     return forward
 

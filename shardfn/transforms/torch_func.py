@@ -304,7 +304,7 @@ def vmap(
 def _lanes(pairs: _Pairs, ready: Sequence[Any], axes: Sequence[str]) -> tuple[Tensor | int, int, bool]:
     """The numbers of this rank's samples or members among those of all ranks, and how many these are.
 
-    Without a tree, which is then closed over and keeps its axes, they are counted among those of this rank alone: True.
+    When no argument is a tree (one that is closed over keeps its axes), only this rank's are counted; then True.
     """
     mapped = [(x, dim) for x, (_, dim) in zip(ready, pairs, strict=True) if dim is not None]
     if not mapped:

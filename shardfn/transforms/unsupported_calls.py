@@ -58,11 +58,11 @@ def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:
             return first_watched(*args, **kwargs)
 
     def first_watched(*args: Any, **kwargs: Any) -> Any:
-        given = args, kwargs
-        if _WATCHES.get() or (key := (*code, has_parts(given))) in _WATCHED:
+        arguments = args, kwargs
+        if _WATCHES.get() or (key := (*code, has_parts(arguments))) in _WATCHED:
             return func(*args, **kwargs)
         try:
-            with holding(_WATCHES, True), watched_parts(given) as parts, _Refusing(verb), _OfParts(verb, parts):
+            with holding(_WATCHES, True), watched_parts(arguments) as parts, _Refusing(verb), _OfParts(verb, parts):
                 out = func(*args, **kwargs)
         except RuntimeError as error:  # some of them torch refuses itself, without their name
             frames = reversed([*walk_tb(error.__traceback__)])
@@ -110,10 +110,10 @@ class _OfParts(TorchFunctionMode):
         self._verb, self._parts = verb, parts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and x in self._parts]
-        if not given or _is_ours():
+        operands = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and x in self._parts]
+        if not operands or _is_ours():
             return func(*args, **(kwargs or {}))
-        name, part = getattr(func, "__name__", "").strip("_"), self._parts[given[0]]
+        name, part = getattr(func, "__name__", "").strip("_"), self._parts[operands[0]]
         keeps = name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))
         if not keeps and not (part.members and _is_over_members(name, args, kwargs or {})):
             raise ShardError(
@@ -124,7 +124,7 @@ class _OfParts(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor):
-                self._parts[x] = part._replace(members=part.members and keeps and x.dim() == given[0].dim())
+                self._parts[x] = part._replace(members=part.members and keeps and x.dim() == operands[0].dim())
         return out
 
 
@@ -154,8 +154,8 @@ def _is_ours() -> bool:
 
 @cache
 def _is_pointwise(name: str) -> bool:
-    found = getattr(torch.ops.aten, name, None)
-    return found is not None and any(torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
+    op = getattr(torch.ops.aten, name, None)
+    return op is not None and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads())
 
 
 def _adds_dims(index: Any) -> bool:
