@@ -1,4 +1,17 @@
-"""shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts."""
+"""shardfn: training models that do not fit one device, in the style of JAX, on PyTorch's own parts.
+
+Each folder is a room; its docstring says what lives there and in which order to read.
+
+    _torch       private names of torch            engine      weights gathered just in time, gradients reduced
+    notation     the text of rules; errors         trace       how each activation is sharded, found without data
+    context      the transforms around a call      transforms  apply, value_and_grad, vmap, jit, shard_map
+    layout       policies, plans, meshes           optim       optimizers of trees of shards
+    comm         collectives and their buffers     checkpoint  trees in directories and safetensors
+    binding      modules that read given weights   policies    rules for known kinds of models
+    params       shard, gather, reshard            inspect     check, typeof, visualize, simulate
+    random       dropout masks                     stateful    Trainer
+    parallel     tensor parallelism of layers      compat      FSDP1, FSDP2, hfai, Megatron
+"""
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType

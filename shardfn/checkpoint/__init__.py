@@ -1,6 +1,6 @@
 """Checkpoints: `save`, `load`, `latest`, `notes`; files of other libraries: `load_safetensors`, `save_safetensors`.
 
-Read `directories` (a tree and a directory; `Trainer` only chooses its name), then `safetensors` (weights of published
+Read `directories` (saves and loads trees; `Trainer` only picks the directory), then `safetensors` (weights of published
 models), `stored_names` (what the tensors of a model are called in them) and `tensor_files` (bytes). Not here: the
 states of torch's objects, see `stateful`.
 """

@@ -47,7 +47,7 @@ _PATIENCE = timedelta(minutes=10)
 class Event(NamedTuple):
     """A communication over the data axes: what is done to which bucket of a unit."""
 
-    kind: str  # "gather", "gather again" or "reduce"
+    kind: str  # "gather", "gather again", "recompute" or "reduce"
     unit: str
     bucket: int
 

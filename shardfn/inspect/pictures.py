@@ -1,4 +1,4 @@
-"""See who owns what: `typeof` prints one layout in the rule notation, `visualize` draws it.
+"""See which rank has what: `visualize` draws a layout (`typeof`, in `views`, prints it in the rule notation).
 
 Everything is read from a plan, or from a DTensor's own mesh and placements: nothing here communicates or looks at a
 tensor's values. A layout becomes a `View` first; text and picture are two ways to draw one.

@@ -290,7 +290,7 @@ def _layout(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     true = draft.sizes.of(param.name, spec)
     padded = [draft.padded(factor, size) for factor, size in zip(spec.factors, true, strict=True)]
     sizes = iter(padded)
-    rule = spec.with_factors(lambda factor: _resolve(draft, param, spec, factor, next(sizes)))
+    rule = spec.with_factors(lambda factor: _require_divisible(draft, param, spec, factor, next(sizes)))
     dims = rule.grouped(zip(rule.factors, true, padded, strict=True))
     fused = next((at for at, dim in enumerate(dims) if len(dim) > 1), 0)
     parts = rule.dims[fused].blocks if dims else ()
@@ -310,7 +310,7 @@ def _shared(draft: Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple
     return tuple((axis, sizes[0]) for axis in draft.splitting(asked.axes) if axis in denied)
 
 
-def _resolve(draft: Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:
+def _require_divisible(draft: Draft, param: ParamInfo, spec: Spec, factor: Factor, size: int) -> Factor:
     """A factor of a rule with its `?` decided; what is split must divide."""
     compute = [axis for axis in factor.axes if axis in draft.role.compute]
     ways = prod(draft.axes[axis] for axis in (factor.axes if factor.optional else compute))

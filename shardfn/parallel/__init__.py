@@ -1,6 +1,6 @@
 """How modules compute with split weights: tensor, sequence and expert parallelism.
 
-Read `compute_axes` (collectives that a parallel forward can use), `linears` (also tables) and `layers` (convolutions,
+Read `compute_axes` (collectives that a parallel forward can use), `linears` (also embeddings) and `layers` (convolutions,
 norms, attention), `wiring` (which forward a module of a plan gets), `experts` and `loss`. The parallel forward of a
 new kind of layer goes into `layers`; the kind itself into `kind_of` of `layout/model_info.py`. Not here: the
 shape-only trace, which subclasses `ComputeAxes`, see `trace`.

@@ -4,7 +4,8 @@ Two sources say which weights are split, in this order: the model's `tp_plan` (o
 the names that attention and feed-forward layers have everywhere. How many heads lie in a weight is read off the
 attention module. All of it becomes an ordinary `Policy`, whose rules can be printed and pasted back.
 
-At the end are parallel forwards of modules that need more than their rules.
+A new style of a plan is a name in the sets below and a case of `_Reading._apply`. At the end are parallel forwards of
+modules that need more than their rules.
 """
 
 import inspect

@@ -5,7 +5,8 @@ Read `shape_trace`, which drives it (`traced_plan` is `sf.plan`). Each size has 
 applies them, and `function_mode` sees functions of torch before they become operations. `traced_axes` is what parallel
 forwards do in it, `meta_values` the values that are known, `value_numbering` tells equal values of two runs, `padding`
 follows zeros. `state_rollback` puts back what a forward changed; `guards` say whether a later call is like the traced
-one; `suggestions` are what to write when a trace fails, a head count that does not fit among them. Not here: a step of
+one; `suggestions` are what to write when a trace fails, such as a head count that the forward reads from the configuration.
+A size that does not divide is no matter of a trace but of the plan, `layout/planning.py`. Not here: a step of
 training, which runs none of it but `guards`.
 """
 

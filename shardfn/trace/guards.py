@@ -1,7 +1,5 @@
 """What a shape-only trace was decided by, beside its tensors: numbers, attributes, what lists and objects hold.
 
-.
-
 [Note: guards]
 A forward may go another way when a number, an attribute or an item of a list is another one. At first each that a run
 could see is taken for one that it decided by: all numbers among its arguments, the attributes that it read before it

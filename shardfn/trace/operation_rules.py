@@ -1,4 +1,7 @@
-"""A rule for each operation of torch, by its name as it is dispatched: what it makes of parts."""
+"""A rule for each operation of torch, by its name as it is dispatched: what it makes of parts.
+
+Operations along dims (softmax, sorts, reductions, shifts, pools) are rows of `_ALONG`; the others have a function each.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -320,6 +320,18 @@ def python_files() -> list[Path]:
     return [path for folder in ("shardfn", "tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@each_module
+def test_names_tell_things_apart(module: str) -> None:
+    """Of the names that say nothing, a function has one at most."""
+    for node in nodes_of(module):
+        if isinstance(node, ast.FunctionDef):
+            inside = list(ast.walk(node))
+            names = {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            names |= {each.arg for each in inside if isinstance(each, ast.arg)}
+            vague = names & {"found", "made", "own", "given"}
+            assert len(vague) < 2, f"{where(module, node)}: {node.name} has {sorted(vague)}; say what they are"
+
+
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_checker_is_silenced(path: Path) -> None:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
