@@ -1,4 +1,4 @@
-"""Differentiation with respect to trees of shards: `grad` and `value_and_grad`, also inside `vmap`, `jvp` and each other."""
+"""`grad` and `value_and_grad` with respect to trees of shards, also inside `vmap`, `jvp` and each other."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
