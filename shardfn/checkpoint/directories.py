@@ -61,16 +61,16 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
         value = next((state[name] for name in layout.names if name in state), None)
         if value is None or not all(leaf.name in like for leaf in layout.leaves):
             continue
-        own = buckets.leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
+        spec = buckets.leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
             require_own_part(f"'{layout.name}'", value, places.ranks())
-            if own is not None and value.device_mesh == own.mesh and tuple(value.placements) == own.placements:
+            if spec is not None and value.device_mesh == spec.mesh and tuple(value.placements) == spec.placements:
                 tree.shards[layout.name] = unwrap_local(value)
                 continue
         tree.shards |= buckets.empty_shards(like.plan, places, {leaf.name: value.dtype for leaf in layout.leaves})
         tree.cut(layout, buckets.whole(value) if isinstance(value, DTensor) else value)
-    made = tree.wrapped()
-    return like.like((name, made[name]) for name in like if name in made)
+    leaves = tree.wrapped()
+    return like.like((name, leaves[name]) for name in like if name in leaves)
 
 
 def require_own_part(what: str, value: DTensor, ranks: Sequence[int]) -> None:

@@ -102,14 +102,14 @@ class _Files:
         self._only, self.partial = (only,) if isinstance(only, str) else tuple(only or ()), only is not None
         self.held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
-    def open(self, made: Plan) -> list[str]:
+    def open(self, plan: Plan) -> list[str]:
         """Find every tensor, and what the ranks must have in common; what does not fit is raised at once."""
         self.opened = TensorFiles(self._path)
         stored = {name: x.shape for name, x in self.opened.tensors.items()}
-        found, unexpected = stored_names.wanted_from(self._model, stored, self._names)
+        wanted, unexpected = stored_names.wanted_from(self._model, stored, self._names)
         problems = [f"'{name}' is in the files and not in the model" for name in unexpected if self._strict]
-        for names, shape, dtype in self._asked_for(made):
-            if patchworks := [found[name] for name in names if name in found]:
+        for names, shape, dtype in self._asked_for(plan):
+            if patchworks := [wanted[name] for name in names if name in wanted]:
                 self.held[names[0]] = patchworks
                 problems += (why for x in patchworks for why in self._misfits(names[0], x, shape, dtype))
             else:
@@ -121,16 +121,16 @@ class _Files:
         facts = self._origin.facts(not self.partial, self.held)
         return [f"files with the tensors {self.opened.digest}", f"only={self._only}", *facts]
 
-    def _asked_for(self, made: Plan) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
+    def _asked_for(self, plan: Plan) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """(names, shape, dtype) of what is to be read: all, or the parameters that `only` matches."""
         for pattern in self._only:
-            if not any(matches(pattern, name) for name in made.canonical):
-                near = did_you_mean(pattern, made.canonical)
+            if not any(matches(pattern, name) for name in plan.canonical):
+                near = did_you_mean(pattern, plan.canonical)
                 raise ShardError(f"load_safetensors: only={pattern!r} matches no parameter of the model{near}")
-        found = [(x.names, x.shape, x.dtype) for x in made.layouts.values()]
+        params = [(x.names, x.shape, x.dtype) for x in plan.layouts.values()]
         if self.partial:
-            return [x for x in found if layout.first_match(self._only, x[0]) is not None]
-        return [*found, *((names, tuple(x.shape), x.dtype) for x, names in _buffers(self._model))]
+            return [x for x in params if layout.first_match(self._only, x[0]) is not None]
+        return [*params, *((names, tuple(x.shape), x.dtype) for x, names in _buffers(self._model))]
 
     def _missing(self, names: Sequence[str]) -> list[str]:
         """What is wrong when none of the names of a tensor is in the files."""
@@ -294,27 +294,27 @@ def _decide(
 ) -> tuple[dict[str, Described], dict[str, list[Piece]]]:
     """What the files will have, and (name in the model -> where its parts are in the files)."""
     _require_same_model(model, params)
-    lost = next((name for name in params.plan.leaves if name not in params), None)
-    if lost is not None and not is_file:
+    missing = next((name for name in params.plan.leaves if name not in params), None)
+    if missing is not None and not is_file:
         instead = "write a part of them into a file of its own: 'adapters.safetensors', say"
-        why = f"'{lost}' is not in the tree, and a directory has all parameters of a model"
+        why = f"'{missing}' is not in the tree, and a directory has all parameters of a model"
         raise ShardError(f"save_safetensors: {why}; {instead}")
     have: dict[str, Described] = {}
     for one in _held(params):
-        lost = next((leaf.name for leaf in one.leaves if leaf.name not in params), None)
-        if lost is not None:
-            raise ShardError(f"save_safetensors: '{lost}' is not in the tree, which has the rest of '{one.name}'")
+        missing = next((leaf.name for leaf in one.leaves if leaf.name not in params), None)
+        if missing is not None:
+            raise ShardError(f"save_safetensors: '{missing}' is not in the tree, which has the rest of '{one.name}'")
         leaf = params[one.leaves[0].name]
         require_reduced("save_safetensors", one.name, leaf)
         have[stored_names.kept_name(model, one.names)] = one.shape, _written(leaf.dtype, dtype)
     for _, all_names in _buffers(model) if _is_whole(params) else ():
         if (buffer := params.buffers.get(all_names[0])) is not None:
             have[stored_names.kept_name(model, all_names)] = tuple(buffer.shape), _written(buffer.dtype, dtype)
-    made = {name: Patchwork.of(name, have[name][0]) for name in stored_names.persistent_names(model) if name in have}
-    found = stored_names.files_of(model, made, names)
+    sources = {name: Patchwork.of(name, have[name][0]) for name in stored_names.persistent_names(model) if name in have}
+    files = stored_names.files_of(model, sources, names)
     tensors: dict[str, Described] = {}
     pieces: dict[str, list[Piece]] = {}
-    for name, patchwork in found.items():
+    for name, patchwork in files.items():
         dtypes = {have[piece.source][1] for piece in patchwork.pieces}
         if len(dtypes) > 1:
             raise ShardError(f"save_safetensors: '{name}' would be made of tensors of {sorted(map(str, dtypes))}")

@@ -228,7 +228,7 @@ def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, 
     converters = [x for x in transforms if isinstance(x, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     have: dict[Any, Any] = dict.fromkeys(known, True)
-    made: dict[str, Patchwork] = {}
+    patchworks: dict[str, Patchwork] = {}
     groups: dict[str, Any] = {}
     left = []
     for name in sorted(stored, key=loading.dot_natural_key):
@@ -239,19 +239,19 @@ def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, 
         if target not in have:
             left.append(name)
         elif pattern is None:
-            made[target] = Patchwork.of(name, stored[name])
+            patchworks[target] = Patchwork.of(name, stored[name])
         else:
             if target not in groups:
                 groups[target] = deepcopy(by_pattern[pattern])
             groups[target].add_tensor(target, name, pattern, Patchwork.of(name, stored[name]))
     for target, converter in groups.items():
         try:
-            found = converter.convert(target, model=model, config=model.config)
+            converted = converter.convert(target, model=model, config=model.config)
         except Exception as error:
             what = f"'{target}' from {converter.source_patterns} by {converter.operations}"
             raise _not_followed(what, error) from error
-        made |= {name: x[0] if isinstance(x, list) else x for name, x in found.items()}
-    return made, left
+        patchworks |= {name: x[0] if isinstance(x, list) else x for name, x in converted.items()}
+    return patchworks, left
 
 
 def _not_followed(what: str, error: Exception) -> ShardError:
@@ -261,8 +261,8 @@ def _not_followed(what: str, error: Exception) -> ShardError:
     )
 
 
-def files_of(model: Any, made: Mapping[str, Patchwork], names: Names | None) -> dict[str, Patchwork]:
-    """(name in a file -> what of the model it is made of), in the order of a file, for the model's tensors `made`.
+def files_of(model: Any, tensors: Mapping[str, Patchwork], names: Names | None) -> dict[str, Patchwork]:
+    """(name in a file -> what of the model it is made of), in the order of a file, for the model's `tensors`.
 
     Raises:
         ShardError: as in `wanted_from`; two tensors with one name.
@@ -271,20 +271,20 @@ def files_of(model: Any, made: Mapping[str, Patchwork], names: Names | None) -> 
         from transformers.core_model_loading import revert_weight_conversion
 
         ignored = names_left_out(model, "save")
-        kept: Any = {name: x for name, x in made.items() if name not in ignored}
-        found: Any
+        kept: Any = {name: x for name, x in tensors.items() if name not in ignored}
+        reverted: Any
         try:
-            found = revert_weight_conversion(model, kept)
+            reverted = revert_weight_conversion(model, kept)
         except Exception as error:
             raise _not_followed(f"the tensors of files of a {type(model).__name__}", error) from error
-        return found
-    out: dict[str, Patchwork] = {}
-    for name, patchwork in made.items():
+        return reverted
+    files: dict[str, Patchwork] = {}
+    for name, patchwork in tensors.items():
         file = _called(names, name)
-        if file in out:
+        if file in files:
             raise ShardError(f"save_safetensors: names gives '{file}' to two tensors, the second is '{name}'")
-        out[file] = patchwork
-    return out
+        files[file] = patchwork
+    return files
 
 
 def kept_name(model: object, names: tuple[str, ...]) -> str:

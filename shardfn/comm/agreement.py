@@ -124,23 +124,23 @@ def digest(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
 
 
-def _lines(made: Plan) -> list[str]:
+def _lines(plan: Plan) -> list[str]:
     names = ("regather", "compute_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "offload")
-    settings = [f"{name}={getattr(made.policy, name)}" for name in names]
-    settings += [f"acts[{pattern!r}]={rule!r}" for pattern, rule in made.policy.acts.items()]
-    settings += [f"compute for {name!r}" for name in (*made.policy.compute, *made.forwards)]
+    settings = [f"{name}={getattr(plan.policy, name)}" for name in names]
+    settings += [f"acts[{pattern!r}]={rule!r}" for pattern, rule in plan.policy.acts.items()]
+    settings += [f"compute for {name!r}" for name in (*plan.policy.compute, *plan.forwards)]
     params = [
         f"parameter '{x.name}' {x.shape} {x.dtype}, rule '{x.rule}', stored as {[leaf.shape for leaf in x.leaves]}"
         f"{'' if x.trainable else ', frozen'}{f', also {list(x.aliases)}' if x.aliases else ''}"
-        for x in made.layouts.values()
+        for x in plan.layouts.values()
     ]
-    units = [f"unit '{unit.name}' of {list(unit.params)}" for unit in made.units]
-    own = [
+    units = [f"unit '{unit.name}' of {list(unit.params)}" for unit in plan.units]
+    bucket_dtypes = [
         f"unit '{unit.name}' with regather={unit.regather}, in {[b.dtype for b in unit.buckets]}, reduced in "
         f"{[b.reduce_dtype for b in unit.buckets]}"
-        for unit in made.units
+        for unit in plan.units
     ]
-    return [*params, *units, *settings, *own]
+    return [*params, *units, *settings, *bucket_dtypes]
 
 
 def _mesh_lines(mesh: DeviceMesh) -> list[str]:

@@ -293,18 +293,18 @@ def _loss_problem(ours: float, theirs: float, places: Grid, data: Sequence[str],
 
 
 def _different(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], places: Grid, close: Callable[..., bool]
+    computed: dict[str, Tensor], wanted: dict[str, Tensor], places: Grid, close: Callable[..., bool]
 ) -> list[tuple[str, float, str]]:
     """(name, relative error, what is known about it) of what differs on any rank."""
     total = torch.stack([part_of_rank(x, 0).double().norm() for x in wanted.values()]).norm().item()
     wrong = []
-    for name, value in wanted.items():
-        right = part_of_rank(value, 0)
-        bad = [rank for rank in places.ranks() if not close(part_of_rank(found[name], rank), right, 1e-3 * total)]
+    for name, expected in wanted.items():
+        right = part_of_rank(expected, 0)
+        bad = [rank for rank in places.ranks() if not close(part_of_rank(computed[name], rank), right, 1e-3 * total)]
         if bad:
-            given = part_of_rank(found[name], bad[0])
-            error = ((given - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
-            ratio = _factor(given, right)
+            value = part_of_rank(computed[name], bad[0])
+            error = ((value - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
+            ratio = _factor(value, right)
             some = f", on ranks {bad}" if len(bad) < len(places.ranks()) else ""
             wrong.append((name, error, (f", {ratio:.4g} times as large" if ratio else "") + some))
     return wrong

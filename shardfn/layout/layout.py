@@ -327,17 +327,17 @@ def parts_of(layout: Layout, axes: Sequence[str], sizes: Mapping[str, int], comp
 
 
 def _part_of(layout: Layout, axis: str, sizes: Mapping[str, int], computed: Sequence[str]) -> Part | None:
-    zero, found = dict.fromkeys(sizes, 0), None
+    zero, part = dict.fromkeys(sizes, 0), None
     for dim in range(len(layout.shape)):
         leaves = layout.leaves if dim == layout.block_dim else layout.leaves[:1]
         split: list[tuple[int, int]] = []
         for leaf in leaves:
-            own = leaf.factors(dim)
-            local = leaf.local_shape(sizes, zero, computed)[own]
-            at = next((i for i, axes in enumerate(leaf.splits[own]) if axis in axes), None)
+            factors = leaf.factors(dim)
+            local = leaf.local_shape(sizes, zero, computed)[factors]
+            at = next((i for i, axes in enumerate(leaf.splits[factors]) if axis in axes), None)
             split += [] if at is None else [(prod(local[:at]), prod(local[at:]))]
         if len(split) == len(leaves):
-            found = Part("split", dim, tuple(split))
+            part = Part("split", dim, tuple(split))
         elif split:
-            found = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules")
-    return found
+            part = Part("lost", why=f"only some blocks of '{layout.rule}' are split over '{axis}'", cure="rules")
+    return part

@@ -9,12 +9,12 @@ from shardfn.notation import Factor, ShardError, Spec, parse, unknown_axes
 
 def decide_local_sizes(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, dict[str, int]]:
     """Module -> attribute -> the size that one rank has; what the rules split has been checked with them."""
-    found: dict[str, dict[str, int]] = {}
-    given, compute = draft.policy.local_sizes, draft.role.compute
+    sizes: dict[str, dict[str, int]] = {}
+    patterns, compute = draft.policy.local_sizes, draft.role.compute
     factors = [factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional]
     split = {(factor.name, tuple(axis for axis in factor.axes if axis in compute)) for factor in factors}
-    draft.check_patterns("Policy.local_sizes:", given, "module")
-    for pattern, attribute, text in ((p, name, text) for p, texts in given.items() for name, text in texts.items()):
+    draft.check_patterns("Policy.local_sizes:", patterns, "module")
+    for pattern, attribute, text in ((p, name, text) for p, texts in patterns.items() for name, text in texts.items()):
         try:
             size = _local_size(draft, text, split)
         except ShardError as error:
@@ -22,8 +22,8 @@ def decide_local_sizes(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, dic
             continue
         for module in draft.info.modules:
             if size is not None and matches(pattern, module.name):
-                found.setdefault(module.name, {}).setdefault(attribute, size)  # the first match wins
-    return found
+                sizes.setdefault(module.name, {}).setdefault(attribute, size)  # the first match wins
+    return sizes
 
 
 def _local_size(draft: Draft, text: str, split: Collection[tuple[str, tuple[str, ...]]]) -> int | None:

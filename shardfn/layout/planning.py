@@ -97,18 +97,18 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     for param in info.params:
         if param.name in rules:
             stays = kept.get(param.name, ())
-            made = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
-            stays = tuple(axis for axis in stays if axis in made.axes)  # a `?` may have made it whole
-            layouts[param.name] = made = replace(made, unit=_owner(param, members), kept=stays)
-            members[made.unit].append(made)
+            layout = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
+            stays = tuple(axis for axis in stays if axis in layout.axes)  # a `?` may have made it whole
+            layouts[param.name] = layout = replace(layout, unit=_owner(param, members), kept=stays)
+            members[layout.unit].append(layout)
     problems += uncomputable(draft, layouts, forwards)
     local_sizes = decide_local_sizes(draft, rules)
     check_settings(draft, kept)
     raise_problems("plan", problems)
     # The root unit first, then the others in the model's order, but none without parameters that casts nothing.
     modules = {module.name: module for module in info.modules}
-    found = (_unit(draft, name, own, modules.get(name)) for name, own in members.items())
-    units = tuple(unit for unit in found if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
+    all_units = (_unit(draft, name, layouts_of_unit, modules.get(name)) for name, layouts_of_unit in members.items())
+    units = tuple(unit for unit in all_units if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
     forwards = {path: fn for path, fn in forwards.items() if not _computes_whole(path, layouts, draft)}
     return Plan(axes, role, layouts, units, policy, info, local_sizes=local_sizes, forwards=forwards)
 
@@ -396,29 +396,29 @@ def _owner(param: ParamInfo, units: Mapping[str, object]) -> str:
     return max(units.keys() & set.intersection(*(modules_above([name]) for name in param.names)), key=len, default="")
 
 
-def _unit(draft: Draft, name: str, own: Sequence[Layout], module: ModuleInfo | None) -> Unit:
+def _unit(draft: Draft, name: str, layouts: Sequence[Layout], module: ModuleInfo | None) -> Unit:
     settings = _own_settings(draft.policy, module)
-    there = replace(draft.policy, **{"output_dtype": None} | settings)
-    buckets = _buckets(name, own, draft.role, there)
+    policy = replace(draft.policy, **{"output_dtype": None} | settings)
+    buckets = _buckets(name, layouts, draft.role, policy)
     # The inputs of the whole model are cast already: only a unit that differs does it again. Without a dtype to compute
     # in, of the policy or its own, inputs stay as they are.
-    casts = there.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
-    casts = casts and not (there.compute_dtype is None and draft.policy.compute_dtype is None)
+    casts = policy.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
+    casts = casts and not (policy.compute_dtype is None and draft.policy.compute_dtype is None)
     dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}
-    if not own and there.compute_dtype is not None:
-        dtypes = {there.compute_dtype}
-    given = dtypes.pop() if casts and len(dtypes) == 1 else None
-    params = tuple(layout.name for layout in own)
-    regather = there.regather if name else settings.get("regather", False)
-    return Unit(name, params, buckets, regather, given, there.output_dtype if name else None)
+    if not layouts and policy.compute_dtype is not None:
+        dtypes = {policy.compute_dtype}
+    input_dtype = dtypes.pop() if casts and len(dtypes) == 1 else None
+    params = tuple(layout.name for layout in layouts)
+    regather = policy.regather if name else settings.get("regather", False)
+    return Unit(name, params, buckets, regather, input_dtype, policy.output_dtype if name else None)
 
 
 def _own_settings(policy: Policy, unit: ModuleInfo | None) -> dict[str, Any]:
     """The settings that one unit has of its own; for the root unit those under the name ''."""
     if unit is None or not isinstance(policy.units, Mapping):
         return {}
-    own = (given for name, given in policy.units.items() if (_is_unit(name, unit) if unit.name else name == ""))
-    return {name: value for given in own for name, value in given.items()}
+    settings = (values for name, values in policy.units.items() if (_is_unit(name, unit) if unit.name else name == ""))
+    return {name: value for values in settings for name, value in values.items()}
 
 
 def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) -> tuple[Bucket, ...]:

@@ -297,14 +297,14 @@ def _elementwise(rule: Rule, groups: Groups | None, state_dtype: torch.dtype | N
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"{rule.name}(groups=...) takes a mapping of pattern -> options, not {type(groups).__name__}")
     base.require_options(rule.name, options, options)
-    for pattern, own in (groups or {}).items():
+    for pattern, group in (groups or {}).items():
         where = f"{rule.name}: groups[{pattern!r}]"
-        if not isinstance(own, Mapping):
-            raise TypeError(f"{where} is {own!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
+        if not isinstance(group, Mapping):
+            raise TypeError(f"{where} is {group!r}; write the options that differ, for example {{'weight_decay': 0.0}}")
         matches(pattern, "")  # a pattern that cannot be read is an error here
-        base.require_options(where, own, options)
-    made = _Elementwise(rule, options, dict(groups or {}), state_dtype)
-    return Optimizer(made.init, made.update, made.step)
+        base.require_options(where, group, options)
+    functions = _Elementwise(rule, options, dict(groups or {}), state_dtype)
+    return Optimizer(functions.init, functions.update, functions.step)
 
 
 def adamw(

@@ -105,13 +105,13 @@ def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
 
 def _outside_tensors(optimizer: optim.Optimizer) -> dict[Any, Any]:
     """What an optimizer remembers elsewhere than in tensors of its parameters' state."""
-    found: dict[Any, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    remembered: dict[Any, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
     for group in optimizer.param_groups:
-        found |= {name: value for name, value in group.items() if name != "params"}
+        remembered |= {name: value for name, value in group.items() if name != "params"}
     for of, state in optimizer.state.items():
-        own = state if isinstance(of, Tensor) else {of: state}
-        found |= {name: value for name, value in own.items() if not isinstance(value, Tensor | None)}
-    return found
+        slots = state if isinstance(of, Tensor) else {of: state}
+        remembered |= {name: value for name, value in slots.items() if not isinstance(value, Tensor | None)}
+    return remembered
 
 
 @dataclass(frozen=True)
@@ -230,17 +230,17 @@ class _FromTorch:
         for name, weight in weights.items():
             weight.grad = self._view(grads[name]).to(weight.dtype).contiguous()
             if started:
-                slots = {key: self._view(tree[name]) for key, tree in state.slots.items() if name in tree}
-                own = {key: value.clone() for key, value in slots.items()} if pure else slots
-                optimizer.state[weight] = {**own, **{key: value.clone() for key, value in state.scalars.items()}}
+                old = {key: self._view(tree[name]) for key, tree in state.slots.items() if name in tree}
+                tensors = {key: value.clone() for key, value in old.items()} if pure else old
+                optimizer.state[weight] = {**tensors, **{key: value.clone() for key, value in state.scalars.items()}}
         optimizer.step()
-        found: dict[str, dict[str, Tensor]] = {key: {} for key in state.slots}
+        slots: dict[str, dict[str, Tensor]] = {key: {} for key in state.slots}
         scalars = dict(state.scalars)
         for name, weight in weights.items():
             for key, value in optimizer.state[weight].items():
                 if key in scalars:
                     scalars[key] = value
                 elif isinstance(value, Tensor):
-                    found[key][name] = with_local(params[name], value) if self.elementwise else value
+                    slots[key][name] = with_local(params[name], value) if self.elementwise else value
             weight.grad = None
-        return TorchState(state.step + 1, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)
+        return TorchState(state.step + 1, {key: self._slot(params, leaves) for key, leaves in slots.items()}, scalars)

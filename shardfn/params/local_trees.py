@@ -87,10 +87,10 @@ class Across(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [(x, spec) for x, spec in zip(grads, ctx.specs, strict=True) if x is not None]
-        placed = (in_layout(x, spec) for x, spec in given)
-        made = iter(Across.apply(not ctx.lifts, [spec for _, spec in given], *placed) if given else ())
-        return None, None, *(None if x is None else next(made) for x in grads)
+        pairs = [(x, spec) for x, spec in zip(grads, ctx.specs, strict=True) if x is not None]
+        placed = (in_layout(x, spec) for x, spec in pairs)
+        crossed = iter(Across.apply(not ctx.lifts, [spec for _, spec in pairs], *placed) if pairs else ())
+        return None, None, *(None if x is None else next(crossed) for x in grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -67,16 +67,16 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     return (_resharded if asks else _moved)(tree, made, mesh)
 
 
-def _resharded(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
+def _resharded(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     """`_moved`, differentiable."""
-    made = made.with_reduction(tree.plan.reduction or "mean")
+    plan = plan.with_reduction(tree.plan.reduction or "mean")
     floating = {name: leaf for name, leaf in tree.items() if leaf.is_floating_point() or leaf.is_complex()}
-    held = (made.layouts[layout.name] for layout in selected_layouts(tree, None) if layout.leaves[0].name in floating)
+    layouts = (plan.layouts[old.name] for old in selected_layouts(tree, None) if old.leaves[0].name in floating)
     before = _Stored(tuple(floating), tree.plan, tree.mesh)
-    after = _Stored(tuple(leaf.name for layout in held for leaf in layout.leaves), made, mesh)
-    found = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
-    found |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), made, mesh)
-    return Params(((name, found[name]) for name in made.leaves if name in found), made, mesh, tree.buffers)
+    after = _Stored(tuple(leaf.name for layout in layouts for leaf in layout.leaves), plan, mesh)
+    leaves = dict(zip(after.names, _Resharded.apply(before, after, *floating.values()), strict=True))
+    leaves |= _moved(tree.like((name, leaf) for name, leaf in tree.items() if name not in floating), plan, mesh)
+    return Params(((name, leaves[name]) for name in plan.leaves if name in leaves), plan, mesh, tree.buffers)
 
 
 def _reshards_in_transform() -> ShardError:

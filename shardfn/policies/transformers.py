@@ -183,15 +183,15 @@ class _Reading:
             if starred(name) not in self.made["rules"]:
                 self._parameter(name, "")
         raise_problems("from_transformers", self.problems)
-        for path, found in self._found_sizes.items():
-            if found:
-                self._put("local_sizes", path, found)
-        given: dict[str, Any] = batch_with(self.data)
+        for path, sizes in self._found_sizes.items():
+            if sizes:
+                self._put("local_sizes", path, sizes)
+        fields: dict[str, Any] = batch_with(self.data)
         if self.expert_axis not in (None, self.axis):
-            given = {"batch": tuple(dict.fromkeys((*self.data, self.expert_axis)))}
-        given |= {name: values for name, values in self.made.items() if values}
+            fields = {"batch": tuple(dict.fromkeys((*self.data, self.expert_axis)))}
+        fields |= {name: values for name, values in self.made.items() if values}
         units: Any = tuple(dict.fromkeys(map(starred, _block_modules(self.model)))) or "auto"
-        return Policy(units=units, **given)
+        return Policy(units=units, **fields)
 
     # -- which modules and parameters have a style -----------------------------------------------------------------
 
@@ -483,15 +483,15 @@ def bloom_attention(
     own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
 ) -> Any:
     """BLOOM's attention with the position biases [b * heads, 1, s] of this rank's heads."""
-    given = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
-    alibi, batch = given.arguments["alibi"], given.arguments["hidden_states"].shape[0]
+    bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    alibi, batch = bound.arguments["alibi"], bound.arguments["hidden_states"].shape[0]
     with layouts.hidden():
         alibi = alibi.view(batch, -1, *alibi.shape[1:])
         padding = own.num_heads * axis_size(layouts.mesh, axis) - alibi.shape[1]
         heads = shard_slice(F.pad(alibi, (0, 0, 0, 0, 0, padding)), layouts.mesh, axis, 1)
         own_alibi, part = heads.flatten(0, 1), Part("split", 0, ((batch, heads.shape[1]),))
-    given.arguments["alibi"] = layouts.note_part(own_alibi, axis, part, given.arguments["alibi"])
-    return class_of(own).forward(*given.args, **given.kwargs)
+    bound.arguments["alibi"] = layouts.note_part(own_alibi, axis, part, bound.arguments["alibi"])
+    return class_of(own).forward(*bound.args, **bound.kwargs)
 
 
 def _picked_pools(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

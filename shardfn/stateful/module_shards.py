@@ -204,7 +204,7 @@ def install(model: nn.Module, params: Params) -> Held:
     An optimizer that has the old ones is told so when it steps.
     """
     watch_optimizers()
-    made: dict[str, nn.Parameter] = {}
+    new_params: dict[str, nn.Parameter] = {}
     done: set[tuple[int, str]] = set()  # several objects may stand before one module, and share its tables
     for module, attribute, name, leaves in _owned(model, params.plan):
         table, layout = parameters_of(module), params.plan.layouts[name]
@@ -214,15 +214,15 @@ def install(model: nn.Module, params: Params) -> Held:
         before = table[attribute]
         assert before is not None
         for leaf, key in leaves.items():
-            if leaf not in made:
-                made[leaf] = nn.Parameter(params[leaf], layout.trainable)
-                vars(made[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
+            if leaf not in new_params:
+                new_params[leaf] = nn.Parameter(params[leaf], layout.trainable)
+                vars(new_params[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
             vars(before)[REPLACED] = name
             note_shard(module, key, layout.placed)
-        items, own = list(table.items()), {key: made[leaf] for leaf, key in leaves.items()}
+        items, shards = list(table.items()), {key: new_params[leaf] for leaf, key in leaves.items()}
         table.clear()
         for key, value in items:  # in its place: optimizers count parameters in their order
-            table.update(own if key == attribute else {key: value})
+            table.update(shards if key == attribute else {key: value})
     _refresh_flat_weights(model)
     _warn_of_references(model)
     _add_buffers(model, params.buffers)

@@ -308,10 +308,10 @@ _this_rank: list[int] = []  # in a worker: its rank
 def _start_server() -> None:
     """The process from which ranks are forked, with what they all import; it is there already after the first time."""
     used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
-    found = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
-    same = found is not None and found.origin == str(_ROOT / "shardfn" / "__init__.py")
-    own = [__name__] if same and not sys.flags.ignore_environment else []
-    forkserver.set_forkserver_preload([*_PRELOAD, *own, *used])
+    spec = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
+    same = spec is not None and spec.origin == str(_ROOT / "shardfn" / "__init__.py")
+    this_module = [__name__] if same and not sys.flags.ignore_environment else []
+    forkserver.set_forkserver_preload([*_PRELOAD, *this_module, *used])
     path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
         forkserver.ensure_running()

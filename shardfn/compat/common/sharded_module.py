@@ -201,14 +201,14 @@ def _tree_now(module: nn.Module, exact: bool) -> Tree:
     """
     trees = module.__dict__.setdefault(_TREES, {})
     if exact not in trees or not trees[exact].fits:
-        own = Sharded.of(module)
-        units = {name: inner for name, _, inner in own.all_in(module)}
+        record = Sharded.of(module)
+        units = {name: inner for name, _, inner in record.all_in(module)}
         for unit in units.values():
             unit.put_back()
-        made = planning.plan(module, own.mesh, policy_of(module, own, exact=exact))
-        trees[exact] = Tree(units, adopt(module, made, own.mesh), [unit.version for unit in units.values()])
-    if (own := Sharded.of(module)).is_root is None:
-        own.note_root(module)
+        plan = planning.plan(module, record.mesh, policy_of(module, record, exact=exact))
+        trees[exact] = Tree(units, adopt(module, plan, record.mesh), [unit.version for unit in units.values()])
+    if (record := Sharded.of(module)).is_root is None:
+        record.note_root(module)
     return trees[exact]
 
 

@@ -246,28 +246,28 @@ def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
 # its name.
 
 
-def told_apart(*given: Any) -> dict[str, Any]:
+def told_apart(*values: Any) -> dict[str, Any]:
     """The four arguments that changed places between versions, under the names that they have now.
 
     Args:
-        given: their values, in the order of `_MOVED`, as the present signature binds them.
+        values: theirs, in the order of `_MOVED`, as the present signature binds them.
 
     Raises:
         TypeError: a value of a type that none of them has, or two values for one of them.
     """
-    found: dict[str, Any] = {}
-    for name, value in zip(_MOVED, given, strict=True):
+    arguments: dict[str, Any] = {}
+    for name, value in zip(_MOVED, values, strict=True):
         if value is None or value is NOT_GIVEN:
             continue
         right = next((name for name, kind in _MOVED.items() if isinstance(value, kind)), None)
         if right is None:
             raise TypeError(f"FullyShardedDataParallel: {name}={value!r} is no {name}")
-        if right in found:
-            raise TypeError(f"FullyShardedDataParallel: two values for {right}: {found[right]!r} and {value!r}")
-        found[right] = value
-    if given[-1] is None:  # said in its place, it is a choice
-        found.setdefault("backward_prefetch", None)
-    return found
+        if right in arguments:
+            raise TypeError(f"FullyShardedDataParallel: two values for {right}: {arguments[right]!r} and {value!r}")
+        arguments[right] = value
+    if values[-1] is None:  # said in its place, it is a choice
+        arguments.setdefault("backward_prefetch", None)
+    return arguments
 
 
 def the_policy(auto_wrap_policy: Any, fsdp_auto_wrap_policy: Any) -> Any:

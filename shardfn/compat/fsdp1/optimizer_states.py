@@ -95,13 +95,13 @@ class OptimizerStates:
         """
         if isinstance(optim, nn.Module):
             model, optim, optim_state_dict = optim, optim_state_dict, model
-        own = _first(model)
-        _, first_only = _flavour(own)
-        state = _from_first(optim_state_dict, own) if first_only else optim_state_dict
-        made = _to_load(model, _params_of(optim), state, optim, is_named_optimizer)
+        first = _first(model)
+        _, first_only = _flavour(first)
+        state = _from_first(optim_state_dict, first) if first_only else optim_state_dict
+        to_load = _to_load(model, _params_of(optim), state, optim, is_named_optimizer)
         if load_directly:
-            optim.load_state_dict(made)
-        return made
+            optim.load_state_dict(to_load)
+        return to_load
 
     @staticmethod
     def load_optim_state_dict_pre_hook(model: nn.Module, optim: Any, optim_state_dict: Any, group: Any = None) -> Any:
@@ -163,10 +163,10 @@ class OptimizerStates:
 
 
 def _first(model: nn.Module) -> Instance:
-    found = next((own for _, _, own in Instance.all_in(model)), None)
-    if found is None:
+    first = next((record for _, _, record in Instance.all_in(model)), None)
+    if first is None:
         raise ShardError(f"optimizer states: {type(model).__name__} holds no FullyShardedDataParallel")
-    return found
+    return first
 
 
 def _flavour(own: Instance) -> tuple[bool, bool]:
@@ -203,15 +203,15 @@ def _by_name(
         raise ShardError(f"optimizer states: {why}; make the optimizer from the wrapped model's parameters()")
     key_to_name: dict[Any, str] = {index: names[id(p)] for index, p in enumerate(params)}
     keep = not first_only or dist.get_rank() == _first(model).first_rank
-    found: dict[Any, Any] = {}
+    states: dict[Any, Any] = {}
     for key, values in state["state"].items():
-        made = {what: _taken(value, full, host) for what, value in values.items()}
+        slots = {what: _taken(value, full, host) for what, value in values.items()}
         if keep:
-            found[key_to_name.get(key, key)] = made
+            states[key_to_name.get(key, key)] = slots
     if not keep:
         return {}
     groups = _regrouped(state, lambda keys: [key_to_name.get(key, key) for key in keys])
-    return {"state": found, "param_groups": groups}
+    return {"state": states, "param_groups": groups}
 
 
 def _regrouped(state: Mapping[str, Any], parameters: Callable[[list[Any]], list[Any]]) -> list[dict[str, Any]]:
@@ -238,26 +238,26 @@ def _to_load(
     if "state" not in state:
         raise ValueError('`optim_state_dict` must have the keys "state"to be a valid optimizer state dict')
     names = _names(model)
-    every = {clean_tensor_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    parameters = {clean_tensor_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     ids: dict[int, Any] = {id(p): names[id(p)] if named else index for index, p in enumerate(params)}
-    unknown = [key for key in state["state"] if isinstance(key, str) and key not in every]
+    unknown = [key for key in state["state"] if isinstance(key, str) and key not in parameters]
     if unknown:
         raise ShardError(
             f"optimizer states: {len(unknown)} names are not in the model, the first is "
-            f"{unknown[0]!r}{did_you_mean(unknown[0], every)}"
+            f"{unknown[0]!r}{did_you_mean(unknown[0], parameters)}"
         )
-    found: dict[Any, Any] = {}
+    states: dict[Any, Any] = {}
     for key, values in state["state"].items():
-        parameter = every.get(key)
+        parameter = parameters.get(key)
         if parameter is None:
-            found[key] = values
+            states[key] = values
         elif id(parameter) in ids:
             like = optim.state.get(parameter, {}) if optim is not None else {}
-            own = {what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()}
-            found[ids[id(parameter)]] = own
-    numbers = {name: ids[id(p)] for name, p in every.items() if id(p) in ids}
+            slots = {what: _laid_out(value, parameter, like.get(what)) for what, value in values.items()}
+            states[ids[id(parameter)]] = slots
+    numbers = {name: ids[id(p)] for name, p in parameters.items() if id(p) in ids}
     groups = _regrouped(state, lambda names: sorted(numbers[name] for name in names if name in numbers))
-    return {"state": found, "param_groups": groups}
+    return {"state": states, "param_groups": groups}
 
 
 def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:

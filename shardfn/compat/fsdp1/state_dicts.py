@@ -68,10 +68,10 @@ class StateDicts:
             AssertionError: instances with different flavours.
         """
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
-        found, now = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        before = found[0].state_dicts if found else StateDictSettings(*(None,) * 3)  # pyright: ignore
-        for own in found:
-            own.state_dicts = now
+        records, settings = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        before = records[0].state_dicts if records else StateDictSettings(*(None,) * 3)  # pyright: ignore
+        for record in records:
+            record.state_dicts = settings
         return before
 
     @staticmethod
@@ -81,13 +81,13 @@ class StateDicts:
         Raises:
             AssertionError: they differ.
         """
-        found = [own.state_dicts for _, _, own in Instance.all_in(module)]
-        for other in found[1:]:
-            if other != found[0]:
+        settings = [record.state_dicts for _, _, record in Instance.all_in(module)]
+        for other in settings[1:]:
+            if other != settings[0]:
                 raise AssertionError(
-                    f"All FSDP modules must have the same state dict settings.Got {other} and {found[0]}."
+                    f"All FSDP modules must have the same state dict settings.Got {other} and {settings[0]}."
                 )
-        return found[0]
+        return settings[0]
 
     @staticmethod
     @contextmanager
@@ -108,19 +108,19 @@ class StateDicts:
 
         Communication: FULL: one all-gather a bucket; the others: none. Inside `summon_full_params`: none.
         """
-        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
-        destination, keep_vars = given.get("destination"), bool(given.get("keep_vars", False))
+        arguments = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        destination, keep_vars = arguments.get("destination"), bool(arguments.get("keep_vars", False))
         plain = type(self.__dict__[WRAPPED]).state_dict
         if _collecting.get():
-            return plain(self, **given)
+            return plain(self, **arguments)
         with holding(_collecting, True):
-            held: Any = plain(self, prefix=given.get("prefix", ""), keep_vars=True)
-        made = _flavoured(self, held, keep_vars)
+            shards: Any = plain(self, prefix=arguments.get("prefix", ""), keep_vars=True)
+        state = _flavoured(self, shards, keep_vars)
         if destination is None:
-            return made
-        destination.update(made)
+            return state
+        destination.update(state)
         if hasattr(destination, "_metadata"):
-            destination._metadata.update(getattr(made, "_metadata", {}))
+            destination._metadata.update(getattr(state, "_metadata", {}))
         return destination
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -171,10 +171,10 @@ def _chosen(
         if have is not None and type(have) is not want:
             raise RuntimeError(f"Expected {name} of type {want} but got {type(have)}")
     now = StateDictSettings(kind, config or now.state_dict_config, optim_config or now.optim_state_dict_config)
-    found = [own for _, _, own in Instance.all_in(module)]
-    if len({own.state_dicts.state_dict_type for own in found}) > 1:
+    records = [record for _, _, record in Instance.all_in(module)]
+    if len({record.state_dicts.state_dict_type for record in records}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
-    return found, now
+    return records, now
 
 
 def kind_wanted(own: Instance) -> StateDictType:
@@ -271,21 +271,21 @@ def _unflatten(module: nn.Module, state: dict[str, Any], flat: list[str]) -> Non
 
 
 def _parts_of_flat(key: str, flat: Tensor, module: nn.Module) -> dict[str, Tensor]:
-    own: dict[int, tuple[str, Tensor]] = {}
-    for path, inside in own_modules(module):
-        for name, parameter in inside.named_parameters(recurse=False):
-            own.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
-    sizes = [parameter.numel() for _, parameter in own.values()]
+    params: dict[int, tuple[str, Tensor]] = {}
+    for path, owner in own_modules(module):
+        for name, parameter in owner.named_parameters(recurse=False):
+            params.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+    sizes = [parameter.numel() for _, parameter in params.values()]
     step = 1 if sum(sizes) == flat.numel() else max(1, _ALIGNED // flat.element_size())
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     start = 0
-    for name, parameter in own.values():
+    for name, parameter in params.values():
         start = -(-start // step) * step
-        found[name] = flat[start : start + parameter.numel()].view(parameter.shape)
+        parts[name] = flat[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
     if start > flat.numel():
         raise ShardError(f"load_state_dict: {key!r} has {flat.numel()} elements, this model's instance has {start}")
-    return found
+    return parts
 
 
 def _misfit(key: str, leaf: Tensor, value: Tensor, kind: StateDictType) -> str | None:
@@ -370,30 +370,30 @@ def summon_full_params(
 
     Communication: one all-gather a bucket on entry.
     """
-    found = [(inside, own) for _, inside, own in Instance.all_in(module, recurse)]
-    for _, own in found:
-        orig = own.settings.use_orig_params
+    instances = [(inside, record) for _, inside, record in Instance.all_in(module, recurse)]
+    for _, record in instances:
+        orig = record.settings.use_orig_params
         if with_grads and (offload_to_cpu or not orig):
             raise NotImplementedError(
                 f"with_grads=True, use_orig_params={orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
             )
-        if offload_to_cpu and not own.settings.shards:
+        if offload_to_cpu and not record.settings.shards:
             raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
         if writeback and rank0_only:
             raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
-        if own.training_state == TrainingState.SUMMON_FULL_PARAMS:
+        if record.training_state == TrainingState.SUMMON_FULL_PARAMS:
             raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
-    if offload_to_cpu and not rank0_only and found:
+    if offload_to_cpu and not rank0_only and instances:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
             "offload_to_cpu=True with rank0_only=True.",
             stacklevel=3,
         )
-    inner = {id(inside) for outer, _ in found for name, inside, _ in Instance.all_in(outer) if name}
+    inner = {id(inside) for outer, _ in instances for name, inside, _ in Instance.all_in(outer) if name}
     to = "cpu" if offload_to_cpu else "all"
     with ExitStack() as stack:
-        for inside, _ in found:
+        for inside, _ in instances:
             if id(inside) not in inner:
                 stack.enter_context(_whole_parameters(inside, recurse, writeback, rank0_only, to, with_grads))
         yield
@@ -411,15 +411,15 @@ def _whole_parameters(
     gradients = ((name, leaf.grad) for name, leaf in tree.items() if leaf.grad is not None)
     grads = _full(tree.like(gradients), to) if with_grads else {}
     here = not rank0_only or dist.get_rank() == Instance.of(module).first_rank
-    states = [own for _, _, own in Instance.all_in(module, recurse)]
-    with having(*states, training_state=TrainingState.SUMMON_FULL_PARAMS, is_whole=not rank0_only):
-        with whole_in_place(module, full if here else {}, held) as made:
+    records = [record for _, _, record in Instance.all_in(module, recurse)]
+    with having(*records, training_state=TrainingState.SUMMON_FULL_PARAMS, is_whole=not rank0_only):
+        with whole_in_place(module, full if here else {}, held) as whole:
             for name, grad in grads.items():
-                if name in made:
-                    made[name].grad = grad
+                if name in whole:
+                    whole[name].grad = grad
             yield
         # what is not split at all is changed in any case, as in torch
-        kept = {name: p for name, p in made.items() if writeback or not held.plan.layouts[name].axes}
+        kept = {name: p for name, p in whole.items() if writeback or not held.plan.layouts[name].axes}
         held.copy_in(directories.from_state_dict(tree, {name: p.detach() for name, p in kept.items()}))
         if with_grads:
             now = {name: p.grad.detach() for name, p in kept.items() if p.grad is not None}

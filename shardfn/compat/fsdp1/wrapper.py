@@ -267,18 +267,18 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
                 "FSDP auto wrapping requires modules to not already have FSDP applied but found "
                 f"{name} in\n{self.module}"
             )
-        own = self.__dict__[RECORD]
-        kwargs = vars(own.settings) | {"mixed_precision": mixed}
+        record = self.__dict__[RECORD]
+        kwargs = vars(record.settings) | {"mixed_precision": mixed}
 
-        def wrap(module: nn.Module, **given: Any) -> nn.Module:
-            made = type(self).__new__(type(self), module)
-            inner = instance.clamped(instance.settings_of(given), own.mesh, quiet=True)
+        def wrap(module: nn.Module, **options: Any) -> nn.Module:
+            unit = type(self).__new__(type(self), module)
+            inner = instance.clamped(instance.settings_of(options), record.mesh, quiet=True)
             _warn_of_containers(module)
-            made._begin(module, replace(own, settings=inner, offload=inner.cpu_offload.offload_params, inner=True))
-            return made
+            unit._begin(module, replace(record, settings=inner, offload=inner.cpu_offload.offload_params, inner=True))
+            return unit
 
         try:
-            _auto_wrap(self.module, policy, own.ignored_modules, set(own.ignored_params), kwargs, wrap)
+            _auto_wrap(self.module, policy, record.ignored_modules, set(record.ignored_params), kwargs, wrap)
         finally:
             for inside in self.module.modules():
                 inside.__dict__.pop("_wrap_overrides", None)
@@ -487,17 +487,17 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """
         if self.__dict__[RECORD].inner:
             raise AssertionError("register_comm_hook can only be called on a root instance.")
-        found = [own for _, _, own in Instance.all_in(self)]
-        for own in found:
-            strategy = own.settings.sharding_strategy
+        records = [record for _, _, record in Instance.all_in(self)]
+        for record in records:
+            strategy = record.settings.sharding_strategy
             if strategy in meshes.HYBRID:
                 raise AssertionError(f"Communication hook is not supported for hybrid strategies: {strategy}")
-            if own.reduction != "mean":
+            if record.reduction != "mean":
                 raise AssertionError("A communication hook is already registered")
         if not callable(hook):
             raise ValueError(f"The communication hook must be callable but got {hook}")
-        for own in found:
-            own.reduction = _Hook(state, hook)
+        for record in records:
+            record.reduction = _Hook(state, hook)
 
 
 class _Hook:
