@@ -61,9 +61,9 @@ def record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, dict[
     with torch.random.fork_rng(devices=()), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         watch = _Recorder(mode)
 
-        def run(*given: Tensor) -> Any:
+        def run(*tensors: Tensor) -> Any:
             with watch:
-                return fn(*given)
+                return fn(*tensors)
 
         graph = make_fx(run, _allow_non_fake_inputs=True)(*map(mode.from_tensor, inputs))
     return graph, watch.real

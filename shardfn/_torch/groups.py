@@ -59,8 +59,8 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     count = _groups_made[tuple(ranks)] = _groups_made.get(tuple(ranks), 0) + 1
     name = f"shardfn:{'_'.join(map(str, ranks))}:{count}"
     with patch.object(dist.distributed_c10d, "_process_group_name", lambda *args, **kwargs: name):
-        made: Any = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made
+        group: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 # The process group with a `group_name`.

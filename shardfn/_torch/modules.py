@@ -19,14 +19,14 @@ function_of_custom: Callable[[Any], Callable[[Any], Any]] = attrgetter("_lambda_
 
 def wrapped_by(policy: Callable[..., Any], root: nn.Module) -> list[nn.Module]:
     """The modules in `root` that FSDP1 wraps when its `auto_wrap_policy` is a function; they stay as they are."""
-    found: list[nn.Module] = []
+    wrapped: list[nn.Module] = []
 
     def note(module: nn.Module, **overrides: Any) -> nn.Module:
-        found.append(module)
+        wrapped.append(module)
         return module
 
     _recursive_wrap(root, policy, note, set(), set(), only_wrap_children=True)
-    return found
+    return wrapped
 
 
 def unsplit_classes(model: Any) -> Collection[str] | None:
@@ -133,8 +133,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 def forward_hooks(model: nn.Module) -> list[dict[int, Any]]:
     """The tables of hooks around the forward of each module, and of all modules, which fill later."""
-    own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-    return [*own, torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks]
+    in_model = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    return [*in_model, torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks]
 
 
 def refresh_flat_weights(rnn: nn.RNNBase, plain: bool = False) -> None:

@@ -49,10 +49,10 @@ class _AsOneRank(TorchDispatchMode):
             raise RuntimeError(f"{func}: {why}; compute a new tensor instead, such as x + n")
         before = None if generator is None else generator.get_state()
 
-        def on_one(_: int, own: list[Any]) -> list[Tensor]:
+        def on_one(_: int, inputs: list[Any]) -> list[Tensor]:
             if generator is not None and before is not None:
                 generator.set_state(before)
-            own_args, own_kwargs = pytree.tree_unflatten(own, structure)
+            own_args, own_kwargs = pytree.tree_unflatten(inputs, structure)
             out = func(*own_args, **own_kwargs)
             return [out] if isinstance(out, Tensor) else list(out)
 
@@ -88,8 +88,8 @@ def _states_of_ranks() -> Iterator[None]:
 
     def put_all(state: Tensor) -> None:
         put(state)
-        found = states()
-        found.update(vars(state).get("of_ranks") or dict.fromkeys(found, (state, {})))
+        current = states()
+        current.update(vars(state).get("of_ranks") or dict.fromkeys(current, (state, {})))
 
     def put_one(cpu: Tensor, others: dict[int, Tensor]) -> None:
         put(cpu)
@@ -109,7 +109,7 @@ def simulated_ranks(count: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = dist.distributed_c10d
-    outer, hook, made = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
+    outer, hook, group_count = c10d._world.default_pg, sys.excepthook, c10d._world.group_count
     tables = {name: getattr(c10d, name) for name in _GROUP_TABLES}
     copies: Any = {name: {k: v[:] if isinstance(v, list) else v for k, v in tables[name].items()} for name in tables}
     with patch.multiple(c10d, **copies):  # names of groups stay unique
@@ -124,7 +124,7 @@ def simulated_ranks(count: int) -> Iterator[None]:
                 if group not in tables["_pg_names"]:
                     c10d.__dict__["_unregister_process_group"](name)
             c10d._update_default_pg(outer)
-            c10d._world.group_count = made  # the next group has the same name on ranks that have not simulated
+            c10d._world.group_count = group_count  # the next group has the same name on ranks that have not simulated
             sys.excepthook = hook
 
 
@@ -136,8 +136,8 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
     mode = enabled_local_tensor_mode()
     assert mode is not None
     with mode.disable():
-        found = {rank: fn(rank, [part_of_rank(x, rank) for x in values]) for rank in sorted(mode.ranks)}
-        return [LocalTensor(dict(zip(found, same, strict=True))) for same in zip(*found.values(), strict=True)]
+        results = {rank: fn(rank, [part_of_rank(x, rank) for x in values]) for rank in sorted(mode.ranks)}
+        return [LocalTensor(dict(zip(results, same, strict=True))) for same in zip(*results.values(), strict=True)]
 
 
 def of_each_rank(x: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ def _of(number: Any, world: str) -> Any:
 def _in_both(function: Callable[..., Any]) -> Any:
     def method(self: Node, *others: Any) -> Node:
         rank, one = (function(*(_of(x, world) for x in (self, *others))) for world in ("rank", "one"))
-        made = self.made(rank, one, *others)
-        made.in_general = {operator.eq: False, operator.ne: True}.get(function)
-        return made
+        node = self.made(rank, one, *others)
+        node.in_general = {operator.eq: False, operator.ne: True}.get(function)
+        return node
 
     return method
 

@@ -66,8 +66,8 @@ class _FromLocal(_FromTorchTensor):
         if wanted is None:
             name = "forward_input_placements" if hasattr(ctx, "forward_input_placements") else "previous_placement"
             wanted = [Replicate() if placement.is_partial() else placement for placement in getattr(ctx, name)]
-        found = grad_output.redistribute(grad_output.device_mesh, wanted).to_local()
-        return found, *[None] * (len(ctx.needs_input_grad) - 1)
+        grad_input = grad_output.redistribute(grad_output.device_mesh, wanted).to_local()
+        return grad_input, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def differentiates_from_local() -> None:

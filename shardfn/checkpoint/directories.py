@@ -183,9 +183,9 @@ def load(path: str | os.PathLike[str], like: Any, mesh: DeviceMesh | None = None
         ShardError: naming the leaves that are missing or have another shape or dtype, before anything is read.
     """
     _is_first(like, mesh)
-    found = (Path(path) / ".metadata").is_file()
-    require_one_path("checkpoint.load", str(path) if found else None)
-    if not found:
+    exists = (Path(path) / ".metadata").is_file()
+    require_one_path("checkpoint.load", str(path) if exists else None)
+    if not exists:
         raise FileNotFoundError(f"checkpoint.load: no checkpoint in '{path}' (no .metadata file)")
     reader = filesystem.FileSystemReader(str(path))
     state = _flat_state(pytree.tree_map(_emptied, like, is_leaf=is_tree))
@@ -202,8 +202,8 @@ def notes(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint `step-N` in a directory, or None."""
-    found = [p for p in Path(directory).glob("step-*") if (p / ".metadata").is_file() and p.name[5:].isdecimal()]
-    return max(found, key=lambda p: int(p.name[5:]), default=None)
+    steps = [p for p in Path(directory).glob("step-*") if (p / ".metadata").is_file() and p.name[5:].isdecimal()]
+    return max(steps, key=lambda p: int(p.name[5:]), default=None)
 
 
 def _flat_state(tree: Any) -> dict[str, Tensor]:
@@ -237,8 +237,8 @@ def _empty(x: Tensor) -> Tensor:
 def _restored(name: str, leaf: Any, state: Mapping[str, Tensor]) -> Any:
     if isinstance(leaf, Params):
         prefix = f"{name}." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        return from_state_dict(leaf, own)
+        tensors = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return from_state_dict(leaf, tensors)
     return type(leaf)(state[name].item()) if isinstance(leaf, int | float) else state.get(name)
 
 

@@ -84,8 +84,8 @@ def load_safetensors(
     """
     origin = Origin(model, init or stored_names.own_init(model), later=True)
     files = _Files(path, origin, names, strict, only)
-    made, places, seed = agreed_plan(origin, mesh, policy, files.open, "load_safetensors")
-    tree = NewTree(made, mesh, places, {}, {})
+    plan, places, seed = agreed_plan(origin, mesh, policy, files.open, "load_safetensors")
+    tree = NewTree(plan, mesh, places, {}, {})
     with failing_together(mesh, "load_safetensors"), closing(files.opened):
         files.fill(tree)
         if not files.partial:
@@ -139,16 +139,16 @@ class _Files:
         needed = self.partial or (persists and not stored_names.is_ignored(self._model, "missing", name))
         if self._strict and needed:
             return [f"'{name}' is not in the files"]
-        own = layout.named_parameters(self._model) | layout.named_buffers(self._model)
-        if not self.partial and self._origin.init is None and own[name].is_meta:
+        tensors = layout.named_parameters(self._model) | layout.named_buffers(self._model)
+        if not self.partial and self._origin.init is None and tensors[name].is_meta:
             return [f"'{name}' is not in the files and on the meta device; pass init= to fill it"]
         return []
 
-    def _misfits(self, name: str, found: Patchwork, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-        sources = [piece.source for piece in found.pieces]
+    def _misfits(self, name: str, patchwork: Patchwork, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        sources = [piece.source for piece in patchwork.pieces]
         several = f", made of {len(sources)} tensors such as '{sources[0]}'," if len(sources) > 1 else ""
-        if found.shape != shape:
-            return [f"'{name}'{several} is {found.shape} in the files, {shape} in the model"]
+        if patchwork.shape != shape:
+            return [f"'{name}'{several} is {patchwork.shape} in the files, {shape} in the model"]
         have = {self.opened.tensors[source].dtype for source in sources}
         bad = next((x for x in have if x != dtype and not (_is_wide(x) and _is_wide(dtype))), None)
         return [f"'{name}'{several} is {bad} in the files, {dtype} in the model"] if bad is not None else []
@@ -163,8 +163,8 @@ class _Files:
                 self._fill_leaf(one, leaf, tree.places, tree.shards[leaf.name])
 
     def _fill_leaf(self, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
-        def read(coords: Mapping[str, int], given: Sequence[Tensor]) -> list[Tensor]:
-            out = given[0].contiguous()  # the shard itself, if it is
+        def read(coords: Mapping[str, int], shards: Sequence[Tensor]) -> list[Tensor]:
+            out = shards[0].contiguous()  # the shard itself, if it is
             boxes = list(local_boxes(layout, leaf, places.sizes, coords))
             self._read(layout.name, boxes, out.view(leaf.merged(out.shape)))
             return [out]
@@ -260,7 +260,7 @@ def save_safetensors(
     """
     if not isinstance(params, Params):
         raise TypeError(f"save_safetensors: expected a tree made by shard, got {type(params).__name__}")
-    made: Plan | Exception = params.plan
+    plan: Plan | Exception = params.plan
     facts, files, pieces = [f"path '{path}'"], None, {}
     target, metadata = Path(path), {"format": "pt"} if metadata is None else metadata
     is_file = target.suffix == ".safetensors"
@@ -273,8 +273,8 @@ def save_safetensors(
             files = tensor_files.plan_files(tensors, max_shard_size, metadata, numel)
         facts.append(f"files {files.digest}")
     except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    agree(params.mesh, made, facts, "save_safetensors")
+        plan = error
+    agree(params.mesh, plan, facts, "save_safetensors")
     assert files is not None
     export = _Export(params, dtype, target.parent if is_file else target, files, pieces)
     with closing(export.writer):
@@ -339,12 +339,12 @@ def _written(have: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _require_same_model(model: Model, params: Params) -> None:
     """The tree has what the model has."""
-    own = layout.named_parameters(model) | layout.named_buffers(model)
-    shapes = {name: tuple(x.shape) for name, x in own.items()}
+    tensors = layout.named_parameters(model) | layout.named_buffers(model)
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     tree = {name: x.shape for x in params.plan.layouts.values() for name in x.names}
     for one in params.plan.layouts.values():  # a Trainer's model has leaves in the places of its parameters
         for name in one.names:
-            if isinstance(own.get(name), DTensor) and shapes[name] == one.leaves[0].shape:
+            if isinstance(tensors.get(name), DTensor) and shapes[name] == one.leaves[0].shape:
                 shapes[name] = one.shape
     if _is_whole(params):
         tree |= {name: tuple(x.shape) for name, x in params.buffers.items()}

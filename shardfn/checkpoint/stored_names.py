@@ -146,8 +146,8 @@ def _split(tensor: Patchwork, sizes: int | Sequence[int], dim: int = 0) -> tuple
     parts, start = [], 0
     for length in sizes:
         box = _with(tuple((0, n) for n in tensor.shape), dim, (start, length))
-        found = (piece.within(box) for piece in tensor.pieces)
-        pieces = (piece.moved(dim, -start) for piece in found if piece is not None)
+        inside = (piece.within(box) for piece in tensor.pieces)
+        pieces = (piece.moved(dim, -start) for piece in inside if piece is not None)
         parts.append(Patchwork(_with(tensor.shape, dim, length), tuple(pieces)))
         start += length
     return tuple(parts)
@@ -176,8 +176,8 @@ def persistent_names(model: Model) -> list[str]:
     """The names of parameters and of buffers that a state dict has, tied ones under each name."""
     if not isinstance(model, nn.Module):
         return list(model)
-    own = named_parameters(model) | named_buffers(model)
-    return [name for name in model.state_dict() if name in own]
+    tensors = named_parameters(model) | named_buffers(model)
+    return [name for name in model.state_dict() if name in tensors]
 
 
 def wanted_from(model: object, stored: Shapes, names: Names | None) -> tuple[dict[str, Patchwork], list[str]]:
@@ -188,12 +188,12 @@ def wanted_from(model: object, stored: Shapes, names: Names | None) -> tuple[dic
     """
     known = persistent_names(model) if isinstance(model, nn.Module | Mapping) else []
     if names is None and _is_of_transformers(model):
-        made, left = _converted(model, known, stored)
+        patchworks, left = _converted(model, known, stored)
     else:
         called = {name: _called(names, name) for name in known}
-        made = {name: Patchwork.of(file, stored[file]) for name, file in called.items() if file in stored}
+        patchworks = {name: Patchwork.of(file, stored[file]) for name, file in called.items() if file in stored}
         left = [name for name in stored if name not in set(called.values())]
-    return made, [name for name in left if not is_ignored(model, "unexpected", name)]
+    return patchworks, [name for name in left if not is_ignored(model, "unexpected", name)]
 
 
 def _called(names: Names | None, name: str) -> str:

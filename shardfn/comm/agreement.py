@@ -24,7 +24,7 @@ from shardfn.notation import ShardError
 VALUES = "values of"  # how a fact about values begins
 
 
-def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), verb: str = "shard") -> int:
+def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), verb: str = "shard") -> int:
     """Check that all ranks of the mesh made the same plan; returns the torch seed of the first one.
 
     `facts` are further lines that must be equal, such as `"src=0"`; `verb` is the name of the function in messages.
@@ -32,7 +32,7 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
     Raises:
         ShardError: plans differ, or another rank failed; this rank's own exception when it failed itself.
     """
-    problem = made if isinstance(made, Exception) else None
+    problem = plan if isinstance(plan, Exception) else None
     named = isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names is not None
     if problem is not None and (not named or mesh.get_coordinate() is None or simulated()):
         raise problem  # nobody to tell it
@@ -40,10 +40,10 @@ def agree(mesh: DeviceMesh, made: Plan | Exception, facts: Sequence[str] = (), v
         raise not_in_mesh(mesh)
     if simulated():  # one process, which cannot disagree with itself
         return part_of_rank(torch.initial_seed(), 0)
-    lines = [] if isinstance(made, Exception) else [made.digest, *_mesh_lines(mesh), *facts]
+    lines = [] if isinstance(plan, Exception) else [plan.digest, *_mesh_lines(mesh), *facts]
     rows = exchange_numbers(mesh, [digest(lines), problem is not None, torch.initial_seed() - 2**63])
-    if len({made for made, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
-        described = [] if isinstance(made, Exception) else [*_mesh_lines(mesh), *_lines(made), *facts]
+    if len({digest for digest, _, _ in rows}) > 1 or any(failed for _, failed, _ in rows):
+        described = [] if isinstance(plan, Exception) else [*_mesh_lines(mesh), *_lines(plan), *facts]
         difference = _first_difference(_told(mesh, problem, verb, described))
         seeds = ". Call torch.manual_seed before making the model, or pass src=0." * (f"has {VALUES}" in difference)
         raise ShardError(f"{verb}: ranks have different models or policies: {difference}{seeds}")
@@ -92,8 +92,8 @@ def exchange_numbers(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]
     """The int64 numbers of all ranks of the mesh, in mesh order. One collective."""
 
     def gather(rows: list[Any], group: dist.ProcessGroup) -> list[Any]:
-        own = torch.tensor(rows, dtype=torch.int64, device=mesh.device_type)
-        return gather_flat(own.view(-1), group).view(-1, len(numbers)).tolist()
+        tensor = torch.tensor(rows, dtype=torch.int64, device=mesh.device_type)
+        return gather_flat(tensor.view(-1), group).view(-1, len(numbers)).tolist()
 
     return _exchange(mesh, numbers, gather)
 
@@ -178,10 +178,10 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
         prints = [*map(_fingerprint, parts)]
     else:  # recorded ones have no values
         return
-    found = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
+    prints_at = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
     for axis in compute:
         number = list(places.sizes).index(axis)
-        odd = [where for where in found if found[where] != found[*where[:number], 0, *where[number + 1 :]]]
+        odd = [where for where in prints_at if prints_at[where] != prints_at[*where[:number], 0, *where[number + 1 :]]]
         if odd:
             coords = odd[0] if places.pure else places.coords.values()
             where = ", ".join(f"{name}={coord}" for name, coord in zip(places.sizes, coords, strict=True))
@@ -193,14 +193,14 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
 
 def _fingerprint(batch: Any) -> int:
     """A hash of the bytes of every tensor in a batch."""
-    found = hashlib.blake2b(digest_size=7)
+    hasher = hashlib.blake2b(digest_size=7)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_meta and not isinstance(leaf, DTensor):
-            found.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
-            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
+            hasher.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, bool | int | float | str | None):
-            found.update(repr(leaf).encode())
-    return int.from_bytes(found.digest(), "little")
+            hasher.update(repr(leaf).encode())
+    return int.from_bytes(hasher.digest(), "little")
 
 
 @contextmanager
@@ -214,17 +214,17 @@ def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]
         return
     device = places.device.type
     modules: list[Any] = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
-    own = [module.get_rng_state() for module in modules]
-    for module, state in zip(modules, own, strict=True):
+    states = [module.get_rng_state() for module in modules]
+    for module, state in zip(modules, states, strict=True):
         first = state.to(places.device)
         for axis in axes:
             first = gather_flat(first, places.groups[axis])[: state.numel()]
         module.set_rng_state(first.to(state.device))
-    differ = [not torch.equal(module.get_rng_state(), state) for module, state in zip(modules, own, strict=True)]
+    differ = [not torch.equal(module.get_rng_state(), state) for module, state in zip(modules, states, strict=True)]
     try:
         yield
     finally:
-        for module, state, differs in zip(modules, own, differ, strict=True):
+        for module, state, differs in zip(modules, states, differ, strict=True):
             if differs:
                 module.set_rng_state(state)
 

@@ -81,13 +81,13 @@ def _crossings(
 ) -> list[AnyCrossing]:
     """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
-    found: list[AnyCrossing] = []
+    crossings: list[AnyCrossing] = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
-        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not found):
-            kind = PureCrossing if grid.pure else partial(Crossing, host=None if found else host)
-            found.append(kind(leaves, grid, axis, kept))
-    return found
+        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not crossings):
+            kind = PureCrossing if grid.pure else partial(Crossing, host=None if crossings else host)
+            crossings.append(kind(leaves, grid, axis, kept))
+    return crossings
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -118,7 +118,7 @@ def whole(tensor: DTensor) -> Tensor:
         if type(placement) is Shard:
             shape[placement.dim] = chunk(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[1]
         shapes.append(shape)
-    local = own = unwrap_local(tensor).detach()
+    local = shard = unwrap_local(tensor).detach()
     for axis, placement in reversed(list(enumerate(placements))):
         if mesh.size(axis) == 1:
             continue
@@ -127,7 +127,7 @@ def whole(tensor: DTensor) -> Tensor:
             dist.all_reduce(local, group=mesh.get_group(axis))
         elif type(placement) is Shard:
             local = undone(local, placement.dim, shapes[axis][placement.dim], mesh.get_group(axis))
-    return own.clone() if local is own else local
+    return shard.clone() if local is shard else local
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,11 +328,11 @@ class BucketOnGrid:
 
     def _unmoved_gradients(self, wholes: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Cut]:
         """Gradients that nothing splits over data axes, one after another; how to take them apart."""
-        given = _or_zeros(self, wholes, [dtype] * len(wholes), None)
+        gradients = _or_zeros(self, wholes, [dtype] * len(wholes), None)
         if self.grid.pure:
-            return together(given).to(dtype), partial(apart_again, shapes=self._shard_shapes)
+            return together(gradients).to(dtype), partial(apart_again, shapes=self._shard_shapes)
         flat = self._results.tensor(sum(map(prod, self._shard_shapes)), dtype)
-        return together(given, flat), partial(split_flat, shapes=self._shard_shapes)
+        return together(gradients, flat), partial(split_flat, shapes=self._shard_shapes)
 
     def reduce(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> list[Tensor]:
         """`reduce_steps`, waited for."""
@@ -438,10 +438,10 @@ class ReduceBucket(torch.autograd.Function):
         spot = ctx.spot
         pairs = enumerate(zip(cotangents, ctx.shards, strict=True))
         laid = [None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
-        given = _or_zeros(spot, laid, ctx.shards, ctx.op)
+        gradients = _or_zeros(spot, laid, ctx.shards, ctx.op)
         if ctx.op is not None and spot.plan.vmaps is None and not spot.grid.pure:
-            given = list(map(partial(_own_part, spot.grid), spot.leaves, given))
-        wholes = given if ctx.op is None else GatherBucket.apply(spot, *given)
+            gradients = list(map(partial(_own_part, spot.grid), spot.leaves, gradients))
+        wholes = gradients if ctx.op is None else GatherBucket.apply(spot, *gradients)
         ranks = spot._ranks if ctx.op == "sum" else 1
         out = [None if d is None else w.to(d) for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *(x if x is None or ranks == 1 else x * ranks for x in out))
@@ -453,8 +453,8 @@ class ReduceBucket(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
         spot, op, dtypes, *grads = args
-        given = in_front(info.batch_size, in_dims[3:], grads)
-        return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *given), (0,) * len(grads)
+        batched = in_front(info.batch_size, in_dims[3:], grads)
+        return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *batched), (0,) * len(grads)
 
 
 def in_layout(x: Tensor, spec: DTensorSpec) -> Tensor:

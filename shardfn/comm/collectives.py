@@ -60,18 +60,18 @@ class RankIndex(int):
 
     def __new__(cls, value: int, *axes: str) -> "RankIndex":
         """A number that differs over `axes`."""
-        made = super().__new__(cls, value)
-        made.axes = frozenset(axes)
-        return made
+        index = super().__new__(cls, value)
+        index.axes = frozenset(axes)
+        return index
 
     __hash__ = int.__hash__
 
 
 def _follows(name: str) -> Callable[..., Any]:
     def operation(self: RankIndex, *others: Any) -> Any:
-        found = getattr(int, name)(self, *others)
+        result = getattr(int, name)(self, *others)
         axes = self.axes.union(*(other.axes for other in others if isinstance(other, RankIndex)))
-        return RankIndex(found, *axes) if type(found) is int else found
+        return RankIndex(result, *axes) if type(result) is int else result
 
     return operation
 
@@ -390,20 +390,20 @@ def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], recei
         ShardError: the mesh has no such axis, the counts are not W or do not add up to the rows of x; under
             `torch.compile`, `sf.jit` and `sf.simulate`, where sizes cannot depend on values.
     """
-    size, given = _size("all_to_all_rows", mesh, axis, x), (tuple(map(int, send)), tuple(map(int, receive)))
+    size, both = _size("all_to_all_rows", mesh, axis, x), (tuple(map(int, send)), tuple(map(int, receive)))
     if not x.dim():
         raise ShardError("all_to_all_rows: x is a scalar, which has no rows")
-    for name, counts in zip(("send", "receive"), given, strict=True):
+    for name, counts in zip(("send", "receive"), both, strict=True):
         if len(counts) != size or min(counts) < 0:
             raise ShardError(f"all_to_all_rows: {name}={list(counts)} has to be {axis}={size} counts, one a rank")
-    if sum(given[0]) != len(x):
-        raise ShardError(f"all_to_all_rows: x has {len(x)} rows, and send={list(given[0])} adds up to {sum(given[0])}")
+    if sum(both[0]) != len(x):
+        raise ShardError(f"all_to_all_rows: x has {len(x)} rows, and send={list(both[0])} adds up to {sum(both[0])}")
     if size > 1 and not x.is_meta and (torch.compiler.is_compiling() or _torch.has_no_memory() or _torch.simulated()):
         raise ShardError(
             "all_to_all_rows: how many rows a rank receives depends on values, which torch.compile, sf.jit and "
             "sf.simulate cannot follow. Leave it out of the graph, or use all_to_all with the same number for all ranks"
         )
-    return x if size == 1 else bind("all_to_all_rows", x, mesh, axis, 0, *given)
+    return x if size == 1 else bind("all_to_all_rows", x, mesh, axis, 0, *both)
 
 
 def _exchanged_by_gather(x: Tensor, mesh: Mesh, axis: str, size: int, split_dim: int, concat_dim: int) -> Tensor:
@@ -411,8 +411,8 @@ def _exchanged_by_gather(x: Tensor, mesh: Mesh, axis: str, size: int, split_dim:
     parts = bind("all_gather", x.unsqueeze(0), mesh, axis, 0)  # [W, ..]
     length = x.shape[split_dim] // size
     index = 0 if isinstance(mesh, MeshSpec) else mesh.get_local_rank(axis)
-    own = parts.narrow(split_dim + 1, index * length, length)
-    return own.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+    part = parts.narrow(split_dim + 1, index * length, length)
+    return part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
 def _size(name: str, mesh: Mesh, axis: str, x: Tensor | None = None) -> int:

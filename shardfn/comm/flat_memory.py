@@ -119,16 +119,16 @@ def portions(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
     >>> list(portions([3, 4, 9, 1], int, limit=8))
     [[3, 4], [9], [1]]
     """
-    found: list[Item] = []
+    portion: list[Item] = []
     total = 0
     for item in items:
-        if found and total + size(item) > limit:
-            yield found
-            found, total = [], 0
-        found.append(item)
+        if portion and total + size(item) > limit:
+            yield portion
+            portion, total = [], 0
+        portion.append(item)
         total += size(item)
-    if found:
-        yield found
+    if portion:
+        yield portion
 
 
 _Run = tuple[list[int], int]  # rows as they lie in memory, and how many elements they have
@@ -172,9 +172,9 @@ def _starts(columns: Sequence[Sequence[Tensor]], numels: list[int]) -> Sequence[
             starts.update(compress(count(1), map(ne, begins[1:], ends)))
         if len(starts) > rows:
             return range(rows + 1)
-        own = numels if column is columns[0] else list(map(Tensor.numel, column))
-        if own != numels:
-            loose.update(compress(count(), map(ne, own, numels)))
+        lengths = numels if column is columns[0] else list(map(Tensor.numel, column))
+        if lengths != numels:
+            loose.update(compress(count(), map(ne, lengths, numels)))
         if not all(map(Tensor.is_contiguous, column)):
             loose.update(compress(count(), map(not_, map(Tensor.is_contiguous, column))))
     return sorted(starts.union(loose, (i + 1 for i in loose)))
@@ -228,9 +228,9 @@ class Buffer:
     def views(self, views: Sequence[View]) -> list[Tensor]:
         """Tensors for views; the same tensors for the same sequence object."""
         if id(views) not in self._views:
-            made = [self.flat.as_strided(*view[:3]) for view in views]
-            self._views[id(views)] = views, made  # keeps the sequence, so that its id is not given to another one
-            self.own_uses += len(made)
+            tensors = [self.flat.as_strided(*view[:3]) for view in views]
+            self._views[id(views)] = views, tensors  # keeps the sequence, so that its id is not given to another one
+            self.own_uses += len(tensors)
         return self._views[id(views)][1]
 
     def tensor(self) -> Tensor:

@@ -210,16 +210,16 @@ def way_of(
     parts = torch.empty(ranks, numel - starts[first], device="meta")
     shards, together = [start * itemsize for start in starts[:-1]], places.moves[first:]
     even = all(x.numel and not x.dim and x.whole[0] == x.chunk[0] * ranks for x in together)
-    made = Way(one_by_one, first, shards, wholes, parts.numel(), even and bool(together), [], [], [], [])
+    way = Way(one_by_one, first, shards, wholes, parts.numel(), even and bool(together), [], [], [], [])
     for index, move in enumerate(together, first):
         part = parts.narrow(1, starts[index] - starts[first], move.numel).view(ranks, *move.chunk)
         for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
             place = view_of(to)
-            made.leaves.append(index)
-            made.parts.append(view_of(from_))
-            made.in_leaf.append(place)
-            made.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
-    return made
+            way.leaves.append(index)
+            way.parts.append(view_of(from_))
+            way.in_leaf.append(place)
+            way.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
+    return way
 
 
 class Crossing:
@@ -291,17 +291,17 @@ class Crossing:
     def _messages(self, flat: Tensor, alone: int) -> dict[int, Tensor]:
         """Of a flat tensor [n] what travels in each message: the first `alone` leaves by themselves, then the rest."""
         lengths = [move.lengths(self.ranks)[self.rank] for move in self.moves[:alone]]
-        found = {tag: flat.narrow(0, self.starts[tag], length) for tag, length in enumerate(lengths) if length}
+        messages = {tag: flat.narrow(0, self.starts[tag], length) for tag, length in enumerate(lengths) if length}
         rest = self.numel - self.starts[alone]
-        return found | {alone: flat.narrow(0, self.starts[alone], rest)} if rest else found
+        return messages | {alone: flat.narrow(0, self.starts[alone], rest)} if rest else messages
 
     def _parts(self, wholes: Sequence[Tensor], staging: Tensor, rank: int) -> dict[int, Tensor]:
         """The same of another rank, or of this one, where whole leaves are, and the parts [W, n] of all others."""
-        found: dict[int, Tensor] = {}
+        parts: dict[int, Tensor] = {}
         for tag, (whole, move) in enumerate(zip(wholes, self.moves, strict=False)):
             if length := move.lengths(self.ranks)[rank]:
-                found[tag] = whole.view(-1).narrow(0, rank * move.numel, length)
-        return found | {len(wholes): staging[rank]} if staging.numel() else found
+                parts[tag] = whole.view(-1).narrow(0, rank * move.numel, length)
+        return parts | {len(wholes): staging[rank]} if staging.numel() else parts
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with another one."""
@@ -361,8 +361,8 @@ class Crossing:
             if not way.one_by_one:
                 return (yield from raw_collectives.scatter_sum_steps(rows, self.group, buffers, results))
             zeros = partial(torch.zeros, dtype=dtype, device=buffers.device)
-            given = zip(self.moves, wholes[: way.alone], strict=False)
-            sent = [zeros(move.whole) if x is None else x.to(dtype).contiguous() for move, x in given]
+            pairs = zip(self.moves, wholes[: way.alone], strict=False)
+            sent = [zeros(move.whole) if x is None else x.to(dtype).contiguous() for move, x in pairs]
             return (yield from self._exchange_gradients(sent, rows, dtype, buffers, results))
         finally:
             staging.held = False
@@ -375,9 +375,9 @@ class Crossing:
 
     def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], way: Way) -> None:
         """Copy what travels together into the parts."""
-        given = [*filter(_is_there, wholes[way.alone :])]
-        if way.even and len(given) == len(self.moves) - way.alone:
-            chunk_cat(given, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
+        gradients = [*filter(_is_there, wholes[way.alone :])]
+        if way.even and len(gradients) == len(self.moves) - way.alone:
+            chunk_cat(gradients, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
             return
         into, from_ = [], []
         for index, place, view in zip(way.leaves, staging.views(way.parts), way.in_leaf, strict=True):
@@ -406,9 +406,9 @@ class Crossing:
         works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
         works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
-        own = self._parts(wholes, staging, self.rank)
-        if own:
-            foreach("add_" if begins == 0 else "copy_")([*self._messages(out, alone).values()], [*own.values()])
+        mine = self._parts(wholes, staging, self.rank)
+        if mine:
+            foreach("add_" if begins == 0 else "copy_")([*self._messages(out, alone).values()], [*mine.values()])
         for row in extra:
             out.add_(row)
         return [out]
@@ -452,18 +452,18 @@ class PureCrossing:
         pairs = zip(self._moves_at(coords), shards, strict=True)
         return [together([_rows(shard.to(dtype), move, 1) for move, shard in pairs])]
 
-    def _joined(self, coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
+    def _joined(self, coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
         moves = self._moves_at(coords)
-        parts = given[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
+        parts = flats[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
         pairs = zip(parts, moves, strict=True)
         return [together([_of_rows(part, move, self.ranks, move.whole) for part, move in pairs])]
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made."""
 
-        def cut(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
-            return apart_again(given[0], [move.whole for move in self._moves_at(coords)])
+        def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
+            return apart_again(flats[0], [move.whole for move in self._moves_at(coords)])
 
         return per_rank(self._grid, cut, [flat])
 
@@ -479,15 +479,15 @@ class PureCrossing:
     def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
         """[W, n]: row i is for rank i."""
         zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._moves_at(coords), wholes, strict=True)
-        given = [(zeros(move.whole, dtype=dtype) if x is None else x.to(dtype), move) for move, x in pairs]
-        return [torch.cat([_rows(x, move, self.ranks).reshape(self.ranks, move.numel) for x, move in given], dim=1)]
+        gradients = [(zeros(move.whole, dtype=dtype) if x is None else x.to(dtype), move) for move, x in pairs]
+        return [torch.cat([_rows(x, move, self.ranks).reshape(self.ranks, move.numel) for x, move in gradients], dim=1)]
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n]."""
 
-        def cut(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
+        def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
             moves = self._moves_at(coords)
-            chunks = given[0].split([move.numel for move in moves])
+            chunks = flats[0].split([move.numel for move in moves])
             return [_of_rows(chunk, move, 1, move.shard) for chunk, move in zip(chunks, moves, strict=True)]
 
         return per_rank(self._grid, cut, [flat])
@@ -520,9 +520,9 @@ def _of_rows(rows: Tensor, move: Move, chunks: int, shape: tuple[int, ...]) -> T
 
 def undone(local: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks side by side on `dim`, of which together `length` are there."""
-    own, ranks = tuple(local.shape), group.size()
-    chunk, joined = ((*own[:dim], size, *own[dim + 1 :]) for size in (-(-length // ranks), length))
-    move = Move(dim, own, chunk, joined)
+    shape, ranks = tuple(local.shape), group.size()
+    chunk, joined = ((*shape[:dim], size, *shape[dim + 1 :]) for size in (-(-length // ranks), length))
+    move = Move(dim, shape, chunk, joined)
     if not move.numel:
         return local.new_empty(joined)
     return _of_rows(raw_collectives.gather_flat(_rows(local, move, 1).reshape(-1), group), move, ranks, joined)

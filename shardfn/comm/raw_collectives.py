@@ -43,11 +43,11 @@ def gather_flat(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if _torch.has_no_memory():
         return _torch.waited(_torch.gathering(shard, group))
     full = shard.new_empty(shard.numel() * group.size())  # [W*n]
-    into, own = full.view(torch.uint8), shard.view(torch.uint8)
-    if gloo_messages.serves(own, group):
-        gloo_messages.gather(into.view(group.size(), -1), own.view(-1), group.group_name)
+    into, source = full.view(torch.uint8), shard.view(torch.uint8)
+    if gloo_messages.serves(source, group):
+        gloo_messages.gather(into.view(group.size(), -1), source.view(-1), group.group_name)
     else:
-        _torch.all_gather_single(into, own, group=group)
+        _torch.all_gather_single(into, source, group=group)
     return full
 
 

@@ -93,8 +93,8 @@ class TorchFullyShardedDataParallel(nn.Module):
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """What the model saves: its own method of this name, or its state dict."""
-        own = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
-        return own(prefix=prefix, keep_vars=keep_vars)
+        method = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        return method(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # pyright: ignore
         """Does nothing: Megatron has loaded into the tensors of `state_dict()` by then."""
@@ -126,7 +126,7 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
     Raises:
         ShardError: something else is listed.
     """
-    found: set[type[nn.Module]] = set()
+    classes: set[type[nn.Module]] = set()
     for name, inside in module.named_modules():
         listed = getattr(inside, "_fsdp_modules", ())
         what = f"TorchFullyShardedDataParallel: _fsdp_modules of {name or type(inside).__name__!r}"
@@ -139,17 +139,17 @@ def _asked_for(module: nn.Module) -> set[type[nn.Module]]:
                 raise ShardError(
                     f"TorchFullyShardedDataParallel: {name!r} ({class_of(inside).__name__}) is sharded already"
                 )
-            found.add(cls)
-    return found
+            classes.add(cls)
+    return classes
 
 
 def _defaults() -> set[type[nn.Module]]:
     """Megatron's own classes, as far as they can be imported."""
-    found: set[type[nn.Module]] = set()
+    classes: set[type[nn.Module]] = set()
     for path, name in _DEFAULTS:
         with suppress(ImportError):
-            found.add(getattr(importlib.import_module(path), name))
-    return found
+            classes.add(getattr(importlib.import_module(path), name))
+    return classes
 
 
 def _data_group() -> dist.ProcessGroup:

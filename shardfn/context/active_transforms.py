@@ -83,8 +83,8 @@ class Differentiation:
 
     @cached_property
     def _fresh(self) -> list[Tensor]:
-        given = set(map(id, leaves_that_ask(self._others)))
-        return [leaf for leaf in leaves_that_ask(self.trees) if id(leaf) not in given]
+        of_others = set(map(id, leaves_that_ask(self._others)))
+        return [leaf for leaf in leaves_that_ask(self.trees) if id(leaf) not in of_others]
 
     def own(self) -> set[int]:
         """Ids of the leaves that nobody else asks for."""
@@ -178,16 +178,16 @@ def is_differentiated(tensors: Iterable[Tensor]) -> bool:
     return any(source in wanted for source in _sources(map(_torch.innermost_value, given)))
 
 
-def reaches_others(tensors: Iterable[Tensor], own: Collection[int]) -> bool:
-    """Whether a tensor is made of leaves that ask for a gradient and are not `own`."""
-    return any(isinstance(source, int) and source not in own for source in _sources(tensors))
+def reaches_others(tensors: Iterable[Tensor], leaves: Collection[int]) -> bool:
+    """Whether a tensor is made of leaves that ask for a gradient and are not among `leaves`."""
+    return any(isinstance(source, int) and source not in leaves for source in _sources(tensors))
 
 
-def note_shared(made: Tensor, axis: str, name: str) -> None:
+def note_shared(shared: Tensor, axis: str, name: str) -> None:
     """A collective has made what the ranks of an axis share, of what is differentiated."""
-    if made.grad_fn is not None and _torch.backward_id() == -1:
+    if shared.grad_fn is not None and _torch.backward_id() == -1:
         for each in _UNDER_WAY.get():
-            each._shared.append((made.grad_fn, axis, name))
+            each._shared.append((shared.grad_fn, axis, name))
 
 
 def note_tree(tree: Mapping[str, Tensor]) -> None:
@@ -198,15 +198,15 @@ def note_tree(tree: Mapping[str, Tensor]) -> None:
     if not around or around[0].meets_others or id(tree) in map(id, around[0].trees):
         return
     if torch.is_grad_enabled() and not _torch.in_transform():
-        own = set[int]().union(*(each.own() for each in around))
-        around[0].meets_others = reaches_others(tree.values(), own)
+        leaves = set[int]().union(*(each.own() for each in around))
+        around[0].meets_others = reaches_others(tree.values(), leaves)
 
 
 def _sources(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """What tensors are made of: ids of leaves that ask for a gradient, and the nodes in between."""
-    given = [x for x in tensors if x.requires_grad]
-    yield from (id(x) for x in given if x.grad_fn is None)
-    for node in _nodes(given):
+    tracked = [x for x in tensors if x.requires_grad]
+    yield from (id(x) for x in tracked if x.grad_fn is None)
+    for node in _nodes(tracked):
         yield id(node.variable) if type(node).__name__ == "AccumulateGrad" else node
 
 

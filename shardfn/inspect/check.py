@@ -172,11 +172,11 @@ def check(
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
         try:
             with simulate(**sizes) as mesh:
-                found = _step(model, mesh, plain, loss_fn, args)
-                places = grid(mesh, found.roles.storage)
+                computed = _step(model, mesh, plain, loss_fn, args)
+                places = grid(mesh, computed.roles.storage)
         except Exception as error:
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
-    return _compared(found, wanted, places, tolerance)
+    return _compared(computed, wanted, places, tolerance)
 
 
 def _in_own_dtypes(policy: Policy, model: nn.Module) -> Policy:
@@ -184,7 +184,7 @@ def _in_own_dtypes(policy: Policy, model: nn.Module) -> Policy:
     policy = replace_units(policy, dict(model.named_modules()))
     units = policy.units
     if isinstance(units, Mapping):
-        units = {unit: {k: v for k, v in given.items() if k == "regather"} for unit, given in units.items()}
+        units = {unit: {k: v for k, v in settings.items() if k == "regather"} for unit, settings in units.items()}
     return replace(policy, units=units, compute_dtype=None, reduce_dtype=None, output_dtype=None, offload=None)
 
 
@@ -248,24 +248,24 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
         yield
 
 
-def _compared(found: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
+def _compared(computed: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
     problems: list[str] = []
     close = partial(agrees, tolerance=tolerance)
-    ours = [float(part_of_rank(found.loss, rank)) for rank in places.ranks()]
+    ours = [float(part_of_rank(computed.loss, rank)) for rank in places.ranks()]
     theirs = float(part_of_rank(wanted.loss, 0))
     equal_loss = all(close(torch.tensor(x), torch.tensor(theirs), 0.0) for x in ours)
-    module = _first_different(found, wanted, places, close)
+    module = _first_different(computed, wanted, places, close)
     if module is not None:
         ends = [path for path, _ in wanted.outputs]
         last = ends[ends.index(module) - 1] if module in ends[1:] else None
         before = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
         problems.append(f"the output of '{module or '(root)'}' is the first that differs{before}")
     if not equal_loss:
-        problems.append(_loss_problem(ours[0], theirs, places, found.roles.data, module is None))
-    wrong = _different(found.grads, wanted.grads, places, close)
+        problems.append(_loss_problem(ours[0], theirs, places, computed.roles.data, module is None))
+    wrong = _different(computed.grads, wanted.grads, places, close)
     problems += [f"the gradient of '{name}' differs by {error:.1e} of its norm{how}" for name, error, how in wrong]
     if not problems:
-        late = _different(found.updated, wanted.updated, places, close)
+        late = _different(computed.updated, wanted.updated, places, close)
         problems += [f"'{name}' differs by {error:.1e} of its norm after an update" for name, error, _ in late]
     if len(problems) == (module is not None):  # outputs of modules that nothing depends on
         problems, module = [], None
@@ -310,26 +310,26 @@ def _different(
     return wrong
 
 
-def _factor(given: Tensor, right: Tensor) -> float | None:
+def _factor(value: Tensor, right: Tensor) -> float | None:
     """The number that one is of the other, if there is one."""
     square = right.double().square().sum().item()
-    ratio = (given.double() * right.double()).sum().item() / square if square else 0.0
-    fits = ratio and (given.double() - ratio * right.double()).norm() <= 1e-3 * given.double().norm()
+    ratio = (value.double() * right.double()).sum().item() / square if square else 0.0
+    fits = ratio and (value.double() - ratio * right.double()).norm() <= 1e-3 * value.double().norm()
     return ratio if fits else None
 
 
-def agrees(given: Tensor, right: Tensor, floor: float, tolerance: float) -> bool:
+def agrees(value: Tensor, right: Tensor, floor: float, tolerance: float) -> bool:
     """Whether a value is the right one: by the norm of their difference, relative to its norm or to `floor`."""
-    return (given.double() - right.double()).norm().item() <= tolerance * max(right.double().norm().item(), floor)
+    return (value.double() - right.double()).norm().item() <= tolerance * max(right.double().norm().item(), floor)
 
 
-def _first_different(found: _Step, wanted: _Step, places: Grid, close: Callable[..., bool]) -> str | None:
+def _first_different(computed: _Step, wanted: _Step, places: Grid, close: Callable[..., bool]) -> str | None:
     """The first module that has another output than on one rank; "" is the model itself."""
-    for (path, ours), (other, theirs) in zip(found.outputs, wanted.outputs, strict=False):
+    for (path, ours), (other, theirs) in zip(computed.outputs, wanted.outputs, strict=False):
         if path != other or len(ours) != len(theirs):
             return path
         pairs = zip(ours, theirs, strict=True)
-        if any(_is_different(x, part_of_rank(y, 0), places, found.roles.data, close) for x, y in pairs):
+        if any(_is_different(x, part_of_rank(y, 0), places, computed.roles.data, close) for x, y in pairs):
             return path
     return None
 
@@ -342,18 +342,18 @@ def _is_different(x: Tensor, whole: Tensor, places: Grid, data: Sequence[str], c
         index = index_along(data, places.sizes, places.coords_of(rank))
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]
-    own = whole.unflatten(0, (count, -1)) if split and count > 1 else [whole] * count
-    return not all(_fits(part, parts, own[index], close) for index, parts in samples.items() for part in parts)
+    expected = whole.unflatten(0, (count, -1)) if split and count > 1 else [whole] * count
+    return not all(_fits(part, parts, expected[index], close) for index, parts in samples.items() for part in parts)
 
 
-def _fits(part: Tensor, parts: Sequence[Tensor], own: Tensor, close: Callable[..., bool]) -> bool:
+def _fits(part: Tensor, parts: Sequence[Tensor], expected: Tensor, close: Callable[..., bool]) -> bool:
     """Whether a part is the samples themselves, or all parts together are, in whatever order a rule splits them."""
-    if part.shape == own.shape:
-        return close(part, own, 0.0)
-    if part.dim() != own.dim() or part.numel() * len(parts) != own.numel():
+    if part.shape == expected.shape:
+        return close(part, expected, 0.0)
+    if part.dim() != expected.dim() or part.numel() * len(parts) != expected.numel():
         return True  # nothing is known about such an output
     together = torch.cat([other.reshape(-1) for other in parts])
-    return close(together.sort().values, own.reshape(-1).sort().values, 0.0)
+    return close(together.sort().values, expected.reshape(-1).sort().values, 0.0)
 
 
 def _named_module(model: nn.Module, text: str) -> str | None:

@@ -67,8 +67,8 @@ def _strip(view: View, dim: int) -> _Strip:
         says_size = part.label.partition("@")[0].isdecimal()
         labels.append((part.label if says_size else f"{part.label} = {size}", start, start + size))
         start += size
-    found = view.segments[dim]
-    return _Strip((0, *(segment.stop for segment in found)), tuple(segment.at for segment in found), tuple(labels))
+    segments = view.segments[dim]
+    return _Strip((0, *(piece.stop for piece in segments)), tuple(piece.at for piece in segments), tuple(labels))
 
 
 def _cell_text(view: View, row: At | None, column: At | None) -> str:
@@ -180,7 +180,7 @@ def names_text(names: Sequence[str], most: int = 4) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    lines = [f"{pattern} ({len(found)})" if len(found) > 1 else found[0] for pattern, found in alike.items()]
+    lines = [f"{pattern} ({len(members)})" if len(members) > 1 else members[0] for pattern, members in alike.items()]
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
 
 

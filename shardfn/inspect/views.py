@@ -260,9 +260,9 @@ def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[Si
     for dim, written in enumerate(rule.dims):
         parts = []
         for block, leaf in zip(written.blocks, leaves, strict=True) if dim == block_dim else [(None, leaves[0])]:
-            own = leaf.factors(dim)
+            factors = leaf.factors(dim)
             label = str(written) if block is None or len(leaves) == 1 else str(block)
-            parts.append(SideBlock(label, leaf.shape[own], leaf.extent[own], leaf.splits[own]))
+            parts.append(SideBlock(label, leaf.shape[factors], leaf.extent[factors], leaf.splits[factors]))
         sides.append(tuple(parts))
     return tuple(sides)
 
@@ -293,16 +293,16 @@ def _splits(x: DTensor, axes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
     A strided shard of factor f cuts each of f equal parts, so it nests inside the axes that make those parts.
     """
-    found: list[list[str]] = [[] for _ in x.shape]
+    splits: list[list[str]] = [[] for _ in x.shape]
     for axis, placement in reversed(list(zip(axes, x.placements, strict=True))):
         dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
         if placement.is_replicate() or placement.is_partial() or dim is None:
             continue
-        parts = list(accumulate((axes[inner] for inner in found[dim]), mul, initial=1))  # made by the first 0, 1, ...
+        parts = list(accumulate((axes[inner] for inner in splits[dim]), mul, initial=1))  # made by the first 0, 1, ...
         if factor not in parts:
             raise ShardError(f"{placement} on axis '{axis}' cuts dim {dim} into parts that no other axis makes")
-        found[dim].insert(parts.index(factor), axis)
-    return [tuple(split) for split in found]
+        splits[dim].insert(parts.index(factor), axis)
+    return [tuple(split) for split in splits]
 
 
 def typeof(x: Any, name: str | None = None) -> str:

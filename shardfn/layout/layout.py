@@ -237,8 +237,8 @@ def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequ
 def own_parts(leaves: Sequence[Leaf], full: Sequence[Tensor], places: Grid, keep: Sequence[str] | None) -> list[Tensor]:
     """The parts of whole leaves that this rank holds, or in a simulation each."""
 
-    def parts(coords: Axes, given: Sequence[Tensor]) -> list[Tensor]:
-        return [local_slice(leaf, whole, places.sizes, coords, keep) for leaf, whole in zip(leaves, given, strict=True)]
+    def parts(coords: Axes, wholes: Sequence[Tensor]) -> list[Tensor]:
+        return [local_slice(leaf, x, places.sizes, coords, keep) for leaf, x in zip(leaves, wholes, strict=True)]
 
     return per_rank(places, parts, full)
 
@@ -286,9 +286,9 @@ def local_boxes(layout: Layout, leaf: Leaf, sizes: Axes, coords: Axes) -> Iterat
     ranges = leaf.local_range(sizes, coords)
     along = []
     for dim in range(len(leaf.merges)):
-        own = leaf.factors(dim)
+        factors = leaf.factors(dim)
         before = layout.block(leaf)[0] if dim == layout.block_dim else 0
-        along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[own], ranges[own])])
+        along.append([(start + before, n, local) for start, n, local in runs(leaf.extent[factors], ranges[factors])])
     for chosen in product(*along):
         yield tuple((start, n) for start, n, _ in chosen), tuple((local, n) for _, n, local in chosen)
 

@@ -82,7 +82,7 @@ def _check_pair(draft: Draft, over: Factor, under: Factor) -> None:
 
 def padding_for(draft: Draft, factor: Factor, ways: int) -> dict[str, int]:
     """What to pad so that a factor divides; a ratio in `Policy.local_sizes` pads what belongs together alike."""
-    for text in (text for given in draft.policy.local_sizes.values() for text in given.values()):
+    for text in (text for texts in draft.policy.local_sizes.values() for text in texts.values()):
         try:
             pair = _paired(_terms(text))
         except ShardError:

@@ -237,7 +237,7 @@ def per_rank(places: Grid, fn: Callable[..., Sequence[Tensor]], values: Sequence
     """
     if not simulated():
         return list(fn(places.coords, list(values)))
-    return on_each_rank(lambda rank, own: fn(places.coords_of(rank), own), values)
+    return on_each_rank(lambda rank, inputs: fn(places.coords_of(rank), inputs), values)
 
 
 class _Grids(dict[tuple[Any, ...], Grid]):
@@ -309,8 +309,8 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     storage = mesh
     if tuple(sizes) != order:
         ranks = mesh.mesh.permute([list(sizes).index(axis) for axis in order]).contiguous()
-        own = [groups[axis] for axis in order]
-        storage = DeviceMesh.from_group(own, mesh.device_type, mesh=ranks, mesh_dim_names=order)
+        ordered = [groups[axis] for axis in order]
+        storage = DeviceMesh.from_group(ordered, mesh.device_type, mesh=ranks, mesh_dim_names=order)
     return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
 
 

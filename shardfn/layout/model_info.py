@@ -120,10 +120,10 @@ def named_buffers(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def by_all_names(items: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:
     """Each tensor object once, with every name that it has, in order."""
-    found: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    by_id: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
     for name, tensor in items:
-        found[id(tensor)] = tensor, (*found.get(id(tensor), (tensor, ()))[1], name)
-    return list(found.values())
+        by_id[id(tensor)] = tensor, (*by_id.get(id(tensor), (tensor, ()))[1], name)
+    return list(by_id.values())
 
 
 def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
@@ -136,8 +136,8 @@ def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
 def shards_in(model: nn.Module) -> set[int]:
     """The ids of the parameters that are shards by now."""
     held = ((m, attribute) for m in model.modules() for attribute in unwrapped(m).__dict__.get(PLACED, ()))
-    found = (parameters_of(module).get(attribute) for module, attribute in held)
-    return {id(parameter) for parameter in found if isinstance(parameter, DTensor)}
+    params = (parameters_of(module).get(attribute) for module, attribute in held)
+    return {id(parameter) for parameter in params if isinstance(parameter, DTensor)}
 
 
 def note_shard(module: nn.Module, attribute: str, placed: Placed | None) -> None:
@@ -176,15 +176,15 @@ def _modules(model: nn.Module) -> Iterator[ModuleInfo]:
     # By identity: wrappers for activation checkpointing leave their own name out of those of parameters.
     canonical = {id(tensor): names[0] for tensor, names in by_all_names(model.named_parameters(remove_duplicate=False))}
     for name, module in model.named_modules():
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        params = tuple((attribute, canonical[id(tensor)]) for attribute, tensor in own)
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        params = tuple((attribute, canonical[id(tensor)]) for attribute, tensor in named)
         classes = tuple(map(class_name, class_of(module).__mro__))
         yield ModuleInfo(name, classes, params, kind_of(module), _list_of(module), _forward_owner(module))
 
 
 def _forward_owner(module: nn.Module) -> str:
-    own = patched_forward(module) is not None
-    return "" if own else next(class_name(cls) for cls in class_of(module).__mro__ if "forward" in vars(cls))
+    is_patched = patched_forward(module) is not None
+    return "" if is_patched else next(class_name(cls) for cls in class_of(module).__mro__ if "forward" in vars(cls))
 
 
 def kind_of(module: nn.Module) -> str:
@@ -195,8 +195,8 @@ def kind_of(module: nn.Module) -> str:
     made of others (`torch.nn.utils.parametrizations`) is no parameter of the module.
     """
     cls = class_of(module)
-    own = {attribute.partition("[")[0] for attribute in dict.keys(parameters_of(unwrapped(module)))}  # also of shards
-    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in own
+    names = {attribute.partition("[")[0] for attribute in dict.keys(parameters_of(unwrapped(module)))}  # also of shards
+    reads_weight = issubclass(cls, nn.MultiheadAttention) or "weight" in names
     if not reads_weight or patched_forward(module) is not None:
         return "other"
     if _forward_owner(module) in _TRANSPOSED:

@@ -140,8 +140,8 @@ class Plan:
 
         None for a parameter that is a DTensor over them: its modules know what to do.
         """
-        found = layout.axes if dim is None else layout.model_axes(dim)
-        several = (axis for axis in self.roles.compute if axis in found and self.axes[axis] > 1)
+        split_over = layout.axes if dim is None else layout.model_axes(dim)
+        several = (axis for axis in self.roles.compute if axis in split_over and self.axes[axis] > 1)
         return [] if layout.placed is not None else list(several)
 
     def gathered_axes(self, layout: Layout) -> list[str]:
@@ -223,7 +223,7 @@ class Plan:
 
     def _traffic(self) -> Iterator[tuple[int, int]]:
         """Of each bucket, how many collectives there are in one step, and how many bytes a rank receives in them."""
-        for unit, bucket in [(own, bucket) for own in self.units for bucket in own.buckets]:
+        for unit, bucket in [(each, bucket) for each in self.units for bucket in each.buckets]:
             several = [axis for axis in self.roles.data if self.axes[axis] > 1 and axis not in bucket.kept]
             split = [axis for axis in bucket.axes if axis in several]
             kept = self.kept_over(unit) if unit.regather else 1  # None: all of it is gathered again
@@ -375,8 +375,8 @@ class Plan:
 
 def first_matches(patterns: Mapping[str, object], info: ModelInfo) -> dict[str, str]:
     """Module -> the first pattern that matches its name."""
-    found = {module.name: first_match(patterns, [module.name]) for module in info.modules if patterns}
-    return {path: pattern for path, pattern in found.items() if pattern is not None}
+    firsts = {module.name: first_match(patterns, [module.name]) for module in info.modules if patterns}
+    return {path: pattern for path, pattern in firsts.items() if pattern is not None}
 
 
 def innermost(data: Sequence[str], axes: Mapping[str, int]) -> str | None:

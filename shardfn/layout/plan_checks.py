@@ -81,17 +81,17 @@ def _unlike_heads(draft: Draft, module: ModuleInfo, layouts: Mapping[str, Layout
     """`nn.MultiheadAttention` whose weights before and after the heads are not split over the same compute axes."""
     after = draft.info.module(f"{module.name}.out_proj".removeprefix("."))
     names = dict(module.params) | {f"out_proj.{key}": name for key, name in (after.params if after else ())}
-    found = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
-    complete = len(found) == len(names) and "out_proj.weight" in found  # and no part of a model
-    if not complete or any(layout.placed is not None for layout in found.values()):
+    of_module = {attribute: layouts[name] for attribute, name in names.items() if name in layouts}
+    complete = len(of_module) == len(names) and "out_proj.weight" in of_module  # and no part of a model
+    if not complete or any(layout.placed is not None for layout in of_module.values()):
         return []
-    splits = {key: [draft.splitting(x.model_axes(dim)) for dim in range(len(x.shape))] for key, x in found.items()}
+    splits = {key: [draft.splitting(x.model_axes(dim)) for dim in range(len(x.shape))] for key, x in of_module.items()}
     wanted, heads = splits["out_proj.weight"][1], {key: _DIM_OF_HEADS.get(key, 0) for key in splits}
     alike = {key: [wanted if dim == heads[key] else [] for dim in range(len(x))] for key, x in splits.items()}
     if splits == alike:
         return []
     axis = next(axis for dims in splits.values() for split in dims for axis in split)
-    rules = ", ".join(f"{attribute} '{layout.rule}'" for attribute, layout in found.items())
+    rules = ", ".join(f"{attribute} '{layout.rule}'" for attribute, layout in of_module.items())
     return [
         f"{module.name or '(the model)'}: MultiheadAttention computes with whole heads when all of its weights are "
         f"split between them; here {rules}.\n    Write in_proj_weight '(3 heads@{axis} d) _', in_proj_bias "
@@ -137,8 +137,8 @@ def check_settings(draft: Draft, kept: Mapping[str, Sequence[str]]) -> None:
     _check_names(draft)
     axes, policy, problems = draft.axes, draft.policy, draft.problems
     axis = innermost(draft.role.data, axes)
-    own = policy.units.values() if isinstance(policy.units, Mapping) else ()
-    counts = dict.fromkeys([policy.regather, *(settings["regather"] for settings in own if "regather" in settings)])
+    units = policy.units.values() if isinstance(policy.units, Mapping) else ()
+    counts = dict.fromkeys([policy.regather, *(settings["regather"] for settings in units if "regather" in settings)])
     if any(type(count) is int for count in counts) and any(axes[axis] > 1 for over in kept.values() for axis in over):
         why = "weights of experts differ between neighbouring ranks, which keep parts for each other"
         problems.append(f"Policy(regather=n): {why}; use True or False")

@@ -66,7 +66,7 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
         answers = {name: answer for name, module in modules.items() if (answer := units(name, module))}
         units = {name: answer if isinstance(answer, Mapping) else {} for name, answer in answers.items()}
     if isinstance(units, Mapping):
-        return replace(policy, units={_unit_pattern(unit): given for unit, given in units.items()})
+        return replace(policy, units={_unit_pattern(unit): settings for unit, settings in units.items()})
     if not isinstance(units, Sequence | set | frozenset):
         raise TypeError(f"Policy(units={units!r}): 'auto', patterns, classes, or a callable(name, module)")
     return replace(policy, units=tuple(map(_unit_pattern, units)))
@@ -122,7 +122,7 @@ def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: Draft) ->
 
 def _kept_axes(draft: Draft, rules: Mapping[str, Rule], forwards: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
-    found: dict[str, tuple[str, ...]] = {}
+    kept_axes: dict[str, tuple[str, ...]] = {}
     role, problems = draft.role, draft.problems
     for module in draft.info.modules:
         asked = getattr(forwards.get(module.name), "keeps", ())
@@ -130,7 +130,7 @@ def _kept_axes(draft: Draft, rules: Mapping[str, Rule], forwards: Mapping[str, A
             named = name in rules and not rules[name][1].startswith("default")
             factors = rules[name][0].factors if named else ()
             kept = tuple(axis for axis in role.data if axis in asked and any(axis in f.axes for f in factors))
-            if found.setdefault(name, kept) != kept:
+            if kept_axes.setdefault(name, kept) != kept:
                 problems.append(f"{name}: one tensor of several modules, of which only some compute with a part of it")
             problems += [
                 f"{name}: its module computes with a part over '{axis}', which '{factor}' must be split over first"
@@ -138,7 +138,7 @@ def _kept_axes(draft: Draft, rules: Mapping[str, Rule], forwards: Mapping[str, A
                 for axis in kept
                 if axis in factor.axes and any(a in role.data for a in factor.axes[: factor.axes.index(axis)])
             ]
-    return found
+    return kept_axes
 
 
 def _without_ignored(draft: Draft) -> ModelInfo:
@@ -162,7 +162,7 @@ def _without_ignored(draft: Draft) -> ModelInfo:
 
 def _rules(draft: Draft) -> dict[str, Rule]:
     """Parameter -> its rule."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     policy, problems = draft.policy, draft.problems
     lacking: dict[tuple[str, ...], list[str]] = {}  # axes that the mesh has not -> parameters with them in their rules
     for pattern in policy.rules:
@@ -171,7 +171,7 @@ def _rules(draft: Draft) -> dict[str, Rule]:
         except ShardError as error:
             problems.append(str(error))
     if problems:
-        return found
+        return rules
     for param in draft.info.params:
         problems += conflicts_of(param, policy)
         try:
@@ -185,16 +185,16 @@ def _rules(draft: Draft) -> dict[str, Rule]:
         if not unknown or len(lacking[unknown]) == 1:
             problems += [f"{param.name}: {why}" for why in wrong]
         if not wrong:
-            found[param.name] = rule
+            rules[param.name] = rule
     problems += [
         f"the rules of {len(names) - 1} more parameters name '{', '.join(unknown)}', too. "
         "from_transformers and from_parallelize_plan are told the names of axes by axis= and data_axis="
         for unknown, names in lacking.items()
         if unknown and len(names) > 1
     ]
-    found |= _bias_rules(draft, found)
+    rules |= _bias_rules(draft, rules)
     draft.check_patterns("rule", policy.rules, "parameter")
-    return found
+    return rules
 
 
 def _rule(draft: Draft, param: ParamInfo) -> Rule:
@@ -233,7 +233,7 @@ def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Ru
     return parse(str(replace(spec, dims=tuple(dims)))), f"{source}, on a DTensor"
 
 
-def _bias_rules(draft: Draft, found: Mapping[str, Rule]) -> dict[str, Rule]:
+def _bias_rules(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
     derived: dict[str, Rule] = {}
     default, role = draft.policy.default, draft.role
@@ -243,11 +243,11 @@ def _bias_rules(draft: Draft, found: Mapping[str, Rule]) -> dict[str, Rule]:
         fused = "in_proj_" if module.kind == "attention" else ""
         weight, bias = names.get(f"{fused}weight", ""), names.get(f"{fused}bias", "")
         at = 0 if fused else BIAS_DIM.get(module.kind)
-        if at is None or weight not in found or bias not in found or weight in placed or bias in placed:
+        if at is None or weight not in rules or bias not in rules or weight in placed or bias in placed:
             continue
-        dim = found[weight][0].dims[at]
+        dim = rules[weight][0].dims[at]
         splits = {axis for factor in dim.factors for axis in factor.axes}
-        if not splits.intersection(role.compute) or not found[bias][1].startswith("default"):
+        if not splits.intersection(role.compute) or not rules[bias][1].startswith("default"):
             continue
         (factor, *others), words = dim.factors, str(dim)
         # A `?` would then ask about more axes than the weight's does.
@@ -296,7 +296,7 @@ def _layout(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Layout:
     parts = rule.dims[fused].blocks if dims else ()
     names = [f"{param.name}[{part.label or i}]" for i, part in enumerate(parts)] if len(parts) > 1 else [param.name]
     blocks = ([dim[i if at == fused else 0] for at, dim in enumerate(dims)] for i in range(len(names)))
-    leaves = tuple(_leaf(draft, name, rule, own) for name, own in zip(names, blocks, strict=True))
+    leaves = tuple(_leaf(draft, name, rule, block) for name, block in zip(names, blocks, strict=True))
     shared = _shared(draft, spec, rule, true)
     return Layout(**vars(param), rule=rule, source=source, leaves=leaves, block_dim=fused, shared=shared)
 
@@ -305,8 +305,8 @@ def _shared(draft: Draft, spec: Spec, rule: Spec, sizes: Sequence[int]) -> tuple
     """(axis, parts) of every compute axis that a `?` on the outermost factor of dim 0 was denied."""
     if not rule.dims or len(rule.dims[0].blocks) > 1:
         return ()
-    asked, given = spec.factors[0], rule.factors[0]
-    denied = set(asked.axes) - set(given.axes) if asked.optional else ()
+    asked, resolved = spec.factors[0], rule.factors[0]
+    denied = set(asked.axes) - set(resolved.axes) if asked.optional else ()
     return tuple((axis, sizes[0]) for axis in draft.splitting(asked.axes) if axis in denied)
 
 
@@ -333,7 +333,7 @@ def _require_divisible(draft: Draft, param: ParamInfo, spec: Spec, factor: Facto
 
 def _counted(factor: Factor, policy: Policy) -> bool:
     """Whether `Policy.local_sizes` has a module compute with the part of a factor."""
-    texts = (text for given in policy.local_sizes.values() for text in given.values())
+    texts = (text for by_attribute in policy.local_sizes.values() for text in by_attribute.values())
     return any(re.search(rf"\b{factor.name}\s*@[\s\w@]*+(?!\s*\?)", text) for text in texts)
 
 
@@ -342,10 +342,10 @@ def _leaf(draft: Draft, name: str, rule: Spec, blocks: Sequence[Sequence[Sized]]
     dims = [_flattened(draft, block) for block in blocks]
     stored = [sized for dim in dims for sized in dim]
     factors = (tuple(factor for factor, _, _ in block) for block in blocks)
-    own = tuple(replace(dim, blocks=(Block(each),)) for dim, each in zip(rule.dims, factors, strict=True))
+    new_dims = tuple(replace(dim, blocks=(Block(each),)) for dim, each in zip(rule.dims, factors, strict=True))
     shape, extent = tuple(size for _, _, size in stored), tuple(true for _, true, _ in stored)
     splits, merges = tuple(factor.axes for factor, _, _ in stored), tuple(map(len, dims))
-    return Leaf(name, shape, extent, splits, merges, replace(rule, dims=own))
+    return Leaf(name, shape, extent, splits, merges, replace(rule, dims=new_dims))
 
 
 def _flattened(draft: Draft, block: Sequence[Sized]) -> Sequence[Sized]:
@@ -428,9 +428,9 @@ def _buckets(unit: str, layouts: Sequence[Layout], role: Roles, policy: Policy) 
         for leaf in layout.leaves:
             axes = tuple(axis for axis in role.data if axis in leaf.axes and axis not in layout.kept)
             groups.setdefault((axes, layout.kept, cast or layout.dtype), []).append(leaf)
-    found = []
+    buckets = []
     for (axes, kept, dtype), leaves in groups.items():
         # What may travel straight into its place comes first, and large leaves before small ones.
         leaves.sort(key=lambda leaf: (not any(leaf.splits[:1]), -prod(leaf.shape)))
-        found.append(Bucket(unit, tuple(leaf.name for leaf in leaves), axes, dtype, policy.reduce_dtype, kept))
-    return tuple(found)
+        buckets.append(Bucket(unit, tuple(leaf.name for leaf in leaves), axes, dtype, policy.reduce_dtype, kept))
+    return tuple(buckets)

@@ -170,9 +170,9 @@ class Policy:
         """Both policies: `other`'s rules come first, and the fields `other` was given win."""
         if not isinstance(other, Policy):
             return NotImplemented
-        given = self.given | other.given
-        merged = {name: getattr(other if name in other.given else self, name) for name in given}
-        for name in given.intersection(MAPPINGS):
+        names = self.given | other.given
+        merged = {name: getattr(other if name in other.given else self, name) for name in names}
+        for name in names.intersection(MAPPINGS):
             first, second = getattr(other, name), getattr(self, name)
             merged[name] = first | {key: value for key, value in second.items() if key not in first}
         return Policy(**merged)
@@ -184,28 +184,28 @@ def batch_with(axes: Sequence[str]) -> dict[str, Any]:
     return {"batch": (*others, *BATCH_AXES)} if others else {}
 
 
-def unit_settings(given: object, unit: object) -> dict[str, Any]:
+def unit_settings(settings: object, unit: object) -> dict[str, Any]:
     """The checked settings of one unit.
 
     Raises:
         TypeError: they are no mapping, or name something that units share.
     """
-    if not isinstance(given, Mapping):
-        raise TypeError(f"Policy(units={{{unit!r}: ...}}) takes a mapping of settings, not {type(given).__name__}")
-    for name in given:
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"Policy(units={{{unit!r}: ...}}) takes a mapping of settings, not {type(settings).__name__}")
+    for name in settings:
         call = f"Policy(units={{{unit!r}: {{{name!r}: ...}}}})"
         if name not in UNIT_SETTINGS:
             raise TypeError(f"{call}: a unit may have {', '.join(UNIT_SETTINGS)}")
         if unit == "" and name != "regather":
             raise TypeError(f"{call}: what no other unit holds may have regather; {name} of it is Policy({name}=...)")
-    _check_dtypes(given)
-    checked = {"regather": _checked_regather(given["regather"])} if "regather" in given else {}
-    return {**given, **checked}
+    _check_dtypes(settings)
+    checked = {"regather": _checked_regather(settings["regather"])} if "regather" in settings else {}
+    return {**settings, **checked}
 
 
-def _check_dtypes(given: Mapping[str, Any]) -> None:
+def _check_dtypes(settings: Mapping[str, Any]) -> None:
     for name in _DTYPES:
-        dtype = given.get(name)
+        dtype = settings.get(name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"Policy({name}=...) takes a floating torch.dtype, not {dtype!r}")
 

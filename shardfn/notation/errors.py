@@ -53,8 +53,8 @@ def of_like_layers(problems: Sequence[str]) -> Iterator[str]:
     """Each kind of problem once: the first of those that differ in the numbers of a path, and which others."""
     kinds: dict[str, list[tuple[str, str]]] = {}  # with a mark for the path -> problems and paths
     for problem in problems:
-        found = _PATH.search(problem)
-        path = found[1] if found else ""
+        path_match = _PATH.search(problem)
+        path = path_match[1] if path_match else ""
         kinds.setdefault(_without_layer(problem, path), []).append((problem, path))
     for (problem, path), *others in kinds.values():
         yield f"{problem}\n    The same for {_named([p for _, p in others])}." if others and path else problem

@@ -193,9 +193,9 @@ class _Parser:
         return self.tokens[first][2][0], self.tokens[self.at - 1][2][1]
 
     def skip(self, kind: str) -> bool:
-        found = self.peek(kind)
-        self.at += found
-        return found
+        is_next = self.peek(kind)
+        self.at += is_next
+        return is_next
 
     def spec(self) -> Spec:
         dims: list[Dim] = []
@@ -334,9 +334,9 @@ class Sizes:
     `add` collects the dims of one tensor, `solve` infers what follows from them and returns the problems.
     """
 
-    def __init__(self, given: Mapping[str, int]) -> None:
-        self.known: dict[str, int] = dict(given)
-        self._origin: dict[str, str] = dict.fromkeys(given, "Policy.sizes")
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.known: dict[str, int] = dict(sizes)
+        self._origin: dict[str, str] = dict.fromkeys(sizes, "Policy.sizes")
         self._equations: list[_Equation] = []
 
     def add(self, tensor: str, spec: Spec, shape: tuple[int, ...]) -> None:

@@ -277,8 +277,8 @@ def no_option(where: str, name: str, known: Collection[str]) -> str:
     return f"{where} has no option {name!r}{did_you_mean(name, known) or '.'} There are {', '.join(known)}."
 
 
-def require_options(where: str, given: Options, defaults: Options) -> None:
-    for name, value in given.items():
+def require_options(where: str, options: Options, defaults: Options) -> None:
+    for name, value in options.items():
         if name not in defaults:
             raise ValueError(no_option(where, name, defaults))
         if name not in _RANGES:
@@ -288,7 +288,7 @@ def require_options(where: str, given: Options, defaults: Options) -> None:
             raise TypeError(f"{where}: {name}={value!r} must be {_RANGES[name][1]}")
         elif not callable(value) and not 0 <= value < _RANGES[name][0]:
             raise ValueError(f"{where}: {name}={value!r} must be {_RANGES[name][1]}")
-    merged = {**defaults, **given}
+    merged = {**defaults, **options}
     if merged.get("nesterov") and not merged["momentum"]:
         raise ValueError(f"{where}: nesterov=True needs a momentum, for example momentum=0.9")
 
@@ -401,8 +401,8 @@ def chain(*optimizers: Optimizer) -> Optimizer:
                 f"chain: expected a tuple of {len(optimizers)} states, the one that chain(...).init returns"
             )
         states: list[Any] = []
-        for member, own in zip(optimizers[:-1], state[:-1], strict=True):
-            updates, after = member.update(grads, own, params)
+        for member, member_state in zip(optimizers[:-1], state[:-1], strict=True):
+            updates, after = member.update(grads, member_state, params)
             grads = updates if len(updates) == len(grads) else like(grads, {**grads, **updates})
             states.append(after)
         return grads, states

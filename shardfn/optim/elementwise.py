@@ -184,7 +184,7 @@ class _Elementwise:
         for chosen in wanted.values():
             names = [name for name in params if name in chosen]
             leaves = [params[name] for name in names]
-            zeros = map_runs(lambda own: list(map(zeros_like, own)), unwrap_locals(leaves))  # `step` merges these too
+            zeros = map_runs(lambda run: list(map(zeros_like, run)), unwrap_locals(leaves))  # `step` merges these too
             slots.append(base.slot_like(params, dict(zip(names, map(with_local, leaves, zeros), strict=True))))
         return self.rule.state(torch.zeros((), dtype=torch.int64), *slots)
 
@@ -194,10 +194,10 @@ class _Elementwise:
             names = base.trainable(params)
             return [(self.options, names)] if names else []
         patterns = tuple(self.groups)
-        found: dict[str | None, list[str]] = {}
+        members: dict[str | None, list[str]] = {}
         for name in base.trainable(params):
-            found.setdefault(base.pattern_of(patterns, base.model_names(params, name)), []).append(name)
-        return [({**self.options, **self.groups.get(pattern or "", {})}, names) for pattern, names in found.items()]
+            members.setdefault(base.pattern_of(patterns, base.model_names(params, name)), []).append(name)
+        return [({**self.options, **self.groups.get(pattern or "", {})}, names) for pattern, names in members.items()]
 
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> _Members:
         """The members with this step's learning rates, once everything fits together."""
@@ -208,7 +208,7 @@ class _Elementwise:
         for slot in state._fields[1:]:
             names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
             base.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))
-        return [({**own, "lr": base.rate_at(verb, "lr", own["lr"], state.step)}, names) for own, names in members]
+        return [({**group, "lr": base.rate_at(verb, "lr", group["lr"], state.step)}, names) for group, names in members]
 
     def update(self, grads: Tree, state: Any, params: Tree, checked: _Members | None = None) -> tuple[Tree, Any]:
         """Leaf by leaf; `checked`: what `_checked` has returned already."""
@@ -222,11 +222,11 @@ class _Elementwise:
             rule = self.rule.update(options, step.double())
             slots = self.rule.slots(options)
             for name in names:
-                param, own = local(params[name]), [local(old[slot][name]) for slot in slots]
-                wide = reduce(torch.promote_types, map(_dtype_of, (param, *own)), torch.float32)
-                result, states = rule(*(x.to(wide) for x in (local(grads[name]), param, *own)))
+                param, values = local(params[name]), [local(old[slot][name]) for slot in slots]
+                wide = reduce(torch.promote_types, map(_dtype_of, (param, *values)), torch.float32)
+                result, states = rule(*(x.to(wide) for x in (local(grads[name]), param, *values)))
                 updates[name] = wrap(params[name], result)
-                for slot, before, value in zip(slots, own, states, strict=True):
+                for slot, before, value in zip(slots, values, states, strict=True):
                     new[slot][name] = wrap(params[name], value.to(before.dtype))
         ordered = {name: updates[name] for name in params if name in updates}
         after = (base.slot_like(params, tree) for tree in new.values())

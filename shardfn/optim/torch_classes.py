@@ -87,9 +87,9 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
         )
-    made = _FromTorch(cls, dict(kwargs), elementwise)
-    made.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
-    return Optimizer(made.init, made.update, made.step)
+    functions = _FromTorch(cls, dict(kwargs), elementwise)
+    functions.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
+    return Optimizer(functions.init, functions.update, functions.step)
 
 
 def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
@@ -135,7 +135,7 @@ class _FromTorch:
     def init(self, params: Tree) -> TorchState:
         base.require_some("from_torch.init", params)
         step = torch.zeros((), dtype=torch.int64)
-        found: dict[str, dict[str, Tensor]] = {}
+        slots: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, Tensor] = {}
         for name in base.trainable(params):
             for key, value in self._template(params, name).items():
@@ -144,8 +144,8 @@ class _FromTorch:
                 else:
                     leaf = params[name] if self.elementwise else value
                     zeros = torch.zeros_like(unwrap_local(leaf), dtype=value.dtype)
-                    found.setdefault(key, {})[name] = with_local(leaf, zeros)
-        return TorchState(step, {key: self._slot(params, leaves) for key, leaves in found.items()}, scalars)
+                    slots.setdefault(key, {})[name] = with_local(leaf, zeros)
+        return TorchState(step, {key: self._slot(params, leaves) for key, leaves in slots.items()}, scalars)
 
     def _slot(self, params: Tree, leaves: dict[str, Tensor]) -> Tree:
         return base.slot_like(params, leaves) if self.elementwise else leaves

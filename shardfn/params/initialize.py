@@ -52,8 +52,8 @@ def shard_own(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, alike: bo
 
     Of an origin with `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
-    made, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
-    tree = NewTree(made, mesh, places, empty_shards(made, places), {})
+    plan_, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
+    tree = NewTree(plan_, mesh, places, empty_shards(plan_, places), {})
     tree.fill(origin, seed)
     return tree.wrapped()
 
@@ -85,8 +85,8 @@ class NewTree:
                 self.cut(one, from_src(value, src, places))
                 del value
         for name, buffer in buffers.items():
-            own = from_src(buffer, src, places)
-            self.buffers[name] = own if own.is_meta else torch.empty_like(own, device=places.device).copy_(own)
+            sent = from_src(buffer, src, places)
+            self.buffers[name] = sent if sent.is_meta else torch.empty_like(sent, device=places.device).copy_(sent)
 
     def cut(self, layout: Layout, full: Tensor) -> None:
         """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
@@ -110,37 +110,37 @@ def agreed_plan(
     """The plan of all ranks, where this one is, and the seed of the first; `facts` of it must be the same on all."""
     lines: list[str] = []
     try:
-        made: Plan | Exception = _checked_plan(origin, mesh, policy)
-        lines = facts(made)
+        plan_: Plan | Exception = _checked_plan(origin, mesh, policy)
+        lines = facts(plan_)
     except Exception as error:  # the other ranks must hear of it before it is raised
-        made = error
-    seed = agree(mesh, made, lines, verb)
-    assert isinstance(made, Plan)
-    return made, grid(mesh, made.roles.storage), seed
+        plan_ = error
+    seed = agree(mesh, plan_, lines, verb)
+    assert isinstance(plan_, Plan)
+    return plan_, grid(mesh, plan_.roles.storage), seed
 
 
 def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
-    made = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
+    plan_ = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
     if isinstance(policy, Plan):
-        if made != policy:
-            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(made)}")
-        made = policy
-    if made.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
+        if plan_ != policy:
+            raise ShardError(f"shard: this plan was made for another model or mesh\n{policy.diff(plan_)}")
+        plan_ = policy
+    if plan_.policy.offload == "cpu" and mesh.device_type not in ("cpu", "cuda"):
         use = "is for CUDA devices, and means nothing on CPUs"
         raise ShardError(f"shard: Policy(offload='cpu') {use}; this mesh is of {mesh.device_type}")
     ranks = mesh.mesh.flatten().tolist()
     if origin.src is not None and origin.src not in ranks:
         raise ShardError(f"shard: src={origin.src} is not a rank of the mesh, which has {ranks}")
     if not origin.later:
-        _require_values(origin, made)
-    return made
+        _require_values(origin, plan_)
+    return plan_
 
 
-def _require_values(origin: Origin, made: Plan) -> None:
+def _require_values(origin: Origin, plan_: Plan) -> None:
     tensors, src = named_parameters(origin.model), origin.src
-    named = {name: tensors[name] for name in made.layouts} | named_buffers(origin.model)
+    named = {name: tensors[name] for name in plan_.layouts} | named_buffers(origin.model)
     meta = [name for name, x in named.items() if x.is_meta]
     if not meta or (src is not None and dist.get_rank() != src):
         return
@@ -160,14 +160,14 @@ def _require_values(origin: Origin, made: Plan) -> None:
 
 def _sampled(tensor: Tensor) -> str:
     """A hash of some elements: tells apart models that were made from different seeds, without reading all of them."""
-    found = []
+    digests = []
     for values in values_of(tensor.detach()):
         flat = values.reshape(-1)
         some = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
-        found.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
-    if len(set(found)) > 1:
+        digests.append(hashlib.blake2b(some.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest())
+    if len(set(digests)) > 1:
         raise ShardError(f"shard: simulated ranks have different values of a tensor of shape {tuple(tensor.shape)}")
-    return found[0]
+    return digests[0]
 
 
 def from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
@@ -219,9 +219,9 @@ def _initialized(
 
 def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.device) -> dict[int, Tensor]:
     """id of a meta tensor that `module` owns -> what `init` puts in its place."""
-    own: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
+    tables: list[dict[str, Tensor | None]] = [module.__dict__[kind] for kind in ("_parameters", "_buffers")]
     # What a module leaves out (a bias that is None) stays out.
-    blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in own)
+    blanks = ({name: None if x is None else _blank(x, device) for name, x in tensors.items()} for tensors in tables)
     copy = layout.shallow_copy(module, *blanks)
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -232,7 +232,7 @@ def _filled(module: nn.Module, path: str, init: Init, seed: int, device: torch.d
             error.add_note(f"in init of {path or '(the model)'!r}, a {type(copy).__name__}")
             raise
     filled: dict[int, Tensor] = {}
-    for attribute, meta in (item for tensors in own for item in tensors.items()):
+    for attribute, meta in (item for tensors in tables for item in tensors.items()):
         if meta is not None and meta.is_meta and id(meta) not in filled:
             name = f"{path}.{attribute}".removeprefix(".")
             filled[id(meta)] = _checked(name, getattr(copy, attribute), meta)

@@ -56,7 +56,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     if isinstance(to, DeviceMesh):
         to, mesh = tree.plan.policy, to
     mesh = mesh if mesh is not None else tree.mesh
-    made = _target_plan(tree, to, mesh)
+    plan = _target_plan(tree, to, mesh)
     if mesh is not tree.mesh:
         a, b = (sorted(each.mesh.flatten().tolist()) for each in (tree.mesh, mesh))
         if a != b:
@@ -64,7 +64,7 @@ def reshard(x: Any, to: Policy | Plan | DeviceMesh | str, mesh: DeviceMesh | Non
     for name, leaf in tree.items():
         require_reduced("reshard", name, leaf)
     asks = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.values())
-    return (_resharded if asks else _moved)(tree, made, mesh)
+    return (_resharded if asks else _moved)(tree, plan, mesh)
 
 
 def _resharded(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
@@ -116,24 +116,24 @@ class _Resharded(torch.autograd.Function):
         places = grid(mesh, plan_.roles.storage)
         unused = {name: dtype for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True) if grad is None}
         zeros = empty_shards(plan_, places, unused)
-        given: list[Tensor] = []
+        cotangents: list[Tensor] = []
         for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True):
             spec = leaf_spec(plan_, places, name, dtype)
-            given.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
-        return None, None, *_Resharded.apply(ctx.after, ctx.before, *given)
+            cotangents.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
+        return None, None, *_Resharded.apply(ctx.after, ctx.before, *cotangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         raise _reshards_in_transform()
 
 
-def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
-    """The same values as the plan `made` stores them on a mesh, in new memory."""
-    places = grid(mesh, made.roles.storage)
+def _moved(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
+    """The same values as a plan stores them on a mesh, in new memory."""
+    places = grid(mesh, plan.roles.storage)
     stays = grid(tree.mesh, tree.plan.roles.storage).storage == places.storage
-    pairs = [(layout, made.layouts[layout.name]) for layout in selected_layouts(tree, None)]
+    pairs = [(layout, plan.layouts[layout.name]) for layout in selected_layouts(tree, None)]
     dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
-    moved = NewTree(made, mesh, places, empty_shards(made, places, dtypes), tree.buffers)
+    moved = NewTree(plan, mesh, places, empty_shards(plan, places, dtypes), tree.buffers)
     changed: list[Layout] = []
     for old, new in pairs:
         if stays and old.stored_as(new):
@@ -142,7 +142,7 @@ def _moved(tree: Params, made: Plan, mesh: DeviceMesh) -> Params:
         else:
             changed.append(old)
     for layout, wholes in gather_groups(tree, changed, MAX_BUCKET_BYTES):
-        moved.cut(made.layouts[layout.name], compute_view(layout, wholes))
+        moved.cut(plan.layouts[layout.name], compute_view(layout, wholes))
     return moved.wrapped()
 
 
@@ -157,13 +157,13 @@ def _target_plan(tree: Params, to: Policy | Plan, mesh: DeviceMesh) -> Plan:
         raise TypeError(f"reshard: expected a Policy, a Plan, a DeviceMesh or a string, got {type(to).__name__}")
     if callable(to.units) and not isinstance(to.units, type):
         raise TypeError("reshard: Policy(units=callable) needs the model; pass plan(model, mesh, policy) instead")
-    made = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
+    plan = decide(tree.plan.info, axes_of(mesh), replace_units(to, {}))
     if (count := tree.plan.members) is None:
-        return made
+        return plan
     if not tree.plan.has_members:
         why = f"the leaves have a first dim of {count} that is split over ranks"
         raise ShardError(f"reshard: {why}; sf.gather(tree) makes it whole")
-    return made.stacked(count, ())
+    return plan.stacked(count, ())
 
 
 # -- one tensor: the collectives that two rules imply ------------------------------------------------------------------

@@ -66,9 +66,9 @@ def shard(
     Communication: one small object exchange over the mesh; with `src`, one broadcast a parameter.
     """
     if isinstance(model, Mapping):
-        given = (x for x in model.values() if isinstance(x, Tensor))
+        tensors = (x for x in model.values() if isinstance(x, Tensor))
         instead = "Shard a tree outside, and put what is made of it into sf.tree.map(fn, params)"
-        _refuse_differentiated("shard", given, instead)
+        _refuse_differentiated("shard", tensors, instead)
     watch_optimizers()
     return shard_own(Origin(model, init, src), mesh, policy, alike=True)
 
@@ -203,8 +203,8 @@ class _OverCompute(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The same of leaves with one more dim in front."""
         gathers, spot, axes, *tensors = args
-        given = in_front(info.batch_size, in_dims[3:], tensors)
-        return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *given), (0,) * len(tensors)
+        batched = in_front(info.batch_size, in_dims[3:], tensors)
+        return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *batched), (0,) * len(tensors)
 
 
 def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:

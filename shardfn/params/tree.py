@@ -250,13 +250,13 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             raise ShardError(f"tree.map: {_difference(tree, other) or error}") from None
     rows = zip(flat, *others, strict=True)
     if isinstance(tree, Params) and tree.plan.vmaps is not None:
-        made = [_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)]
+        results = [_on_parts(fn, tree, name, row) for name, row in zip(tree, rows, strict=True)]
     else:
         with _saying_what_mixes():
-            made = [fn(*row) for row in rows]
+            results = [fn(*row) for row in rows]
     if isinstance(tree, Params) and tree.plan.policy.pad:
-        made = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, made, strict=True)]
-    out = structure.unflatten(made)
+        results = [_without_padding(tree, name, leaf) for name, leaf in zip(tree, results, strict=True)]
+    out = structure.unflatten(results)
     return _as_members(out, tree) if isinstance(tree, Params) and tree else out
 
 
@@ -275,15 +275,15 @@ def _saying_what_mixes() -> Iterator[None]:
         ) from error
 
 
-def _as_members(made: Params, tree: Params) -> Params:
+def _as_members(mapped: Params, tree: Params) -> Params:
     """What is made of a tree; the plan says so where each leaf got a new first dim (`torch.stack`), or lost it."""
-    pairs = [(leaf, made[name]) for name, leaf in tree.items()]
+    pairs = [(leaf, mapped[name]) for name, leaf in tree.items()]
     more = {x.dim() - leaf.dim() if isinstance(x, Tensor) else 0 for leaf, x in pairs}
     if more == {1} and len({x.shape[0] for _, x in pairs}) == 1 and all(_is_first(x, leaf) for leaf, x in pairs):
-        return Params(made, tree.plan.stacked(pairs[0][1].shape[0], ()), made.mesh, made.buffers)
+        return Params(mapped, tree.plan.stacked(pairs[0][1].shape[0], ()), mapped.mesh, mapped.buffers)
     if more == {-1} and tree.plan.has_members and all(_is_first(leaf, x) for leaf, x in pairs):
-        return Params(made, tree.plan.member(()), made.mesh, made.buffers)
-    return made
+        return Params(mapped, tree.plan.member(()), mapped.mesh, mapped.buffers)
+    return mapped
 
 
 def _is_first(more: Tensor, less: Tensor) -> bool:
@@ -303,11 +303,11 @@ def _like_members(other: Any, tree: Any) -> Any:
     return other
 
 
-def _without_padding(tree: Params, name: str, made: Any) -> Any:
+def _without_padding(tree: Params, name: str, result: Any) -> Any:
     """What is made of a leaf, with zeros where a policy pads: modules, norms and `dot` count on them."""
     _, leaf = tree.plan.leaves.get(name, (None, None))
-    if leaf is None or leaf.shape == leaf.extent or not isinstance(made, Tensor):
-        return made
+    if leaf is None or leaf.shape == leaf.extent or not isinstance(result, Tensor):
+        return result
     places = grid(tree.mesh, tree.plan.roles.storage)
 
     def inside(coords: Mapping[str, int], values: Sequence[Tensor]) -> list[Tensor]:
@@ -320,8 +320,8 @@ def _without_padding(tree: Params, name: str, made: Any) -> Any:
                 return [mask.expand(local.shape)]
         return [torch.ones_like(local, dtype=torch.bool)]
 
-    (mask,) = per_rank(places, inside, [unwrap_local(made).detach()])
-    return torch.where(with_local(made, mask) if isinstance(made, DTensor) else mask, made, 0)
+    (mask,) = per_rank(places, inside, [unwrap_local(result).detach()])
+    return torch.where(with_local(result, mask) if isinstance(result, DTensor) else mask, result, 0)
 
 
 def _on_parts(fn: Callable[..., Any], tree: Params, name: str, leaves: Sequence[Any]) -> Any:

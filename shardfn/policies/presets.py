@@ -191,7 +191,7 @@ def _units_of(choose: Callable[[nn.Module], list[nn.Module]]) -> Callable[[str, 
 
 def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
     """The modules for which a `CustomPolicy`'s function says True."""
-    found = []
+    chosen = []
     for name, module in root.named_modules():
         answer = fn(module)
         if not isinstance(answer, bool | dict):
@@ -202,8 +202,8 @@ def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
                 f"settings of one unit are not available. Return True, and set them for all units in Policy."
             )
         if answer:
-            found.append(module)
-    return found
+            chosen.append(module)
+    return chosen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,12 +231,12 @@ def from_regex(rules: Sequence[tuple[str, str | Sequence[str | Sequence[str] | N
         ShardError: when a plan is made: an expression that cannot be read, one that matches no parameter.
         TypeError: an entry is no pair of an expression and a spec.
     """
-    made: dict[str, str] = {}
+    by_pattern: dict[str, str] = {}
     for entry in rules:
         if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[0], str):
             raise TypeError(f"from_regex: expected (regular expression, spec), got {entry!r}")
-        made.setdefault(f"re:.*(?:{entry[0]}).*", _rule_of_spec(entry[1]))
-    return Policy(rules=made)
+        by_pattern.setdefault(f"re:.*(?:{entry[0]}).*", _rule_of_spec(entry[1]))
+    return Policy(rules=by_pattern)
 
 
 def _rule_of_spec(spec: Any) -> str:
@@ -320,8 +320,8 @@ def from_parallelize_plan(
         if kinds and not wrong:
             rules[_pattern(f"{path}.weight" if path else "weight")] = _rule(style, kinds[0], axis, data_axis)
     raise_problems("from_parallelize_plan", problems)
-    given: dict[str, Any] = {"acts": acts} if acts else {}
-    return Policy(rules=rules, **given, **batch_with([data_axis] if data_axis is not None else []))
+    fields: dict[str, Any] = {"acts": acts} if acts else {}
+    return Policy(rules=rules, **fields, **batch_with([data_axis] if data_axis is not None else []))
 
 
 def _pattern(path: str) -> str:
@@ -388,7 +388,7 @@ def _layouts(style: Any, field: str) -> Iterator[Placement | None]:
 def _split_output(style: Any) -> int | None:
     """The dim along which a style splits what a module gives, other than its features."""
     fields = {parallel.SequenceParallel: "sequence_sharding", parallel.RowwiseParallel: "output_layouts"}
-    field = next((own for cls, own in fields.items() if isinstance(style, cls)), "desired_output_layouts")
+    field = next((name for cls, name in fields.items() if isinstance(style, cls)), "desired_output_layouts")
     return next((x.dim for x in _layouts(style, field) if isinstance(x, Shard) and x.dim >= 0), None)
 
 

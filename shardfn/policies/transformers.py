@@ -353,19 +353,19 @@ class _Reading:
         count = size // width
         heads, d = self._named(name, count), self._named("d", width)
         self.made["sizes"][heads] = count
-        found, counts = self._found_sizes.setdefault(path, {}), self._counts.setdefault(path, {})
+        sizes, counts = self._found_sizes.setdefault(path, {}), self._counts.setdefault(path, {})
         text = _source(class_of(owner))
         counts[name] = factor = f"{heads}{self.tp}{'?' if name == 'kv' else ''}"
         if len(counts) == 2 and hasattr(owner, "num_key_value_groups"):
-            found["num_key_value_groups"] = f"{counts['heads']} / {counts['kv']}"
+            sizes["num_key_value_groups"] = f"{counts['heads']} / {counts['kv']}"
         for number in _KEY_COUNTS if name == "kv" else _HEAD_COUNTS:
             if getattr(owner, number, None) == count and f"self.{number}" in text:
-                found[number] = factor
+                sizes[number] = factor
             if f"self.config.{number}" in text:
-                found[f"config.{number}"] = factor
+                sizes[f"config.{number}"] = factor
         for width_of_all in ("split_size", "inner_dim", "all_head_size") if name == "heads" else ():
             if getattr(owner, width_of_all, None) == count * width and f"self.{width_of_all}" in text:
-                found[width_of_all] = f"{factor} {d}"
+                sizes[width_of_all] = f"{factor} {d}"
         if (forward := _ATTENTIONS.get(class_of(owner).__name__)) is not None:
             self.made["compute"].setdefault(starred(path), partial(forward, axis=self.axis))
         table = getattr(owner, "relative_attention_bias", None)
@@ -437,11 +437,11 @@ def _held_in(module: Any) -> Iterator[tuple[str, Any]]:
         inner = children_of(module)[name]
         for key, each in inner.items() if isinstance(inner, nn.ModuleDict) else [("", inner)]:
             place = f".{name}.{key}" if key else f".{name}"
-            yield from ((place + path, found) for path, found in _held_in(each))
+            yield from ((place + path, layer) for path, layer in _held_in(each))
 
 
 def _linears_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((path, found) for path, found in _held_in(module) if kind_of(found) in OUT_DIM)
+    return ((path, layer) for path, layer in _held_in(module) if kind_of(layer) in OUT_DIM)
 
 
 @lru_cache(maxsize=2**10)
@@ -466,13 +466,13 @@ def _block_modules(model: nn.Module) -> list[str]:
 
 def _lists_of_blocks(model: nn.Module) -> list[str]:
     """The members of the outermost lists of like modules, when these have modules of their own."""
-    found: list[str] = []
+    patterns: list[str] = []
     for path, module in model.named_modules():
         members = list(module) if isinstance(module, nn.ModuleList) else []
         alike = len({class_of(member) for member in members}) == 1 and any(True for _ in members[0].children())
-        if alike and not any(path.startswith(pattern.removesuffix("*")) for pattern in found):
-            found.append(f"{path}.*")
-    return found
+        if alike and not any(path.startswith(pattern.removesuffix("*")) for pattern in patterns):
+            patterns.append(f"{path}.*")
+    return patterns
 
 
 # -- forwards of modules that need more than their rules ---------------------------------------------------------------

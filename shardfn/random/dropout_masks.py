@@ -94,7 +94,7 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
     Raises:
         ShardError: another number of dims, an axis that the mesh has not, or that splits an inner factor.
     """
-    found = []
+    axes = []
     if unknown := unknown_axes(spec, sizes):
         raise ShardError(f"dropout: {unknown[0]}")
     for dim in spec.expand(ndim).dims:
@@ -103,8 +103,8 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
             raise ShardError(
                 f"dropout: '{dim}' is split over an inner factor, so its parts lie apart; drop before dims are joined"
             )
-        found.append(first.axes)
-    return found
+        axes.append(first.axes)
+    return axes
 
 
 def index_over(mesh_grid: Grid, axes: Sequence[str]) -> Word:
@@ -329,13 +329,13 @@ def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[S
             f"dropout_seed: call {call + 1} of {path!r} was not made in the shape-only trace, which another forward of "
             f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
         )
-    found = known[path, call]
-    if found is None:
+    axes_known = known[path, call]
+    if axes_known is None:
         raise ShardError(
             f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
             f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
         )
-    return [part_over(mesh_grid, [axis] if axis else []) for axis in found], 0
+    return [part_over(mesh_grid, [axis] if axis else []) for axis in axes_known], 0
 
 
 class Masks:
@@ -355,8 +355,8 @@ class Masks:
             why = "it is open around a step that sf.jit records, which would have the same masks at every call"
             raise ShardError(f"dropout_seed: {why}; open it inside of the step, with a seed that is a tensor")
         self._stream, self.over = stream, False
-        own = _Lane(batch_index, batch_count, False)
-        order = [*(x for x in lanes if not x.of_part), own, *(x for x in lanes if x.of_part)]
+        batch_lane = _Lane(batch_index, batch_count, False)
+        order = [*(x for x in lanes if not x.of_part), batch_lane, *(x for x in lanes if x.of_part)]
         self._values: list[Word] = [*stream.seed, *(x.index for x in order)]
         self._counts = [x.count for x in order]
         self._seen: dict[tuple[str, int], int] = {}

@@ -61,11 +61,11 @@ def names_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[int, str]
         ShardError: it is not one of the trainer's.
     """
     known = {id(leaf): name for name, leaf in params.items()}
-    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in known for parameter in found):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in known for parameter in parameters):
         why = f"{type(optimizer).__name__} has parameters that are not the trainer's"
         raise ShardError(f"Trainer: {why}; make it from trainer.parameters()")
-    return {number: known[id(parameter)] for number, parameter in enumerate(found)}
+    return {number: known[id(parameter)] for number, parameter in enumerate(parameters)}
 
 
 def _apart(state: Any, names: Mapping[int, str], params: Params) -> tuple[Any, dict[str, Params]]:
@@ -86,8 +86,8 @@ def memory_for(notes: Any, name: str, params: Params) -> dict[str, Any]:
     """Memory for the tensors that `to_save` gave with these notes."""
     trees = {}
     for key, (dtype, leaves) in notes["trees"].items():
-        own = params.like((leaf, params[leaf].detach()) for leaf in leaves)
-        trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), own)
+        shards = params.like((leaf, params[leaf].detach()) for leaf in leaves)
+        trees[key] = map_local(lambda x, dtype=dtype: torch.zeros_like(x, dtype=getattr(torch, dtype)), shards)
     rest: dict[str, Tensor] = {}
 
     def make(path: str, described: Mapping[str, Any]) -> Tensor:
@@ -106,7 +106,7 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
     """
     state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
-        numbers = {own: number for number, own in names_of(other, params).items()}
+        numbers = {now_numbers: number for number, now_numbers in names_of(other, params).items()}
         for key, tree in tensors["trees"].items():
             for leaf, value in tree.items():
                 state["state"][leaf][key] = value
@@ -115,7 +115,7 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
             held = [group["params"] for group in saved]
             raise ShardError(f"Trainer.load: '{name}' was saved with parameters in other groups, {held}")
         # parameters in the optimizer's order: torch goes by place
-        groups = [{**group, "params": own} for group, own in zip(saved, now, strict=True)]
+        groups = [{**group, "params": now_numbers} for group, now_numbers in zip(saved, now, strict=True)]
         state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
     other.load_state_dict(state)
 
@@ -157,5 +157,5 @@ def _joined(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Ten
     if "tuple" in part:
         return tuple(_joined(part["tuple"], path, tensor))
     items = part["counter"] if "counter" in part else part["dict"]
-    made = {key: _joined(value, f"{path}.{key}", tensor) for key, value in items}
-    return Counter(made) if "counter" in part else made
+    joined = {key: _joined(value, f"{path}.{key}", tensor) for key, value in items}
+    return Counter(joined) if "counter" in part else joined

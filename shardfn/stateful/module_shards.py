@@ -40,8 +40,8 @@ class Held:
         self.plan, self.mesh = plan, mesh
         self._tables = [with_tables(module) for module in model.modules()]
         self._counts = list(map(len, self._tables))
-        places = [(leaf, (parameters_of(x), key)) for x, _, _, own in _owned(model, plan) for leaf, key in own.items()]
-        first: dict[str, Slot] = dict(reversed(places))  # a tied one has several
+        slots = [(leaf, (parameters_of(x), key)) for x, _, _, keys in _owned(model, plan) for leaf, key in keys.items()]
+        first: dict[str, Slot] = dict(reversed(slots))  # a tied one has several
         self._slots = {name: first[name] for name in plan.leaves}
         self._of_modules: Mapping[str, Tensor] | None = None  # the buffers of a tree that are those of the modules
         self._children = [children_of(module) for module in model.modules()]
@@ -53,12 +53,12 @@ class Held:
     def leaves(self) -> dict[str, Any]:
         """Stored name -> the parameter that is its leaf, also while a whole one stands in its place."""
         try:
-            found = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
+            leaves = {name: dict.__getitem__(table, key) for name, (table, key) in self._slots.items()}
         except KeyError as missing:
             raise _added(f"the parameter {missing} was taken away") from None
-        if nn.Parameter in set(map(type, found.values())):  # leaves are DTensors
-            return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in found.items()}
-        return found
+        if nn.Parameter in set(map(type, leaves.values())):  # leaves are DTensors
+            return {name: vars(leaf).get(STANDS_FOR, leaf) for name, leaf in leaves.items()}
+        return leaves
 
     def params(
         self, model: nn.Module, reduction: Reduction | None = "mean", holds_back: Callable[[str], bool] | None = None
@@ -125,9 +125,9 @@ class Held:
         """The tree of the values that whole parameters in the places of the shards have now."""
         tree = self.params(model)
         now = dict(model.named_parameters(remove_duplicate=False))
-        made = directories.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
-        made.buffers = tree.buffers
-        return made
+        params = directories.from_state_dict(tree, {name: now[name].detach() for name in self.plan.canonical})
+        params.buffers = tree.buffers
+        return params
 
     def keep_buffers(self, model: nn.Module, params: Params) -> None:
         """What a forward assigned to buffers stays: the tree that it ran with is gone after the call."""
@@ -253,28 +253,28 @@ def taken_over(model: nn.Module, mesh: DeviceMesh, policy: Policy | Plan, params
     Communication: one small exchange over the mesh.
     """
 
-    def facts(made: Plan) -> list[str]:
+    def facts(plan: Plan) -> list[str]:
         what = (
             "Trainer(params=...): the tree is not what this model, mesh and policy make. Pass sf.reshard(params, "
             "policy, mesh), or leave mesh and policy out to have those of the tree"
         )
-        raise_problems(what, list(_misfits(model, mesh, made, params)))
+        raise_problems(what, list(_misfits(model, mesh, plan, params)))
         return ["a tree of shards"]
 
     policy = policy.policy if isinstance(policy, Plan) else policy
     origin = initialize.Origin(model, None, None, later=True)
-    made, _, _ = initialize.agreed_plan(origin, mesh, policy, facts, "Trainer")
-    return Params(params, made, params.mesh, params.buffers)
+    plan, _, _ = initialize.agreed_plan(origin, mesh, policy, facts, "Trainer")
+    return Params(params, plan, params.mesh, params.buffers)
 
 
-def _misfits(model: nn.Module, mesh: DeviceMesh, made: Plan, params: Params) -> Iterator[str]:
-    """What of a tree is not as the plan `made` of a model says."""
+def _misfits(model: nn.Module, mesh: DeviceMesh, plan: Plan, params: Params) -> Iterator[str]:
+    """What of a tree is not as the plan of a model says."""
     if mesh != params.mesh:
         yield f"the mesh of the tree is {params.mesh}, not {mesh}"
         return
-    places = grid(mesh, made.roles.storage)
-    for name in dict.fromkeys((*made.layouts, *params.plan.layouts)):
-        mine, theirs = made.layouts.get(name), params.plan.layouts.get(name)
+    places = grid(mesh, plan.roles.storage)
+    for name in dict.fromkeys((*plan.layouts, *params.plan.layouts)):
+        mine, theirs = plan.layouts.get(name), params.plan.layouts.get(name)
         if mine is None or theirs is None or any(leaf.name not in params for leaf in theirs.leaves):
             yield f"'{name}' is not in the {'model' if mine is None else 'tree'}"
         elif theirs.shape != mine.shape or theirs.aliases != mine.aliases:
@@ -282,7 +282,7 @@ def _misfits(model: nn.Module, mesh: DeviceMesh, made: Plan, params: Params) -> 
         elif not theirs.stored_as(mine):
             yield f"'{name}' is laid out as '{theirs.rule}' in the tree, the policy says '{mine.rule}'"
         else:
-            yield from filter(None, (_misfit(made, places, leaf.name, params[leaf.name]) for leaf in mine.leaves))
+            yield from filter(None, (_misfit(plan, places, leaf.name, params[leaf.name]) for leaf in mine.leaves))
     for name, _ in model.named_buffers(remove_duplicate=False):
         if name not in params.buffers:
             yield f"buffer '{name}' is not in the tree"
@@ -292,14 +292,14 @@ def _said(layout: Layout) -> str:
     return f"of shape {layout.shape}" + (f" and also called {list(layout.aliases)}" if layout.aliases else "")
 
 
-def _misfit(made: Plan, places: Grid, name: str, leaf: object) -> str | None:
+def _misfit(plan: Plan, places: Grid, name: str, leaf: object) -> str | None:
     """Why a tensor is not a leaf of a plan."""
-    want = buckets.leaf_spec(made, places, name)
+    want = buckets.leaf_spec(plan, places, name)
     if not isinstance(leaf, DTensor):
         return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
     if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
         return f"'{name}' is {tuple(leaf.shape)}, {leaf.placements} on {leaf.device_mesh} in the tree"
-    dtype = made.leaves[name][0].dtype
+    dtype = plan.leaves[name][0].dtype
     return f"'{name}' is {leaf.dtype} in the tree, {dtype} in the model" if leaf.dtype != dtype else None
 
 
@@ -332,28 +332,28 @@ def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> 
         ShardError: one was replaced by something that cannot be cut into the shards.
     """
     before: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id of a table: itself, and what was in it
-    made: dict[str, nn.Parameter] = {}
+    whole: dict[str, nn.Parameter] = {}
     for module, attribute, name, leaves in _owned(model, held.plan):
         if name not in full:
             continue
         table, keys = parameters_of(module), list(leaves.values())
         before.setdefault(id(table), (table, dict(table)))
-        if name not in made:
-            made[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
-            vars(made[name])[STANDS_FOR] = table[keys[0]]
+        if name not in whole:
+            whole[name] = nn.Parameter(full[name], held.plan.layouts[name].trainable)
+            vars(whole[name])[STANDS_FOR] = table[keys[0]]
         for key in keys:
             del table[key]
-        table[attribute] = made[name]
+        table[attribute] = whole[name]
     _refresh_flat_weights(model)
     try:
-        yield made
+        yield whole
         for module, attribute, name, _ in _owned(model, held.plan):
             now = parameters_of(module).get(attribute)
-            if name in made and (now is None or now.shape != made[name].shape):
+            if name in whole and (now is None or now.shape != whole[name].shape):
                 was = None if now is None else tuple(now.shape)
                 raise ShardError(f"'{name}' was replaced by {was} while it was whole")
-            if name in made and now is not None:
-                made[name] = now
+            if name in whole and now is not None:
+                whole[name] = now
     finally:
         for table, had in before.values():
             table.clear()

@@ -84,9 +84,9 @@ def _require_groups_of_the_model(optimizer: Optimizer) -> None:
     Raises:
         ShardError: one is in the group of the matrices, and the vectors are in another.
     """
-    groups = [[(*vars(p)[SHARD], p.dim()) for p in own["params"] if SHARD in vars(p)] for own in optimizer.param_groups]
+    groups = [[(*vars(p)[SHARD], p.dim()) for p in one["params"] if SHARD in vars(p)] for one in optimizer.param_groups]
     true = [[dims for _, dims, stored in group if (dims < 2) == (stored < 2)] for group in groups]
-    of_vectors = any(own and max(own) < 2 for own in true)
+    of_vectors = any(dims and max(dims) < 2 for dims in true)
     for group, own in zip(groups, true, strict=True):
         taken = [f"{name!r} ({stored} dims, 1 in the model)" for name, dims, stored in group if dims < 2 <= stored]
         if taken and own and of_vectors and min(own) >= 2:
@@ -126,11 +126,11 @@ def _require_own_states(optimizer: Optimizer, shards: Sequence[DTensor]) -> None
 
 def _foreign(state: Mapping[str, Any] | None, shard: DTensor) -> str | None:
     """Which part of a shard's state is another rank's, in words; the others are on the shard's own mesh from here."""
-    own = spec_of(shard)
+    spec = spec_of(shard)
     for key, value in (state or {}).items():
-        if isinstance(value, DTensor) and value.device_mesh is not own.mesh:
-            if foreign := rank_of_part(value, own.mesh.mesh.flatten().tolist()):
+        if isinstance(value, DTensor) and value.device_mesh is not spec.mesh:
+            if foreign := rank_of_part(value, spec.mesh.mesh.flatten().tolist()):
                 return f"'{key}' of a parameter is {foreign}"
-            if value.device_mesh == own.mesh:
-                move_to_mesh(value, own.mesh, value.placements)
+            if value.device_mesh == spec.mesh:
+                move_to_mesh(value, spec.mesh, value.placements)
     return None

@@ -323,8 +323,8 @@ class Trainer(nn.Module):
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
             state_dict = directories.to_state_dict(state_dict) | kept
         held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
-        given = {name for layout in held for name in layout.names}
-        missing = sorted(wanted - given - set(state_dict))
+        present = {name for layout in held for name in layout.names}
+        missing = sorted(wanted - present - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
             why = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
@@ -363,10 +363,10 @@ class Trainer(nn.Module):
         """
         full = sharding.gather(self.params)
         values = {name: full[name].detach().clone() for name in self.plan.layouts}
-        with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as made:
+        with having(self, _is_whole=True), whole_in_place(self.module, values, self._held) as whole:
             yield
         if writeback:
-            now = {name: value.detach() for name, value in made.items()}
+            now = {name: value.detach() for name, value in whole.items()}
             self._held.copy_in(directories.from_state_dict(self.params, now))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -426,9 +426,9 @@ def _require_own_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix:
 
 
 def _require_shape(what: str, value: object, shape: tuple[int, ...]) -> None:
-    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if found != shape:
-        raise ShardError(f"Trainer.load_state_dict: {what} is {found}, the model has {shape}")
+    actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if actual != shape:
+        raise ShardError(f"Trainer.load_state_dict: {what} is {actual}, the model has {shape}")
 
 
 def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema: Any, scaler: Any) -> None:

@@ -119,13 +119,13 @@ def _leaves(tree: Any, path: str, caller: str) -> dict[str, torch.Tensor]:
     if not isinstance(tree, Mapping | list | tuple):
         why = f"{path or 'the tree'} is a {type(tree).__name__}"
         raise TypeError(f"{caller}: {why}; trees are mappings, lists and tuples of tensors and numbers.")
-    found: dict[str, torch.Tensor] = {}
+    leaves: dict[str, torch.Tensor] = {}
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         below = _leaves(value, f"{path}/{key}" if path else str(key), caller)
-        if found.keys() & below.keys():
-            raise TypeError(f"{caller}: two leaves are called {min(found.keys() & below.keys())!r}")
-        found.update(below)
-    return found
+        if leaves.keys() & below.keys():
+            raise TypeError(f"{caller}: two leaves are called {min(leaves.keys() & below.keys())!r}")
+        leaves.update(below)
+    return leaves
 
 
 def _pair_leaves(actual: Any, expected: Any, caller: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -184,10 +184,10 @@ def _norm(x: torch.Tensor) -> float:
     return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
 
 
-def _raise_problems(found: Iterable[tuple[str, str]]) -> None:
+def _raise_problems(pairs: Iterable[tuple[str, str]]) -> None:
     """Raise what is wrong with leaves, by their names, where it is not empty."""
     __tracebackhide__ = True
-    problems = [f"{name}: {problem}" for name, problem in found if problem]
+    problems = [f"{name}: {problem}" for name, problem in pairs if problem]
     if problems:
         count = f"{len(problems)} leaves differ" if len(problems) > 1 else "1 leaf differs"
         more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []

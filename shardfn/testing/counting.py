@@ -116,6 +116,6 @@ def _input_bytes(namespace: str, name: str, kind: str, values: Sequence[Any]) ->
         return 0  # its tensor only names the device
     paired = kind in ("all_gather", "reduce_scatter", "all_to_all") or name in ("gather_", "scatter_")
     outputs_first = namespace in ("c10d", "shardfn") and paired
-    given = map(pytree.tree_leaves, values[1:2] if outputs_first else values)
-    sizes = (sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor)) for leaves in given)
+    trees = map(pytree.tree_leaves, values[1:2] if outputs_first else values)
+    sizes = (sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor)) for leaves in trees)
     return next(filter(None, sizes), 0)

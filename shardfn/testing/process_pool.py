@@ -78,10 +78,10 @@ class _Target(NamedTuple):
     depth: int
 
     def load(self) -> Callable[..., Any]:
-        found = functools.reduce(getattr, self.qualname.split("."), _import_module(self.module, self.file))
+        fn = functools.reduce(getattr, self.qualname.split("."), _import_module(self.module, self.file))
         for _ in range(self.depth):
-            found = _undecorated(found)
-        return found
+            fn = _undecorated(fn)
+        return fn
 
 
 def find_target(fn: Callable[..., Any]) -> _Target:
@@ -90,18 +90,18 @@ def find_target(fn: Callable[..., Any]) -> _Target:
         raise TypeError(
             f"run: {fn!r} cannot be imported by name on the ranks; define it with `def` at the top level of a module."
         )
-    found: Any = sys.modules.get(module)
-    file = getattr(found, "__file__", None)
+    target: Any = sys.modules.get(module)
+    file = getattr(target, "__file__", None)
     if module == "__main__" and file is None:
         raise TypeError(
             f"run: {qualname} was typed into an interpreter, where the ranks cannot import it; put it into a file."
         )
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        target = getattr(target, part, None)
     depth = 0
-    while found is not None and found != fn:
-        found, depth = _undecorated(found), depth + 1
-    if found is None:
+    while target is not None and target != fn:
+        target, depth = _undecorated(target), depth + 1
+    if target is None:
         raise TypeError(
             f"run: {module}.{qualname} is not the function that was passed, so that the ranks cannot import it by name."
         )
@@ -117,10 +117,10 @@ def _import_module(name: str, file: str | None) -> Any:
     """Import `name`, from `file` when the name leads nowhere (pytest's importlib mode) or to a namesake `conftest`."""
     if name == "__main__":
         return sys.modules[name]
-    found = None
+    by_name = None
     with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec(name)
-    if file is None or (found is not None and found.origin == file):
+        by_name = importlib.util.find_spec(name)
+    if file is None or (by_name is not None and by_name.origin == file):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file

@@ -40,10 +40,10 @@ def mesh_of(
 
 def _ranks_across(groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """The ranks of a mesh on which neighbours along one axis are as far apart everywhere."""
-    own = dist.get_rank()
-    ranks = torch.tensor(own, dtype=torch.int)
+    rank = dist.get_rank()
+    ranks = torch.tensor(rank, dtype=torch.int)
     for group in groups:
-        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - own
+        ranks = ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int) - rank
     return ranks
 
 
@@ -87,9 +87,9 @@ def across(verb: str, data: DeviceMesh, names: tuple[str, ...], placed: DeviceMe
         raise ShardError(
             f"{verb}: parameters are DTensors on {placed}, which device_mesh={data} does not cross. {ONE_MESH}"
         )
-    made = mesh_of(groups, data.device_type, names, ranks)
-    use_part(made, tuple(placed.mesh_dim_names or ()), placed)
-    return made
+    mesh = mesh_of(groups, data.device_type, names, ranks)
+    use_part(mesh, tuple(placed.mesh_dim_names or ()), placed)
+    return mesh
 
 
 def spread(module: nn.Module, before: DeviceMesh, now: DeviceMesh) -> bool:
@@ -255,9 +255,9 @@ def whole_mesh(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]
         return mesh, theirs
     ours = dict(zip(theirs, OWN_AXES[-len(theirs) :], strict=True))
     names = tuple(ours.get(name, name) for name in names)
-    made = mesh_of(mesh.get_all_groups(), mesh.device_type, names, mesh.mesh)
-    use_part(made, names, mesh)
-    return made, tuple(ours.values())
+    whole = mesh_of(mesh.get_all_groups(), mesh.device_type, names, mesh.mesh)
+    use_part(whole, names, mesh)
+    return whole, tuple(ours.values())
 
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:

@@ -130,12 +130,12 @@ def ignored_in(module: nn.Module, kind: type[Sharded]) -> set[int]:
     return {id(parameter) for _, _, inner in kind.all_in(module) for parameter in inner.ignored_params}
 
 
-def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), exact: bool = False) -> Policy:
+def policy_of(module: nn.Module, record: Sharded, leave: Set[int] = frozenset(), exact: bool = False) -> Policy:
     """The policy that a tree of sharded modules means.
 
     Args:
         module: the outermost one.
-        own: what it knows.
+        record: what it knows.
         leave: ids of parameters to leave out.
         exact: in full precision.
 
@@ -143,47 +143,52 @@ def policy_of(module: nn.Module, own: Sharded, leave: Set[int] = frozenset(), ex
         ShardError: modules differ in what only a whole tree can have.
     """
     units: dict[str, dict[str, Any]] = {}
-    for name, _, inner in own.all_in(module):
-        if inner.mesh != own.mesh:
-            why = f"{name!r} was sharded over another mesh ({inner.mesh}) than the module around it ({own.mesh})"
-            raise ShardError(f"{own.verb}: {why}; use the same one")
-        if inner.offload != own.offload:
+    for name, _, inner in record.all_in(module):
+        if inner.mesh != record.mesh:
+            why = f"{name!r} was sharded over another mesh ({inner.mesh}) than the module around it ({record.mesh})"
+            raise ShardError(f"{record.verb}: {why}; use the same one")
+        if inner.offload != record.offload:
             why = f"{name!r} and the module around it have different offload policies"
-            raise ShardError(f"{own.verb}: {why}; use one: offload all of them, or none")
+            raise ShardError(f"{record.verb}: {why}; use one: offload all of them, or none")
         if name:
             units[exactly(name)] = inner.unit_settings(exact)
-    left = leave | {id(p) for p in own.ignored_params} | ignored_in(module, type(own))
+    left = leave | {id(p) for p in record.ignored_params} | ignored_in(module, type(record))
     named = dict(module.named_parameters(remove_duplicate=False))
-    rules = own.rules(module, {name: p for name, p in named.items() if id(p) not in left})
+    rules = record.rules(module, {name: p for name, p in named.items() if id(p) not in left})
     ignore = [exactly(name) for name, p in named.items() if id(p) in left]
-    settings = {"batch": own.data, "offload": "cpu" if own.offload else None, **own.root_settings(exact)}
+    settings = {"batch": record.data, "offload": "cpu" if record.offload else None, **record.root_settings(exact)}
     return Policy(rules=rules, ignore=ignore, **settings | {"units": units | settings.get("units", {})})
 
 
-def spread_inside(module: nn.Module, own: Sharded) -> None:
+def spread_inside(module: nn.Module, record: Sharded) -> None:
     """What was sharded inside over fewer axes gets the mesh of this one."""
-    for _, inside, inner in own.all_in(module):
-        if spread(inside, inner.mesh, own.mesh):
-            inner.mesh, inner.data, inner.placed = own.mesh, own.data, own.placed
+    for _, inside, inner in record.all_in(module):
+        if spread(inside, inner.mesh, record.mesh):
+            inner.mesh, inner.data, inner.placed = record.mesh, record.data, record.placed
             inner.version += 1
 
 
 def put_shards(
-    module: nn.Module, own: Sharded, *, init: initialize.Init | None = None, src: int | None = None, later: bool = False
+    module: nn.Module,
+    record: Sharded,
+    *,
+    init: initialize.Init | None = None,
+    src: int | None = None,
+    later: bool = False,
 ) -> None:
     """Shard the parameters in a tree that are no shards yet; buffers stay the tensors that they are where they can.
 
     Args:
         module: the tree.
-        own: what it is to know.
+        record: what it is to know.
         init, src, later: as in `Origin`.
     """
     if not _OUTSIDE:
         _OUTSIDE.append(GraphBreak(_run_and_compile))
     before = dict(module.named_buffers(remove_duplicate=False)) if src is None else {}
-    kept = {name for name, x in before.items() if x.device == own.device or (later and x.is_meta)}
-    policy = policy_of(module, own, shards_in(module))
-    params = initialize.shard_own(initialize.Origin(module, init, src, later), own.mesh, policy)
+    kept = {name for name, x in before.items() if x.device == record.device or (later and x.is_meta)}
+    policy = policy_of(module, record, shards_in(module))
+    params = initialize.shard_own(initialize.Origin(module, init, src, later), record.mesh, policy)
     params.buffers = {name: new for name, new in params.buffers.items() if name not in kept}
     install(module, params)
 
@@ -221,15 +226,15 @@ def run(module: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
         return _OUTSIDE[0](module, method, args, kwargs)
     if module_tables.is_computing(module):
         return bound(module, method)(*args, **kwargs)
-    own = Sharded.of(module)
-    tree = _tree_now(module, own.is_exact(module))
-    own.begin(module, tree)
+    record = Sharded.of(module)
+    tree = _tree_now(module, record.is_exact(module))
+    record.begin(module, tree)
     held, units = tree.held, tree.units
-    if own.device.type != "cpu":
-        args, kwargs = pytree.tree_map(lambda x: x.to(own.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    if own.is_whole:
+    if record.device.type != "cpu":
+        args, kwargs = pytree.tree_map(lambda x: x.to(record.device) if isinstance(x, Tensor) else x, (args, kwargs))
+    if record.is_whole:
         return held.run(module, None, method, args, kwargs)
-    params = held.params(module, own.reduction, holds_back=lambda unit: units[unit].holds_back)
+    params = held.params(module, record.reduction, holds_back=lambda unit: units[unit].holds_back)
     if any(unit.scale != 1 for unit in units.values()):
         params.scale_of_gradients = lambda unit: units[unit].scale
     return held.run(module, params, method, args, kwargs)
@@ -257,9 +262,9 @@ def _run_and_compile(module: nn.Module, method: str, args: Any, kwargs: Any) -> 
 
 def compile_units(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """`compile(*args, **kwargs)` on every sharded module in a tree that holds no other one and is not compiled yet."""
-    for _, inside, own in Sharded.of(module).all_in(module):
+    for _, inside, record in Sharded.of(module).all_in(module):
         unit = unwrapped(inside)
-        if len(list(own.all_in(inside))) == 1 and unit._compiled_call_impl is None:
+        if len(list(record.all_in(inside))) == 1 and unit._compiled_call_impl is None:
             unit.compile(*args, **kwargs)
 
 
@@ -272,9 +277,9 @@ class CopiesIntoShards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[0], DTensor):
-            own: DTensor = args[0]
-            unwrap_local(own).copy_(unwrap_local(laid_out(args[1], own)))
-            return own
+            shard: DTensor = args[0]
+            unwrap_local(shard).copy_(unwrap_local(laid_out(args[1], shard)))
+            return shard
         return func(*args, **(kwargs or {}))
 
 

@@ -112,8 +112,8 @@ class Instance(Sharded):
         has_meta = any(x.is_meta for x in (*held, *module.buffers()))
         src = self._source(module, has_meta)
         put_shards(module, self, init=_init(self.settings.param_init_fn) if has_meta and src is None else None, src=src)
-        for _, inside, own in Instance.all_in(module):
-            own._set_dtypes_of_gradients(inside)
+        for _, inside, record in Instance.all_in(module):
+            record._set_dtypes_of_gradients(inside)
 
     def _source(self, module: nn.Module, has_meta: bool) -> int | None:
         """The rank whose values all get, if that is asked for and it has them.
@@ -147,9 +147,9 @@ class Instance(Sharded):
         low = not self.is_exact(module)
         if self.buffers_are_low == low:
             return
-        for _, inside, own in Instance.all_in(module):
-            own.buffers_are_low = low
-            own._cast_buffers(inside, low)
+        for _, inside, record in Instance.all_in(module):
+            record.buffers_are_low = low
+            record._cast_buffers(inside, low)
 
     def _cast_buffers(self, module: nn.Module, low: bool) -> None:
         """Give what is in its module, and in no deeper instance, its buffers in `buffer_dtype`, or as they were."""
@@ -176,7 +176,7 @@ class Instance(Sharded):
 
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters of instances that shard none are whole everywhere."""
-        whole = [(name, inside) for name, inside, own in Instance.all_in(module) if not own.settings.shards]
+        whole = [(name, inside) for name, inside, record in Instance.all_in(module) if not record.settings.shards]
         parts = ((name, *part) for name, inside in whole for part in own_modules(inside))
         names = (".".join(filter(None, (name, path, key))) for name, path, part in parts for key in parameters_of(part))
         return {exactly(name): "..." for name in names if name in named}
@@ -327,23 +327,23 @@ def ignored_in(
             f"parameters being ignored and is not well-supported: {module}",
             stacklevel=3,
         )
-    found = {id(p): p for one in inside for p in one.parameters(recurse=False)} | {id(p): p for p in parameters}
+    params = {id(p): p for one in inside for p in one.parameters(recurse=False)} | {id(p): p for p in parameters}
     for _, _, inner in Instance.all_in(module):
         inside |= inner.ignored_modules
-        found |= {id(p): p for p in inner.ignored_params}
-    return inside, list(found.values())
+        params |= {id(p): p for p in inner.ignored_params}
+    return inside, list(params.values())
 
 
-def settings_of(given: Mapping[str, Any]) -> Settings:
+def settings_of(options: Mapping[str, Any]) -> Settings:
     """The settings of a unit, from what a policy returns for it: all arguments of the instance around it, some changed.
 
     Raises:
         ShardError: it wants ranks of its own.
     """
     for name in ("process_group", "device_mesh"):
-        if given.get(name) is not None:
+        if options.get(name) is not None:
             raise ShardError(f"FullyShardedDataParallel: a policy gives a unit a {name} of its own; wrap it by hand")
-    known: dict[str, Any] = {name: given[name] for name in Settings.__dataclass_fields__ if name in given}
+    known: dict[str, Any] = {name: options[name] for name in Settings.__dataclass_fields__ if name in options}
     unset = ("sharding_strategy", "mixed_precision", "cpu_offload")
     return replace(Settings(), **{n: value for n, value in known.items() if not (value is None and n in unset)})
 

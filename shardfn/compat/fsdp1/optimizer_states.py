@@ -58,9 +58,9 @@ class OptimizerStates:
 
         Communication: FULL: one all-gather a state tensor.
         """
-        own = _first(model)
-        full, first_only = _flavour(own)
-        host = bool(own.state_dicts.optim_state_dict_config.offload_to_cpu)
+        first = _first(model)
+        full, first_only = _flavour(first)
+        host = bool(first.state_dicts.optim_state_dict_config.offload_to_cpu)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return _by_name(model, _params_of(optim), state, full, first_only, host)
 
@@ -169,10 +169,10 @@ def _first(model: nn.Module) -> Instance:
     return first
 
 
-def _flavour(own: Instance) -> tuple[bool, bool]:
+def _flavour(record: Instance) -> tuple[bool, bool]:
     """Whether optimizer states are whole, and then only on the first rank."""
-    full = own.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT
-    return full, full and bool(getattr(own.state_dicts.optim_state_dict_config, "rank0_only", False))
+    full = record.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT
+    return full, full and bool(getattr(record.state_dicts.optim_state_dict_config, "rank0_only", False))
 
 
 def _params_of(optim: Optimizer) -> list[Tensor]:
@@ -225,8 +225,8 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor) and full:
-        found = buckets.whole(value)
-        return found.cpu() if host else found
+        whole = buckets.whole(value)
+        return whole.cpu() if host else whole
     return on_host(value.detach(), host)
 
 
@@ -271,18 +271,18 @@ def _laid_out(value: Any, parameter: Tensor, like: Any) -> Any:
     return value.clone()
 
 
-def _from_first(state: Mapping[str, Any], own: Instance) -> dict[str, Any]:
+def _from_first(state: Mapping[str, Any], record: Instance) -> dict[str, Any]:
     """The state dict of the first rank of the mesh, on all of them."""
     described = None
-    if dist.get_rank() == own.first_rank:
+    if dist.get_rank() == record.first_rank:
         described = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), dict(state))
     box: list[Any] = [described]
-    for group in own.mesh.get_all_groups():
-        dist.broadcast_object_list(box, group=group, group_src=0, device=own.device)
-    places = mesh.grid(own.mesh, own.mesh.mesh_dim_names or ())
+    for group in record.mesh.get_all_groups():
+        dist.broadcast_object_list(box, group=group, group_src=0, device=record.device)
+    places = mesh.grid(record.mesh, record.mesh.mesh_dim_names or ())
 
     def sent(x: Tensor) -> Tensor:
-        value = initialize.from_src(x, own.first_rank, places)
+        value = initialize.from_src(x, record.first_rank, places)
         return value if value.dim() else value.cpu()
 
     return pytree.tree_map_only(Tensor, sent, box[0] if described is None else dict(state))

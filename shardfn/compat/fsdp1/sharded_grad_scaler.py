@@ -22,6 +22,6 @@ class ShardedGradScaler(sharded_grad_scaler.ShardedGradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         held = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        own = [SimpleNamespace(grad=unwrap_local(p.grad)) for p in held]
-        parts: Any = SimpleNamespace(param_groups=[{"params": own}])
+        shards = [SimpleNamespace(grad=unwrap_local(p.grad)) for p in held]
+        parts: Any = SimpleNamespace(param_groups=[{"params": shards}])
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)

@@ -99,8 +99,8 @@ class StateDicts:
     ) -> Iterator[None]:
         """`set_state_dict_type` for a while."""
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=3)
-        found, now = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        with having(*found, state_dicts=now):
+        records, settings = _chosen(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        with having(*records, state_dicts=settings):
             yield
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,17 +148,17 @@ class StateDicts:
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """What `load_state_dict` of a module around calls: the values for this tree become shards first."""
         if not _collecting.get():
-            own = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
+            state = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
             with holding(_collecting, True):
-                state_dict |= {prefix + key: value for key, value in _as_shards(self, own).items()}
+                state_dict |= {prefix + key: value for key, value in _as_shards(self, state).items()}
         type(self.__dict__[WRAPPED])._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
 
 def _has_load_hooks(module: nn.Module) -> bool:
     """Whether names and shapes in a state dict are only known after hooks, or methods, of the user's modules."""
     theirs = nn.Module._load_from_state_dict
-    found = (unwrapped(inside) for inside in module.modules())
-    return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in found)
+    modules = (unwrapped(inside) for inside in module.modules())
+    return any(m._load_state_dict_pre_hooks or type(m)._load_from_state_dict is not theirs for m in modules)
 
 
 def _chosen(
@@ -177,24 +177,24 @@ def _chosen(
     return records, now
 
 
-def kind_wanted(own: Instance) -> StateDictType:
+def kind_wanted(record: Instance) -> StateDictType:
     """The flavour for the caller: torch's `get_model_state_dict` and its like want shards, whatever was chosen."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.nn.modules.module"):
         frame = frame.f_back
     if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         return StateDictType.SHARDED_STATE_DICT
-    if own.settings.shards:
-        return own.state_dicts.state_dict_type
+    if record.settings.shards:
+        return record.state_dicts.state_dict_type
     warnings.warn("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4)
     return StateDictType.FULL_STATE_DICT
 
 
 def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     """The values of a collected state dict in the flavour that is wanted."""
-    own, held = Instance.of(module), held_now(module)
-    kind, config = kind_wanted(own), own.state_dicts.state_dict_config
-    if kind == StateDictType.LOCAL_STATE_DICT and own.given_mesh:
+    record, held = Instance.of(module), held_now(module)
+    kind, config = kind_wanted(record), record.state_dicts.state_dict_config
+    if kind == StateDictType.LOCAL_STATE_DICT and record.given_mesh:
         why = "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT"
         raise RuntimeError(f"{why}. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict.")
     host = bool(getattr(config, "offload_to_cpu", False))
@@ -203,12 +203,12 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     full = {}
     if kind == StateDictType.FULL_STATE_DICT and any(id(value) in names for value in state.values()):
         full = sharding.gather(held.params(module), to="rank0" if on_first else "cpu" if host else "all")
-    if on_first and dist.get_rank() != own.first_rank:
+    if on_first and dist.get_rank() != record.first_rank:
         return OrderedDict()
     for key, value in state.items():
         name = names.get(id(value))
         if name is not None and kind == StateDictType.FULL_STATE_DICT:
-            state[key] = full[name].detach().to("cpu" if host else own.device)
+            state[key] = full[name].detach().to("cpu" if host else record.device)
         elif name is not None and kind == StateDictType.LOCAL_STATE_DICT:
             state[key] = unwrap_local(value).detach().clone()
         elif isinstance(value, Tensor):
@@ -233,10 +233,10 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     shards = set(map(id, held_now(module).leaves().values()))
     problems: list[str] = []
     flat = [key for key in state if key.rpartition(".")[2] == _FLAT]
-    found: dict[str, Any] = OrderedDict(state)
-    _unflatten(module, found, flat)
+    new_state: dict[str, Any] = OrderedDict(state)
+    _unflatten(module, new_state, flat)
     for key, leaf in template.items():
-        value, foreign = found.get(key), flat or isinstance(found.get(key), ShardedTensor)
+        value, foreign = new_state.get(key), flat or isinstance(new_state.get(key), ShardedTensor)
         if id(leaf) not in shards or not isinstance(value, Tensor):
             continue
         value = whole_of(value)
@@ -244,15 +244,15 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         if problem is not None:
             problems.append(problem)
         elif kind == StateDictType.LOCAL_STATE_DICT and not foreign and not isinstance(value, DTensor):
-            found[key] = with_local(leaf, value.to(unwrap_local(leaf)))
+            new_state[key] = with_local(leaf, value.to(unwrap_local(leaf)))
         else:
-            found[key] = laid_out(value, leaf, repr(key))
+            new_state[key] = laid_out(value, leaf, repr(key))
     if problems:
         listed = "\n\t".join(problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}")
     if hasattr(state, "_metadata"):
-        vars(found)["_metadata"] = state._metadata  # pyright: ignore
-    return found
+        vars(new_state)["_metadata"] = state._metadata  # pyright: ignore
+    return new_state
 
 
 def _unflatten(module: nn.Module, state: dict[str, Any], flat: list[str]) -> None:
@@ -432,5 +432,5 @@ def _whole_parameters(
 
 def _full(tree: Params, to: Any) -> dict[str, Tensor]:
     """Whole values of canonical names, which nobody else has."""
-    found = sharding.gather(tree, to=to) if tree else {}
-    return {name: found[name].detach() for name in tree.plan.layouts if name in found}
+    whole = sharding.gather(tree, to=to) if tree else {}
+    return {name: whole[name].detach() for name in tree.plan.layouts if name in whole}

@@ -93,21 +93,21 @@ class _CachedOfModule(_OfModule):
 def _class_before(fsdp: type, model: type) -> Any:
     """The class of an instance of `fsdp` that stands before a `model`."""
     bases = (fsdp,) if issubclass(fsdp, model) else (fsdp, model)
-    own: dict[str, Any] = {name: getattr(fsdp, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace: dict[str, Any] = {name: getattr(fsdp, name) for name in ("__module__", "__qualname__", "__doc__")}
     mine = frozenset(chain.from_iterable(vars(cls) for cls in fsdp.__mro__ if cls not in model.__mro__))
     for name, value in _attributes(model).items():
         if name not in mine and not hasattr(type(value), "__set__"):
-            own[name] = _CachedOfModule() if isinstance(value, functools.cached_property) else _OfModule()
-    return type(model)(fsdp.__name__, bases, own | {"_stands_for": fsdp, "_own_names": mine | {"forward"}})
+            namespace[name] = _CachedOfModule() if isinstance(value, functools.cached_property) else _OfModule()
+    return type(model)(fsdp.__name__, bases, namespace | {"_stands_for": fsdp, "_own_names": mine | {"forward"}})
 
 
 def _attributes(model: type) -> dict[str, Any]:
     """What the classes of a model define, but for special methods and what torch reads of every module in a step."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for cls in reversed(model.__mro__[:-1]):
         left_out = ("_", *_WALKS) if cls is nn.Module else "__"
-        found |= {name: value for name, value in vars(cls).items() if not name.startswith(left_out)}
-    return found
+        attributes |= {name: value for name, value in vars(cls).items() if not name.startswith(left_out)}
+    return attributes
 
 
 class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
@@ -229,7 +229,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         mesh = meshes.mesh_of_ranks(process_group, device_mesh, settings.sharding_strategy, device.type, placed)
         _warn_of_containers(module)
         settings = instance.clamped(settings, mesh)
-        own = Instance(
+        record = Instance(
             settings=settings,
             mesh=mesh,
             data=tuple(axis for axis in meshes.OWN_AXES if axis in (mesh.mesh_dim_names or ())),
@@ -240,17 +240,17 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             given_mesh=device_mesh is not None,
             placed=placed,
         )
-        self._begin(module, own)
+        self._begin(module, record)
         if policy is not None:
             self._wrap_inside(policy, mixed_precision)
-        own.shard(self)
+        record.shard(self)
 
-    def _begin(self, module: nn.Module, own: Instance) -> None:
+    def _begin(self, module: nn.Module, record: Instance) -> None:
         """Stand before a module: see [Note: a module that stands before another]."""
         module = unwrapped(module)
         self.__dict__.update({key: table for key, table in module.__dict__.items() if key in _SHARED})
         self.__dict__[WRAPPED] = module
-        self.__dict__[RECORD] = own
+        self.__dict__[RECORD] = record
         for name, _, inner in Instance.all_in(self):
             inner.inner |= bool(name)
 
@@ -347,10 +347,10 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         raise PicklingError(f"{why}. Save state_dict(), and wrap the model again where it is loaded.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = type(self).__new__(type(self), self.__dict__[WRAPPED])
-        memo[id(self)] = made
-        made._begin(_copied(self.__dict__[WRAPPED], memo), self.__dict__[RECORD].copied(memo))
-        return made
+        copied = type(self).__new__(type(self), self.__dict__[WRAPPED])
+        memo[id(self)] = copied
+        copied._begin(_copied(self.__dict__[WRAPPED], memo), self.__dict__[RECORD].copied(memo))
+        return copied
 
     # -- what training loops call -------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             module: any module.
             root_only: only those that no other instance holds.
         """
-        return [inside for _, inside, own in Instance.all_in(module) if not (root_only and own.inner)]
+        return [inside for _, inside, record in Instance.all_in(module) if not (root_only and record.inner)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """`nn.Module.apply` with whole parameters; what `fn` changes is kept.
@@ -416,7 +416,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         self._require_idle_root(
             "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
         )
-        with having(*(own for _, _, own in Instance.all_in(self)), syncs=False):
+        with having(*(record for _, _, record in Instance.all_in(self)), syncs=False):
             yield
 
     @torch.no_grad()
@@ -438,14 +438,14 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         Communication: one small all-reduce an axis that splits any parameter.
         """
         self._require_idle_root("`clip_grad_norm_()` should only be called on the root FSDP instance")
-        own, p = self.__dict__[RECORD], float(norm_type)
+        record, p = self.__dict__[RECORD], float(norm_type)
         grads: list[Any] = [parameter.grad for parameter in self.params_with_grad]
         refuse_held_back("clip_grad_norm_", grads)
         wide = torch.float64 if any(x.dtype == torch.float64 for x in self.parameters()) else torch.float32
         plan = held_now(self).plan
         split = {axis for _, leaf in plan.leaves.values() for axis in leaf.axes}
         axes = [axis for axis, size in plan.axes.items() if axis in split and size > 1]  # alike on every rank
-        first_along = [axis for axis in axes if own.mesh.get_local_rank(axis) == 0]
+        first_along = [axis for axis in axes if record.mesh.get_local_rank(axis) == 0]
         whole: list[Tensor] = []
         # what this rank adds to the sum over `axes`: along those that do not split a gradient, the first rank does
         parts: list[Tensor] = []
@@ -455,12 +455,14 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
                 whole.append(unwrap_local(grad))
             elif over.union(first_along).issuperset(axes):
                 parts.append(unwrap_local(grad))
-        total = _sum_of_powers(parts, p, wide, own.device)
+        total = _sum_of_powers(parts, p, wide, record.device)
         for axis in axes:
-            dist.all_reduce(total, dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, own.mesh.get_group(axis))
-        both = torch.stack([total, _sum_of_powers(whole, p, wide, own.device)])
+            dist.all_reduce(
+                total, dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, record.mesh.get_group(axis)
+            )
+        both = torch.stack([total, _sum_of_powers(whole, p, wide, record.device)])
         total = both.max() if p == math.inf else both.sum() ** (1 / p)
-        total = total.cpu() if own.offload else total
+        total = total.cpu() if record.offload else total
         if not grads:
             warnings.warn(
                 f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total "

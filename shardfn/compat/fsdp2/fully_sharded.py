@@ -124,8 +124,8 @@ class Group(sharded_module.Sharded):
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         """Where the last data axis splits: dim 0, or what `shard_placement_fn` said."""
         shards = shards_in(module)
-        made = {exactly(name): self._rule(p, id(p) in shards) for name, p in named.items()}
-        return {name: rule for name, rule in made.items() if rule is not None}
+        rules = {exactly(name): self._rule(p, id(p) in shards) for name, p in named.items()}
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
     def _rule(self, parameter: Tensor, is_shard: bool) -> str | None:
         axis, dim = self.data[-1], self.dims.get(id(parameter), 0)
@@ -216,7 +216,7 @@ def fully_shard(
         whole, names = meshes.whole_mesh(placed, dp_mesh_dims)
     elif placed is not None:
         whole = meshes.across("fully_shard", data, names, placed)
-    own = Group(
+    record = Group(
         mesh=whole,
         data=names,
         device=device_of(data.device_type),
@@ -227,12 +227,12 @@ def fully_shard(
         dims=_dims(tree, shard_placement_fn, data.size(data.ndim - 1), leave | shards_in(tree)),
         placed=placed,
     )
-    own.shard(tree)
+    record.shard(tree)
     together = sharded_module.StayTogether(modules)
     for one in modules:
         one.register_load_state_dict_pre_hook(together.before)
         one.register_load_state_dict_post_hook(together.after)
-        one.__dict__[sharded_module.RECORD] = own
+        one.__dict__[sharded_module.RECORD] = record
         one.__dict__[CLASS] = type(one)
         one.__class__ = _class_for(type(one))
     return module
@@ -282,7 +282,7 @@ def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: in
         ValueError: it is no `Shard`, or splits unevenly.
         ShardError: it asks for a mesh of a parameter's own.
     """
-    found: dict[int, int] = {}
+    dims: dict[int, int] = {}
     for name, parameter in module.named_parameters():
         placement = fn(parameter) if fn is not None and id(parameter) not in leave else None
         if placement is None:
@@ -299,8 +299,8 @@ def _dims(module: nn.Module, fn: Callable[[nn.Parameter], Any] | None, ranks: in
             raise NotImplementedError(
                 f"FSDP does not support uneven sharding on dim {dim}: {tuple(parameter.shape)} (world size: {ranks})"
             )
-        found[id(parameter)] = dim
-    return found
+        dims[id(parameter)] = dim
+    return dims
 
 
 def _require_whole(module: nn.Module, leave: set[int], dims: Any) -> None:
@@ -333,9 +333,9 @@ class FSDPModule(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Of the model's class: what `nn.Sequential` makes when it is sliced is not sharded by itself."""
         model: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-        made: Any = object.__new__(model)
-        made.__init__(*args, **kwargs)
-        return made
+        module: Any = object.__new__(model)
+        module.__init__(*args, **kwargs)
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole weights, which are gathered just in time; see `shardfn.apply`."""
@@ -366,15 +366,15 @@ class FSDPModule(nn.Module):
 
         Communication: one all-gather.
         """
-        own = Group.of(self)
-        if own.unsharded is None and not module_tables.is_computing(self):
+        record = Group.of(self)
+        if record.unsharded is None and not module_tables.is_computing(self):
             held = sharded_module.held_now(self)
             params, root, dtypes = held.params(self), held.plan.units[0], held.plan.compute_dtypes
             names = root.params if root.name == "" else ()
             full = sharding.gather(params.like((name, params[name]) for name in names))
             values = {name: x.detach().to(dtypes[name]) for name, x in full.items()}
-            own.unsharded = ExitStack()
-            own.unsharded.enter_context(whole_in_place(self, values, held))
+            record.unsharded = ExitStack()
+            record.unsharded.enter_context(whole_in_place(self, values, held))
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
@@ -385,18 +385,18 @@ class FSDPModule(nn.Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients; without, they stay on each rank until one does."""
-        for _, _, own in Group.all_in(self, recurse):
-            own.syncs = own.all_reduces = requires_gradient_sync
+        for _, _, record in Group.all_in(self, recurse):
+            record.syncs = record.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over the axis that replicates; else they stay on each rank until they are."""
-        for _, _, own in Group.all_in(self, recurse):
-            own.all_reduces = requires_all_reduce
+        for _, _, record in Group.all_in(self, recurse):
+            record.all_reduces = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by this, instead of by the number of data ranks."""
-        own = Group.of(self)
-        own.scale = prod(own.mesh.get_group(axis).size() for axis in own.data) / factor
+        record = Group.of(self)
+        record.scale = prod(record.mesh.get_group(axis).size() for axis in record.data) / factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -425,9 +425,9 @@ class FSDPModule(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for _, _, own in Group.all_in(self, recurse):
-            own.reshard = reshard_after_forward
-            own.version += 1
+        for _, _, record in Group.all_in(self, recurse):
+            record.reshard = reshard_after_forward
+            record.version += 1
 
     # -- what has no effect: the engine decides by itself -------------------------------------------------------------
 

@@ -77,8 +77,8 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
                 forward_prefetch=forward_prefetch,
                 use_orig_params=True,
             )
-        for _, _, own in Instance.all_in(self):
-            own.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
+        for _, _, record in Instance.all_in(self):
+            record.state_dicts = state_dict_settings(StateDictType.LOCAL_STATE_DICT)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """This rank's parts, as plain tensors under the model's names; in `summon_full_params` whole ones.
@@ -86,10 +86,10 @@ class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
         Communication: none, so that one rank may call it alone.
         """
         with _quiet():
-            made = super().state_dict(*args, **kwargs)
-        if Instance.of(self).training_state == TrainingState.IDLE and hasattr(made, "_metadata"):
-            made._metadata[PART] = _part_of(self)
-        return made
+            state = super().state_dict(*args, **kwargs)
+        if Instance.of(self).training_state == TrainingState.IDLE and hasattr(state, "_metadata"):
+            state._metadata[PART] = _part_of(self)
+        return state
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy in what `state_dict` made: outside of `summon_full_params` by this rank, inside by the plain model.
@@ -132,9 +132,9 @@ def _groups(base: dist.ProcessGroup | None, size: int | None) -> Any:
         )
     if size == len(ranks):
         return base
-    rows, own = torch.tensor(ranks).view(-1, size), dist.get_rank()
+    rows, rank = torch.tensor(ranks).view(-1, size), dist.get_rank()
     # of the groups that rows, and then columns, name this rank's; only its members make it
-    return tuple(group_of(next(row for row in each.tolist() if own in row)) for each in (rows, rows.T))
+    return tuple(group_of(next(row for row in each.tolist() if rank in row)) for each in (rows, rows.T))
 
 
 def _part_of(module: nn.Module) -> dict[str, Any]:
@@ -143,18 +143,18 @@ def _part_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _require_own_part(module: nn.Module, part: Mapping[str, Any] | None) -> None:
-    own = _part_of(module)
+    here = _part_of(module)
     with failing_together(Instance.of(module).mesh, "load_state_dict"):
-        if part is not None and not _alike(part, own):
+        if part is not None and not _alike(part, here):
             raise ShardError(
                 f"load_state_dict: this is the part of rank {part['rank']} of {len(part['of'])}, cut in "
-                f"{part['shards']}, and here is rank {own['rank']} of {len(own['of'])}, cut in {own['shards']}. Load "
-                "this rank's own file; on another number of ranks, or with another fsdp_group_size, load a full one in "
-                "summon_full_params()."
+                f"{part['shards']}, and here is rank {here['rank']} of {len(here['of'])}, cut in {here['shards']}. "
+                "Load this rank's own file; on another number of ranks, or with another fsdp_group_size, load a full "
+                "one in summon_full_params()."
             )
 
 
-def _alike(part: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+def _alike(part: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether two ranks have the same part: one and the same, and those that replicate each other."""
-    replicates = part["of"] == own["of"] and part["rank"] % own["shards"] == own["rank"] % own["shards"]
-    return part["shards"] == own["shards"] and (part["rank"] == own["rank"] or replicates)
+    replicates = part["of"] == here["of"] and part["rank"] % here["shards"] == here["rank"] % here["shards"]
+    return part["shards"] == here["shards"] and (part["rank"] == here["rank"] or replicates)
