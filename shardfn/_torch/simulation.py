@@ -142,8 +142,8 @@ def on_each_rank(fn: Callable[[int, list[Any]], Sequence[Tensor]], values: Seque
 
 def of_each_rank(x: Tensor) -> Tensor:
     """A tensor from outside of the simulation as one of all ranks, differentiable."""
-    held = x if not functorch.is_functorch_wrapped_tensor(x) else values_of(x)[0]
-    return x if isinstance(held, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
+    value = x if not functorch.is_functorch_wrapped_tensor(x) else values_of(x)[0]
+    return x if isinstance(value, LocalTensor) or x.is_meta else torch.where(torch.ones((), dtype=torch.bool), x, x)
 
 
 def part_of_rank(x: Any, rank: int) -> Any:

@@ -48,12 +48,12 @@ def to_state_dict(params: Params) -> dict[str, Tensor]:
 
 
 def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
-    """The tree with the layout of `like` from tensors under the model's names: `DTensor`s or full tensors.
+    """A tree laid out as `like`, from tensors under the model's names: full ones or `DTensor`s.
 
-    It has those of the parameters that are in `state`.
+    It has the parameters that are in `state`.
 
     Raises:
-        ShardError: a `DTensor` that another rank had, or ranks that are not of this mesh, as in a pickled one.
+        ShardError: a `DTensor` that was another rank's, or is on ranks outside of this mesh, as a pickled one may be.
     """
     places = grid(like.mesh, like.plan.roles.storage)
     tree = initialize.NewTree(like.plan, like.mesh, places, {}, like.buffers)

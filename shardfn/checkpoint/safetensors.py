@@ -103,7 +103,7 @@ class _Files:
         self.held: dict[str, list[Patchwork]] = {}  # first name -> what it is made of, once for each name in the files
 
     def open(self, plan: Plan) -> list[str]:
-        """Find every tensor, and what the ranks must have in common; what does not fit is raised at once."""
+        """Find every tensor, or raise all that does not fit; returns what the ranks must have in common."""
         self.opened = TensorFiles(self._path)
         stored = {name: x.shape for name, x in self.opened.tensors.items()}
         wanted, unexpected = stored_names.wanted_from(self._model, stored, self._names)
@@ -155,10 +155,10 @@ class _Files:
 
     def fill(self, tree: NewTree) -> None:
         """Read what this rank has of the parameters; a `partial` tree has no others."""
-        held = [one for one in tree.plan.layouts.values() if one.name in self.held]
-        dtypes = {leaf.name: one.dtype for one in held for leaf in one.leaves}
+        layouts = [one for one in tree.plan.layouts.values() if one.name in self.held]
+        dtypes = {leaf.name: one.dtype for one in layouts for leaf in one.leaves}
         tree.shards = empty_shards(tree.plan, tree.places, dtypes if self.partial else None)
-        for one in held:
+        for one in layouts:
             for leaf in one.leaves:
                 self._fill_leaf(one, leaf, tree.places, tree.shards[leaf.name])
 
@@ -292,7 +292,7 @@ def save_safetensors(
 def _decide(
     model: Model, params: Params, dtype: torch.dtype | None, names: Names | None, is_file: bool
 ) -> tuple[dict[str, Described], dict[str, list[Piece]]]:
-    """What the files will have, and (name in the model -> where its parts are in the files)."""
+    """What the files will have, and for each name in the model where its parts are in them."""
     _require_same_model(model, params)
     missing = next((name for name in params.plan.leaves if name not in params), None)
     if missing is not None and not is_file:

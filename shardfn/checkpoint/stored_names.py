@@ -219,7 +219,7 @@ def own_init(model: object) -> Callable[[Any], Any] | None:
 
 
 def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, Patchwork], list[str]]:
-    """What `from_pretrained` makes of the tensors of files."""
+    """(name in the model -> what `from_pretrained` makes it of, names in the files that it does not use)."""
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
 
@@ -262,7 +262,7 @@ def _not_followed(what: str, error: Exception) -> ShardError:
 
 
 def files_of(model: Any, tensors: Mapping[str, Patchwork], names: Names | None) -> dict[str, Patchwork]:
-    """(name in a file -> what of the model it is made of), in the order of a file, for the model's `tensors`.
+    """(name in a file -> what it is made of), in the order of a file; `tensors` are the model's, by name.
 
     Raises:
         ShardError: as in `wanted_from`; two tensors with one name.

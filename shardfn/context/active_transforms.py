@@ -171,11 +171,11 @@ def is_differentiated(tensors: Iterable[Tensor]) -> bool:
     if not is_asked_for():
         return False
     around = _UNDER_WAY.get()
-    given = list(tensors)
-    if _torch.in_transform() and any(map(_torch.differentiated_in_transform, given)):
+    values = list(tensors)
+    if _torch.in_transform() and any(map(_torch.differentiated_in_transform, values)):
         return True
     wanted = set[Any]().union(*(each.wanted for each in around))
-    return any(source in wanted for source in _sources(map(_torch.innermost_value, given)))
+    return any(source in wanted for source in _sources(map(_torch.innermost_value, values)))
 
 
 def reaches_others(tensors: Iterable[Tensor], leaves: Collection[int]) -> bool:

@@ -295,7 +295,7 @@ def _loss_problem(ours: float, theirs: float, places: Grid, data: Sequence[str],
 def _different(
     computed: dict[str, Tensor], wanted: dict[str, Tensor], places: Grid, close: Callable[..., bool]
 ) -> list[tuple[str, float, str]]:
-    """(name, relative error, what is known about it) of what differs on any rank."""
+    """What differs on any rank: (name, relative error, what is known about it)."""
     total = torch.stack([part_of_rank(x, 0).double().norm() for x in wanted.values()]).norm().item()
     wrong = []
     for name, expected in wanted.items():

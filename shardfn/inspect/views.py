@@ -146,8 +146,8 @@ class View:
     def idle(self) -> list[int]:
         """Ranks that hold nothing, because a dim has fewer indices than parts."""
         known = [{segment.at for segment in side} for side in self.segments if len(side) < _MAX_SEGMENTS]
-        held = [{rank for at in places for rank in self.owners(at)} for places in known]
-        return [rank for rank in self.ranks if not all(rank in ranks for ranks in held)]
+        holders = [{rank for at in places for rank in self.owners(at)} for places in known]
+        return [rank for rank in self.ranks if not all(rank in ranks for ranks in holders)]
 
     @property
     def notes(self) -> list[str]:

@@ -8,7 +8,7 @@ from shardfn.notation import Factor, ShardError, Spec, parse, unknown_axes
 
 
 def decide_local_sizes(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, dict[str, int]]:
-    """Module -> attribute -> the size that one rank has; what the rules split has been checked with them."""
+    """Module -> attribute -> its size on one rank. What rules split has been checked with the rules."""
     sizes: dict[str, dict[str, int]] = {}
     patterns, compute = draft.policy.local_sizes, draft.role.compute
     factors = [factor for spec, _ in rules.values() for factor in spec.factors if not factor.optional]

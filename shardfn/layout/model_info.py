@@ -135,8 +135,8 @@ def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
 
 def shards_in(model: nn.Module) -> set[int]:
     """The ids of the parameters that are shards by now."""
-    held = ((m, attribute) for m in model.modules() for attribute in unwrapped(m).__dict__.get(PLACED, ()))
-    params = (parameters_of(module).get(attribute) for module, attribute in held)
+    slots = ((m, attribute) for m in model.modules() for attribute in unwrapped(m).__dict__.get(PLACED, ()))
+    params = (parameters_of(module).get(attribute) for module, attribute in slots)
     return {id(parameter) for parameter in params if isinstance(parameter, DTensor)}
 
 

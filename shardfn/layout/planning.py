@@ -82,7 +82,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     draft = replace(draft, info=_without_ignored(draft))
     info, role, problems = draft.info, draft.role, draft.problems
     rules = _rules(draft)
-    # Module -> its parallel forward, that the policy has for it or else its class.
+    # Module -> its parallel forward: the one in the policy, or else that of its class.
     forwards = {module.name: fn for module in info.modules if (fn := registered(module)) is not None}
     forwards |= {path: policy.compute[pattern] for path, pattern in first_matches(policy.compute, info).items()}
     for param in info.params:
@@ -105,7 +105,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
     local_sizes = decide_local_sizes(draft, rules)
     check_settings(draft, kept)
     raise_problems("plan", problems)
-    # The root unit first, then the others in the model's order, but none without parameters that casts nothing.
+    # The root unit first, then the others in the model's order; of those without parameters only the ones that cast.
     modules = {module.name: module for module in info.modules}
     all_units = (_unit(draft, name, layouts_of_unit, modules.get(name)) for name, layouts_of_unit in members.items())
     units = tuple(unit for unit in all_units if unit.params or (unit.name and (unit.input_dtype or unit.output_dtype)))
@@ -400,8 +400,8 @@ def _unit(draft: Draft, name: str, layouts: Sequence[Layout], module: ModuleInfo
     settings = _own_settings(draft.policy, module)
     policy = replace(draft.policy, **{"output_dtype": None} | settings)
     buckets = _buckets(name, layouts, draft.role, policy)
-    # The inputs of the whole model are cast already: only a unit that differs does it again. Without a dtype to compute
-    # in, of the policy or its own, inputs stay as they are.
+    # The model's inputs are cast already, so only a unit with a setting of its own casts again. Inputs stay as they are
+    # where neither the unit nor the policy has a dtype to compute in.
     casts = policy.cast_inputs and ("cast_inputs" in settings or "compute_dtype" in settings)
     casts = casts and not (policy.compute_dtype is None and draft.policy.compute_dtype is None)
     dtypes = {bucket.dtype for bucket in buckets if bucket.dtype.is_floating_point}

@@ -172,10 +172,10 @@ def require_match(verb: str, what: str, params: Tree, names: Sequence[str], othe
         planned = [name for name in names if name in have and name in params.plan.leaves and name in have.plan.leaves]
         layouts = [(name, *(tree.plan.leaves[name][1] for tree in (params, have))) for name in planned]
         problems += [
-            f"{what}[{name!r}] has layout {other.rule}, the first {own.rule}; sf.reshard one of the trees before, and "
+            f"{what}[{name!r}] has layout {other.rule}, the first {mine.rule}; sf.reshard one of the trees before, and "
             "pass trees from outside of a vmap to sf.vmap too, with None in in_dims"
-            for name, own, other in layouts
-            if own != other
+            for name, mine, other in layouts
+            if mine != other
         ]
     shown = problems[:5] + [f"and {len(problems) - 5} more"] * (len(problems) > 5)
     raise_problems(verb, shown)

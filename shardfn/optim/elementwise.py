@@ -289,7 +289,7 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
 
 
 def _elementwise(rule: Rule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
-    """The optimizer of a rule, once its options make sense."""
+    """The optimizer of a rule, after its options are checked."""
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
         raise TypeError(
             f"{rule.name}(state_dtype={state_dtype!r}): a floating torch.dtype, or None for the parameters'"

@@ -87,9 +87,9 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
         raise ValueError(
             "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
         )
-    functions = _FromTorch(cls, dict(kwargs), elementwise)
-    functions.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
-    return Optimizer(functions.init, functions.update, functions.step)
+    adapter = _FromTorch(cls, dict(kwargs), elementwise)
+    adapter.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
+    return Optimizer(adapter.init, adapter.update, adapter.step)
 
 
 def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
@@ -104,7 +104,7 @@ def _acts_as_one_of(cls: type, known: Sequence[type]) -> bool:
 
 
 def _outside_tensors(optimizer: optim.Optimizer) -> dict[Any, Any]:
-    """What an optimizer remembers elsewhere than in tensors of its parameters' state."""
+    """What an optimizer remembers outside of the tensors of its parameters' state."""
     remembered: dict[Any, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
     for group in optimizer.param_groups:
         remembered |= {name: value for name, value in group.items() if name != "params"}

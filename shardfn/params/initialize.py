@@ -99,8 +99,8 @@ class NewTree:
 
     def wrapped(self) -> Params:
         """The tree."""
-        held = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
-        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in held)
+        shards = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
+        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in shards)
         return Params(leaves, self.plan, self.mesh, self.buffers)
 
 

@@ -208,16 +208,16 @@ class _OverCompute(torch.autograd.Function):
 
 
 def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
-    held = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
+    layouts = [layout for layout in tree.plan.layouts.values() if all(leaf.name in tree for leaf in layout.leaves)]
     if names is None:
-        return held
+        return layouts
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    named = [name for layout in held for name in layout.names]
+    named = [name for layout in layouts for name in layout.names]
     for pattern in wanted:
         if first_match([pattern], named) is None:
-            some = ", ".join(layout.name for layout in held[:4])
+            some = ", ".join(layout.name for layout in layouts[:4])
             raise KeyError(f"gather: {pattern!r} matches no parameter; there are {some}, ...")
-    return [layout for layout in held if first_match(wanted, layout.names) is not None]
+    return [layout for layout in layouts if first_match(wanted, layout.names) is not None]
 
 
 def require_params(verb: str, tree: object) -> Params:

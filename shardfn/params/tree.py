@@ -155,8 +155,8 @@ class Params(dict[str, Any]):
 
 def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Leaves ask for no gradient: an optimizer of torch that has them gets none, and would train nothing."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(callable, (*args[1:], *kwargs.values()))) and held and all(map(_is_idle, held)):
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(callable, (*args[1:], *kwargs.values()))) and params and all(map(_is_idle, params)):
         name = type(optimizer).__name__
         raise ShardError(
             f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "

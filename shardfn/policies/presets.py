@@ -374,7 +374,7 @@ def _unserved_boundary(style: Any, name: str) -> Iterator[str]:
             yield from _other_layouts(name, key, layouts, [Replicate(), Shard(1)])
             begins = key != field and field != "output_layouts"
             pairs = zip(_layouts(style, field), layouts, strict=False) if begins else ()
-            if any(isinstance(wanted, Shard) and not isinstance(given, Shard) for given, wanted in pairs):
+            if any(isinstance(wanted, Shard) and not isinstance(have, Shard) for have, wanted in pairs):
                 yield f"{name}({key}=Shard(1)) splits an input that was whole; split the output of the module before it"
 
 

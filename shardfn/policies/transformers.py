@@ -174,7 +174,7 @@ class _Reading:
                 self._apply(path, style)
             if not plan:
                 self._vocabulary()
-            for path, module in self.modules.items():  # that are known by their class, or as experts of no plan
+            for path, module in self.modules.items():  # those known by their class, and experts without a plan
                 if (forward := _MODULES.get(class_of(module).__name__)) is not None:
                     self.made["compute"].setdefault(starred(path), forward)
                 if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):

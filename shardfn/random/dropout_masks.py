@@ -329,13 +329,13 @@ def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[S
             f"dropout_seed: call {call + 1} of {path!r} was not made in the shape-only trace, which another forward of "
             f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
         )
-    axes_known = known[path, call]
-    if axes_known is None:
+    axis_of_dim = known[path, call]
+    if axis_of_dim is None:
         raise ShardError(
             f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
             f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
         )
-    return [part_over(mesh_grid, [axis] if axis else []) for axis in axes_known], 0
+    return [part_over(mesh_grid, [axis] if axis else []) for axis in axis_of_dim], 0
 
 
 class Masks:

@@ -106,7 +106,7 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
     """
     state = _joined(notes["state"], name, lambda path, _: tensors["rest"][path])
     if isinstance(other, torch.optim.Optimizer):
-        numbers = {now_numbers: number for number, now_numbers in names_of(other, params).items()}
+        numbers = {leaf: number for number, leaf in names_of(other, params).items()}
         for key, tree in tensors["trees"].items():
             for leaf, value in tree.items():
                 state["state"][leaf][key] = value
@@ -115,7 +115,7 @@ def load_into(other: Any, name: str, notes: Any, tensors: Mapping[str, Any], par
             held = [group["params"] for group in saved]
             raise ShardError(f"Trainer.load: '{name}' was saved with parameters in other groups, {held}")
         # parameters in the optimizer's order: torch goes by place
-        groups = [{**group, "params": now_numbers} for group, now_numbers in zip(saved, now, strict=True)]
+        groups = [{**group, "params": order} for group, order in zip(saved, now, strict=True)]
         state = {"state": {numbers[leaf]: values for leaf, values in state["state"].items()}, "param_groups": groups}
     other.load_state_dict(state)
 

@@ -199,9 +199,9 @@ def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, 
 
 
 def install(model: nn.Module, params: Params) -> Held:
-    """Put the shards of a tree into its model: they become its parameters, with the attributes that those had.
+    """Put the shards of a tree into its model as its parameters, with the attributes of the old ones.
 
-    An optimizer that has the old ones is told so when it steps.
+    An optimizer that still has the old ones is refused when it steps.
     """
     watch_optimizers()
     new_params: dict[str, nn.Parameter] = {}
@@ -221,7 +221,7 @@ def install(model: nn.Module, params: Params) -> Held:
             note_shard(module, key, layout.placed)
         items, shards = list(table.items()), {key: new_params[leaf] for leaf, key in leaves.items()}
         table.clear()
-        for key, value in items:  # in its place: optimizers count parameters in their order
+        for key, value in items:  # in the same position: optimizers number parameters by it
             table.update(shards if key == attribute else {key: value})
     _refresh_flat_weights(model)
     _warn_of_references(model)

@@ -36,8 +36,8 @@ DRIVERS: "weakref.WeakKeyDictionary[Any, weakref.ref[Optimizer] | None]" = weakr
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for trainer, driver in list(DRIVERS.items()):
         if driver is None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(leaf) in held for leaf in trainer.params.values()):
+            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(leaf) in ids for leaf in trainer.params.values()):
                 driver = DRIVERS[trainer] = weakref.ref(optimizer)
         if driver is not None and driver() is optimizer:
             trainer.steps += 1
@@ -51,16 +51,16 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             dims which the model's parameters do not have; another rank's state.
     """
     name = type(optimizer).__name__
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = [parameter for parameter in held if isinstance(parameter, DTensor) and SHARD in vars(parameter)]
-    for parameter in held:
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ours = [parameter for parameter in params if isinstance(parameter, DTensor) and SHARD in vars(parameter)]
+    for parameter in params:
         if REPLACED in vars(parameter):
             raise ShardError(
                 f"{name}.step: the optimizer was made before the model was sharded: it has "
                 f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                 "Make the optimizer from the sharded model's parameters()."
             )
-    refuse_held_back(f"{name}.step", [parameter.grad for parameter in held])
+    refuse_held_back(f"{name}.step", [parameter.grad for parameter in params])
     if ours and optimizer not in _STATES:
         _require_groups_of_the_model(optimizer)
     if ours:
@@ -86,10 +86,10 @@ def _require_groups_of_the_model(optimizer: Optimizer) -> None:
     """
     groups = [[(*vars(p)[SHARD], p.dim()) for p in one["params"] if SHARD in vars(p)] for one in optimizer.param_groups]
     true = [[dims for _, dims, stored in group if (dims < 2) == (stored < 2)] for group in groups]
-    of_vectors = any(dims and max(dims) < 2 for dims in true)
-    for group, own in zip(groups, true, strict=True):
+    of_vectors = any(true_dims and max(true_dims) < 2 for true_dims in true)
+    for group, true_dims in zip(groups, true, strict=True):
         taken = [f"{name!r} ({stored} dims, 1 in the model)" for name, dims, stored in group if dims < 2 <= stored]
-        if taken and own and of_vectors and min(own) >= 2:
+        if taken and true_dims and of_vectors and min(true_dims) >= 2:
             raise ShardError(
                 f"{type(optimizer).__name__}.step: {', '.join(taken)} is in the group of the matrices, other vectors "
                 "in another: shards have a dim for each factor of a rule, so groups made by their p.dim() are not the "

@@ -322,14 +322,14 @@ class Trainer(nn.Module):
         if isinstance(state_dict, Params):  # whose leaves may have other shapes than the model's
             kept = {name: value for name, value in state_dict.buffers.items() if name in wanted}
             state_dict = directories.to_state_dict(state_dict) | kept
-        held = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
-        present = {name for layout in held for name in layout.names}
+        layouts = [x for x in self.plan.layouts.values() if any(name in state_dict for name in x.names)]
+        present = {name for layout in layouts for name in layout.names}
         missing = sorted(wanted - present - set(state_dict))
         unexpected = sorted(set(state_dict) - wanted)
         if strict and (missing or unexpected):
             why = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise ShardError(f"Trainer.load_state_dict: {why}; every rank must give all of it, or pass strict=False")
-        for layout in held:
+        for layout in layouts:
             value = next(state_dict[name] for name in layout.names if name in state_dict)
             _require_shape(f"'{layout.name}'", value, layout.shape)
         for name in buffers.keys() & state_dict.keys():

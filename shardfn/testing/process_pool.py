@@ -306,7 +306,7 @@ _this_rank: list[int] = []  # in a worker: its rank
 
 
 def _start_server() -> None:
-    """The process from which ranks are forked, with what they all import; it is there already after the first time."""
+    """Start the process from which ranks are forked, with what they all import, unless it runs already."""
     used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
     spec = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
     same = spec is not None and spec.origin == str(_ROOT / "shardfn" / "__init__.py")

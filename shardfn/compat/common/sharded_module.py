@@ -199,7 +199,7 @@ def held_now(module: nn.Module) -> Held:
 
 
 def _tree_now(module: nn.Module, exact: bool) -> Tree:
-    """The plan of the tree below a module; made again when anything it was made from has changed.
+    """The plan of the tree below a module; planned again when anything that it depends on has changed.
 
     Raises:
         ShardError: a parameter is no shard, or no longer laid out as it was.

@@ -104,12 +104,12 @@ class Instance(Sharded):
         ignored = {id(p) for p in self.ignored_params}
         _require_own_shards(module)
         spread_inside(module, self)
-        held = [p for p in module.parameters() if id(p) not in ignored]
-        _verify_managed_params(module, held)
+        params = [p for p in module.parameters() if id(p) not in ignored]
+        _verify_managed_params(module, params)
         for parameter in self.ignored_params if self.settings.device_id is not None else ():
             if not parameter.is_meta:  # `device_id` says where they are too
                 parameter.data = parameter.data.to(self.device)
-        has_meta = any(x.is_meta for x in (*held, *module.buffers()))
+        has_meta = any(x.is_meta for x in (*params, *module.buffers()))
         src = self._source(module, has_meta)
         put_shards(module, self, init=_init(self.settings.param_init_fn) if has_meta and src is None else None, src=src)
         for _, inside, record in Instance.all_in(module):
@@ -247,10 +247,10 @@ def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
 
 
 def told_apart(*values: Any) -> dict[str, Any]:
-    """The four arguments that changed places between versions, under the names that they have now.
+    """The four arguments whose order differs between versions of torch, by their present names.
 
     Args:
-        values: theirs, in the order of `_MOVED`, as the present signature binds them.
+        values: in the order of `_MOVED`, as the present signature binds them.
 
     Raises:
         TypeError: a value of a type that none of them has, or two values for one of them.
@@ -265,7 +265,7 @@ def told_apart(*values: Any) -> dict[str, Any]:
         if right in arguments:
             raise TypeError(f"FullyShardedDataParallel: two values for {right}: {arguments[right]!r} and {value!r}")
         arguments[right] = value
-    if values[-1] is None:  # said in its place, it is a choice
+    if values[-1] is None:  # written out, None is a choice
         arguments.setdefault("backward_prefetch", None)
     return arguments
 

@@ -195,7 +195,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 def _by_name(
     model: nn.Module, params: list[Tensor], state: Mapping[str, Any], full: bool, first_only: bool, host: bool
 ) -> dict[str, Any]:
-    """A state dict by ids as one by names, whole or sharded."""
+    """A state dict with ids for keys as one with names, whole or sharded."""
     names = _names(model)
     unknown = [index for index, p in enumerate(params) if id(p) not in names]
     if unknown:
@@ -233,7 +233,7 @@ def _taken(value: Any, full: bool, host: bool) -> Any:
 def _to_load(
     model: nn.Module, params: list[Tensor], state: Mapping[str, Any], optim: Any, named: bool = False
 ) -> dict[str, Any]:
-    """A state dict by names as one by ids, whose tensors have the layouts of their parameters."""
+    """A state dict with names for keys as one with ids; its tensors get the layouts of their parameters."""
     _first(model)  # raises where nothing is wrapped
     if "state" not in state:
         raise ValueError('`optim_state_dict` must have the keys "state"to be a valid optimizer state dict')

@@ -21,7 +21,7 @@ class ShardedGradScaler(sharded_grad_scaler.ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        held = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        shards = [SimpleNamespace(grad=unwrap_local(p.grad)) for p in held]
+        params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        shards = [SimpleNamespace(grad=unwrap_local(p.grad)) for p in params]
         parts: Any = SimpleNamespace(param_groups=[{"params": shards}])
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)

@@ -164,7 +164,7 @@ def _has_load_hooks(module: nn.Module) -> bool:
 def _chosen(
     module: nn.Module, kind: StateDictType, config: Any, optim_config: Any
 ) -> tuple[list[Instance], StateDictSettings]:
-    """The instances in a tree, and the flavour for all of them, checked."""
+    """The instances in a tree, and the settings of state dicts for all of them, checked."""
     now = state_dict_settings(kind)
     for name, have in (("state_dict_config", config), ("optim_state_dict_config", optim_config)):
         want = type(getattr(now, name))
@@ -310,8 +310,8 @@ def _misfit(key: str, leaf: Tensor, value: Tensor, kind: StateDictType) -> str |
 @contextmanager
 def _undone_on_error(module: nn.Module) -> Iterator[None]:
     """What an error leaves half done is undone."""
-    held: list[Tensor] = [*module.parameters(), *module.buffers()]
-    before = [(unwrap_local(x), unwrap_local(x).detach().clone()) for x in held if not x.is_meta]
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    before = [(unwrap_local(x), unwrap_local(x).detach().clone()) for x in tensors if not x.is_meta]
     try:
         yield
     except Exception:

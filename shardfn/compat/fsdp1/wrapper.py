@@ -257,7 +257,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     def _wrap_inside(self, policy: Any, mixed: MixedPrecision | None) -> None:
         """Wrap the modules that the policy chooses; their parameters are sharded together with those of this one.
 
-        Which they are is torch's own algorithm, with our class in the place of its.
+        Torch's own algorithm chooses, with our class in the place of its.
 
         Raises:
             ValueError: something in it is wrapped already; frozen and trainable parameters in one unit.
