@@ -49,8 +49,18 @@ SPLIT_FAMILIES = (
 
 
 @pytest.mark.parametrize("name", [*SPLIT_FAMILIES, "OPT", "ViT", "ViT, 26 positions", "CLIP"])
-@on_meshes(*MESHES)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
+    _require_family_like_one_rank(mesh, name)
+
+
+@pytest.mark.parametrize("name", "Llama GPT-2 DeepSeek-V3 Mixtral T5 OPT ViT".split() + ["ViT, 26 positions"])
+@on_meshes({"fsdp": 1, "tp": 4})
+def test_a_family_on_four_parts_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
+    _require_family_like_one_rank(mesh, name)
+
+
+def _require_family_like_one_rank(mesh: DeviceMesh, name: str) -> None:
     family = _EVEN_IMAGES if name == "ViT, 26 positions" else FAMILIES[name]
     model, reference = family.make(), family.make()
     params = sf.shard(model, mesh, sf.policies.from_transformers(model, sequence_parallel=True))
@@ -179,7 +189,7 @@ AFTER: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("after", AFTER)
-@on_meshes(*MESHES)
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_what_is_made_of_split_activations_is_as_on_one_rank(mesh: DeviceMesh, after: str) -> None:
     model = _model(after=AFTER[after])
     _require_like_one_rank(mesh, model, _policy(), _ids())
@@ -187,7 +197,7 @@ def test_what_is_made_of_split_activations_is_as_on_one_rank(mesh: DeviceMesh, a
 
 
 @pytest.mark.parametrize(("samples", "length"), [(4, 4), (4, 8), (8, 8), (4, 16), (16, 4), (2, 8)])
-@on_meshes(*MESHES)
+@on_meshes({"fsdp": 1, "tp": 4})
 def test_sizes_that_are_alike_are_told_apart(mesh: DeviceMesh, samples: int, length: int) -> None:
     """As many positions as samples, features or ranks: with 4 on 4 ranks each has one, which broadcasts."""
     model = _model()

@@ -63,7 +63,7 @@ def _named(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@on_meshes(*MESHES)
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _train(mesh, FAMILIES[name])
 
@@ -87,7 +87,7 @@ def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@on_meshes({"fsdp": 2, "tp": 2})
+@on_meshes({"fsdp": 4, "tp": 1})
 def test_a_family_in_float32_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _train(mesh, FAMILIES[name], torch.float32)
 
