@@ -54,7 +54,7 @@ def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _require_family_like_one_rank(mesh, name)
 
 
-@pytest.mark.parametrize("name", "Llama GPT-2 DeepSeek-V3 Mixtral T5 OPT ViT".split() + ["ViT, 26 positions"])
+@pytest.mark.parametrize("name", [*"Llama GPT-2 DeepSeek-V3 Mixtral T5 OPT ViT".split(), "ViT, 26 positions"])
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_a_family_on_four_parts_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _require_family_like_one_rank(mesh, name)
