@@ -87,7 +87,7 @@ def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@on_meshes({"fsdp": 4, "tp": 1})
+@on_meshes({"fsdp": 2, "tp": 2})
 def test_a_family_in_float32_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _train(mesh, FAMILIES[name], torch.float32)
 
