@@ -1,4 +1,4 @@
-"""Private and version-dependent names of torch, and workarounds for its bugs. Only `compat` uses private names, too.
+"""Private and version-dependent names of torch, and workarounds for its bugs. Besides, only `compat` uses any.
 
 Each name is resolved once, at import, and says under which condition it can go. By subject: `tensors` (DTensors,
 versions), `memory`, `groups` (process groups), `autograd`, `transforms` (`torch.func`, modes), `dispatch`

@@ -1,8 +1,8 @@
 """Trees to checkpoint directories and back, on any mesh.
 
-torch.distributed.checkpoint writes the files and reshards on load. A save goes into a new directory beside the others
-and is renamed into place when every rank has written, so that a name always stands for a whole checkpoint. What is
-written has the model's names and shapes, whatever the layout.
+torch.distributed.checkpoint writes the files and reshards on load; `from_state_dict` cuts what is fused or padded. A
+save goes into a new directory beside the others and is renamed into place when every rank has written, so that a name
+always stands for a whole checkpoint. What is written has the model's names and shapes, whatever the layout.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Moving data between ranks: collectives, buckets of parameters, small messages, checks that ranks agree.
 
 Read `collectives` (over one mesh axis), `collective_autograd` (how they are differentiated) and `raw_collectives`
-(bytes over a process group). `buckets` gathers and reduces many parameters at once, `packing` copies them into one
-flat tensor, `flat_memory` has buffers that are used again. `gloo_messages` sends small tensors faster, `agreement`
-compares what ranks are about to do. How a gradient is reduced is here; when, is decided in `engine`. Not here: which
-collective to use.
+(bytes over a process group). `buckets` gathers and reduces many parameters at once, `packing` copies them into one flat
+tensor, `flat_memory` has buffers that are used again. `gloo_messages` sends small tensors faster, `agreement` compares
+what ranks are about to do. How gradients are reduced is here (`buckets`); `engine` decides when. Not here: who calls
+which collective.
 """
 
 from shardfn.comm import buckets, collectives, flat_memory

@@ -1,4 +1,4 @@
-"""What goes on around a call: transforms of torch, mapped axes, losses that are differentiated, a recording by `jit`.
+"""State around a call: torch's transforms, mapped axes, differentiated losses, a recording by `jit`.
 
 All of it is in `active_transforms`. State here is scoped to a `with` block. Not here: state of a model or a plan.
 """

@@ -1,4 +1,4 @@
-"""Looking at a layout: `typeof` and `visualize`; `simulate` and `check`, all ranks in one process.
+"""See a layout: `typeof`, `visualize`. Run all ranks in one process: `simulate`, `check`.
 
 Read `views` (who has which part, and `typeof`), `pictures` (`visualize`) and `check`. Not here: how layouts are made.
 """

@@ -1,9 +1,10 @@
-"""A policy becomes a plan here: layouts of parameters, units, buckets. Plain data; nothing communicates.
+"""A policy becomes a plan here: layouts of parameters, units, buckets. Plain data, without collectives.
 
-Read `policy` (what a user decides), `mesh` (axes and their order), `layout` (how one parameter is split), `partition`
-(a rank's slice of a dim, and that slice after a reshape), `model_info` (names, kinds and ties of a model), `plan` (the
-decisions), then `planning`, which makes them with `plan_draft`, `local_sizes` and `plan_checks`. Not here: process
-groups and bytes, see `comm`.
+Read `policy` (what a user decides), `mesh` (axes and their order; `make_mesh`, which starts the process group),
+`layout` (how one parameter is split), `partition` (a rank's slice of a dim, and that slice after a reshape),
+`model_info` (names, kinds and ties of a model), `plan` (the decisions), then `planning`, which makes them with
+`plan_draft`, `local_sizes` and `plan_checks`. A size that does not divide over its axes is found in
+`planning._require_divisible`. Not here: collectives, see `comm`.
 """
 
 from shardfn.layout import mesh, planning

@@ -1,10 +1,10 @@
 """How modules compute with split weights: tensor, sequence and expert parallelism.
 
 Read `compute_axes` (collectives that a parallel forward can use), `linears` (also embeddings) and `layers`
-(convolutions, norms, attention), `wiring` (which forward a module of a plan gets), `experts` and `loss`. The parallel
-forward of a new kind of layer goes into `layers`, as a row of `_FORWARDS`; the kind itself into `kind_of` of
-`layout/model_info.py`; that of one module of a user is given to `sf.register`. Not here: the shape-only trace, which
-subclasses `ComputeAxes`, see `trace`.
+(convolutions, norms, attention), `wiring` (which forward a module of a plan gets), `experts` and `loss`. A new kind of
+layer of torch is a row of `_FORWARDS` in `layers`, and one of `_LAYERS` in `layout/model_info.py` (see `kind_of`, and
+`OUT_DIM` for linears); a class of your own gets its parallel forward by `sf.register`. Not here: the shape-only trace,
+which subclasses `ComputeAxes`, see `trace`.
 """
 
 from shardfn.parallel import wiring

@@ -1,7 +1,7 @@
 """`Trainer`, and the modules that both it and the compatible classes use: modules that hold their shards.
 
-Read `trainer`, `module_shards` (parameters that are leaves of a tree), `extra_state` (optimizers, schedules and
-scalers in checkpoints) and `torch_optimizers` (steps that would go wrong). Not here: numerics.
+Read `trainer`, `module_shards` (parameters that are leaves of a tree), `extra_state` (optimizers, schedules and scalers
+in checkpoints) and `torch_optimizers` (refuses steps that would go wrong). Not here: numerics.
 """
 
 from shardfn.stateful.module_shards import Held, adopt, bound, install, whole_in_place
