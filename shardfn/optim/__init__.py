@@ -6,9 +6,10 @@
     group         parameters, by name pattern, with options of their own
 
 Read `base` (what an optimizer is, and transforms), `elementwise` (rules), `norms` and `torch_classes`. Arithmetic is on
-local shards; only `norms` communicates. If parameters, gradients and state each lie side by side in memory, `step`
-updates all of them in one call; slots are allocated so. Parameters that do not train (`requires_grad=False` in the
-model, integers) have no state, no update and no decay, and whatever stands in their gradients is ignored.
+local shards; only `norms` communicates. Not here: gradients. If parameters, gradients and state each lie side by side
+in memory, `step` updates all of them in one call; slots are allocated so. Parameters that do not train
+(`requires_grad=False` in the model, integers) have no state, no update and no decay, and whatever stands in their
+gradients is ignored.
 
 [Note: where a derivative flows]
 Meta-learning differentiates through `update`. A DTensor's local tensor is outside autograd, so where a leaf carries a

@@ -181,17 +181,19 @@ def test_any_order_that_all_ranks_share(mesh: DeviceMesh) -> None:
 @on_meshes({"fsdp": 2})
 def test_what_a_hook_reads_in_a_backward_is_freed_after_it(mesh: DeviceMesh) -> None:
     """Weights of a unit that has no gradients, whose arrival frees those of others; the graph is kept."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-    model[1].requires_grad_(False)
+    frozen = nn.Linear(WIDTH, WIDTH)
+    frozen.requires_grad_(False)
+    model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in (nn.Linear(WIDTH, WIDTH), frozen)))
+    model.append(nn.Linear(WIDTH, WIDTH))
     sums = []
-    model[1][0].register_full_backward_hook(lambda module, into, out: sums.append(float(module.weight.sum())))
+    frozen.register_full_backward_hook(lambda module, into, out: sums.append(float(module.weight.sum())))
     params = sf.shard(model, mesh, sf.Policy(units=["0", "1", "2"]))
     trained = sf.tree.map(lambda leaf: leaf.detach(), params)
     for name, leaf in trained.items():
         leaf.requires_grad_(not name.startswith("1."))
     loss = sf.apply(model, trained, torch.randn(3, WIDTH)).square().mean()
     loss.backward(retain_graph=True)
-    torch.testing.assert_close(sums, [float(model[1][0].weight.sum())])
+    torch.testing.assert_close(sums, [float(frozen.weight.sum())])
     buffers = shared_by_calls(params).pool.buffers
     assert eventually(lambda: all(buffer.free for buffer in buffers()))
     assert loss.requires_grad

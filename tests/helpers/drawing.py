@@ -218,7 +218,7 @@ def hold_for_all(
     law: Callable[[Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0, batch: int = 125
 ) -> None:
     """Check `law` on every rank for a share of the usual number of cases; the smallest that fails is reported."""
-    examples = int(share * settings.default.max_examples)
+    examples = int(share * settings().max_examples)
     drawn: dict[Case, None] = {}
 
     @settings(

@@ -140,5 +140,5 @@ def _compare(case: str, strategy: ShardingStrategy, use_orig_params: bool) -> No
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_equal_those_of_ddp(case: str, strategy: ShardingStrategy) -> None:
     """With and without `use_orig_params` in turn, which is one thing here."""
-    use_orig_params = bool((list(CASES).index(case) + list(STRATEGIES).index(strategy)) % 2)
+    use_orig_params = bool(([*map(str, CASES)].index(case) + STRATEGIES.index(strategy)) % 2)
     run(_compare, case, strategy, use_orig_params, ranks=4)
