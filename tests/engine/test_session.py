@@ -186,7 +186,7 @@ def test_what_a_hook_reads_in_a_backward_is_freed_after_it(mesh: DeviceMesh) -> 
     model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in (nn.Linear(WIDTH, WIDTH), frozen)))
     model.append(nn.Linear(WIDTH, WIDTH))
     sums = []
-    frozen.register_full_backward_hook(lambda module, into, out: sums.append(float(module.weight.sum())))
+    frozen.register_full_backward_hook(lambda module, into, out: sums.append(float(frozen.weight.sum())))
     params = sf.shard(model, mesh, sf.Policy(units=["0", "1", "2"]))
     trained = sf.tree.map(lambda leaf: leaf.detach(), params)
     for name, leaf in trained.items():
