@@ -36,15 +36,15 @@ class Node:
         return self.made(number, number)
 
     def is_contiguous(self, sizes: Any, strides: Any) -> "Node":
-        def row_major(world: str) -> bool:
-            lengths, steps = ([_of(n, world) for n in numbers] for numbers in (sizes, strides))
+        def row_major(side: str) -> bool:
+            lengths, steps = ([_of(n, side) for n in numbers] for numbers in (sizes, strides))
             pairs = enumerate(zip(lengths, steps, strict=True))
             return 0 in lengths or all(n == 1 or step == math.prod(lengths[i + 1 :]) for i, (n, step) in pairs)
 
         return self.made(row_major("rank"), row_major("one"))
 
     def sym_sum(self, terms: Any) -> "Node":
-        return self.made(*(sum(_of(getattr(x, "node", x), world) for x in terms) for world in ("rank", "one")))
+        return self.made(*(sum(_of(getattr(x, "node", x), side) for x in terms) for side in ("rank", "one")))
 
     wrap_float = wrap_bool = wrap_int
     is_non_overlapping_and_dense = is_contiguous
@@ -86,13 +86,13 @@ for _names, _answer in _ANSWERS.items():
         setattr(Node, _name, _answers(_answer))
 
 
-def _of(number: Any, world: str) -> Any:
-    return getattr(number, world) if isinstance(number, Node) else number
+def _of(number: Any, side: str) -> Any:
+    return getattr(number, side) if isinstance(number, Node) else number
 
 
 def _in_both(function: Callable[..., Any]) -> Any:
     def method(self: Node, *others: Any) -> Node:
-        rank, one = (function(*(_of(x, world) for x in (self, *others))) for world in ("rank", "one"))
+        rank, one = (function(*(_of(x, side) for x in (self, *others))) for side in ("rank", "one"))
         node = self.made(rank, one, *others)
         node.in_general = {operator.eq: False, operator.ne: True}.get(function)
         return node

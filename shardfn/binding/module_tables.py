@@ -4,11 +4,11 @@
 No copy of a model is needed: `self` in a forward, what a closure, a list or a dict of modules holds, is the object that
 the user made. These stay in the modules once a call is made:
 
-    `Weights`  the `_parameters` of every module: holds its own, which optimizers, checkpoints and walks through the
-               tree find there. Whoever computes gets what the session of the call gives.
-    `Buffers`  the `_buffers` of every module: whoever computes reads and assigns those of the tree.
-    `Stand`    the `forward` of a unit, and of what has a parallel one or collectives around its own. Whoever computes
-               gets these.
+    `WeightTable`     the `_parameters` of every module: holds its own, which optimizers, checkpoints and walks through
+                      the tree find there. Whoever computes gets what the session of the call gives.
+    `BufferTable`     the `_buffers` of every module: whoever computes reads and assigns those of the tree.
+    `ForwardStandIn`  the `forward` of a unit, and of what has a parallel one or collectives around its own. Whoever
+                      computes gets these.
 
 Who computes is asked at each read, by the thread that reads:
 
@@ -18,8 +18,8 @@ Who computes is asked at each read, by the thread that reads:
                                       for its backward. What autograd saves, and gathers, keeps sessions alive for that
     else, or gradients are added up   nobody: the module's own
 
-So hooks of parameters and optimizers that step in a backward find shards. `Place` is what one plan, with what runs
-without data have added, says of the modules; a module inside two sharded ones, each called by itself, is in two.
+So hooks of parameters and optimizers that step in a backward find shards. `ModelBinding` is what one plan, with what
+runs without data have added, says of the modules; a module inside two sharded ones, each called by itself, is in two.
 Attributes that hold sizes of a rank (`Policy.local_sizes`) have them while a call goes on.
 """
 
@@ -54,14 +54,16 @@ _OURS = ("_parameters", "_buffers", "forward", "_compiled_call_impl")  # entries
 class Call:
     """A computation with the weights of a call that goes on in this thread."""
 
-    __slots__ = ("instead", "outer", "place", "session", "tables", "thread", "weight")
+    __slots__ = ("binding", "instead", "outer", "session", "tables", "thread", "weight")
 
-    def __init__(self, place: Any, session: Any) -> None:
+    def __init__(self, binding: Any, session: Any) -> None:
         """`session`: a `Session`, or what stands for it in a shape-only trace."""
-        self.place, self.session, self.tables, self.outer = place, session, place.tables, CALL.get()
+        self.binding, self.session, self.tables, self.outer = binding, session, binding.tables, CALL.get()
         self.thread = get_ident()
         # The gathered parameter of a name, as modules see it.
-        self.weight: Callable[[str], Any] = session.weight if place.vary is None else partial(_varied, place, session)
+        self.weight: Callable[[str], Any] = (
+            session.weight if binding.vary is None else partial(_varied, binding, session)
+        )
         # By table and attribute: what `torch.func.functional_call` in a forward has put in the place of a weight.
         self.instead: dict[tuple[int, str], Any] = {}
 
@@ -71,7 +73,7 @@ class Call:
         Raises:
             ShardError: it computes again for an output that `apply` has not seen.
         """
-        if self.place.sizes and not self.place.has_sizes and self not in GOING_ON:
+        if self.binding.sizes and not self.binding.has_sizes and self not in GOING_ON:
             why = "a checkpoint computes a function again in which modules have other sizes, by Policy.local_sizes"
             raise ShardError(f"apply: {why}. Return the tensors that it makes, or take sizes from tensors")
 
@@ -89,13 +91,13 @@ class Call:
             )
 
 
-def _varied(place: Any, session: Any, name: str) -> Tensor:
-    assert place.vary is not None
+def _varied(binding: Any, session: Any, name: str) -> Tensor:
+    assert binding.vary is not None
     call = CALL.get()
     if call is not None and call.session is session:
-        return place.vary(name, session.weight(name))
-    with place.computes(session):  # a function computes again, and no module that has begun
-        return place.vary(name, session.weight(name))
+        return binding.vary(name, session.weight(name))
+    with binding.computes(session):  # a function computes again, and no module that has begun
+        return binding.vary(name, session.weight(name))
 
 
 CALL: "ContextVar[Call | None]" = ContextVar("call", default=None)
@@ -154,7 +156,7 @@ def is_computing(module: nn.Module) -> bool:
 def elsewhere(table: Any) -> Call | None:
     """The call in another thread for which this one computes a module: one inside of the model, and not all of it."""
     key = id(table)
-    return next((call for call in reversed(GOING_ON) if key in call.tables and key != call.place.root), None)
+    return next((call for call in reversed(GOING_ON) if key in call.tables and key != call.binding.root), None)
 
 
 def _waiting(key: int, node: Any) -> Call | None:
@@ -163,23 +165,23 @@ def _waiting(key: int, node: Any) -> Call | None:
     Raises:
         ShardError: it may be one of several.
     """
-    alive = [session for ref in WAITING if (session := ref()) is not None and key in session.place.tables]
+    alive = [session for ref in WAITING if (session := ref()) is not None and key in session.binding.tables]
     number = _torch.number_of(node)
     spans = [(end - first, s, thread) for s in alive for first, end, thread in s.made if first <= number < end]
     if spans and len({thread for *_, thread in spans}) == 1:
         alive = [min(spans, key=itemgetter(0))[1]]
     elif spans:
         alive = [session for _, session, _ in spans]
-    if any(session.place is not alive[-1].place or not session.has_weights_of(alive[-1]) for session in alive):
+    if any(session.binding is not alive[-1].binding or not session.has_weights_of(alive[-1]) for session in alive):
         raise ShardError(
             "a checkpoint computes a forward again while the outputs of several calls wait for their backward, which "
             "were made in other precision or of other modules, and it is not known which one it belongs to. Run the "
             "backward of one before the next call, or the call that needs none under torch.no_grad()"
         )
-    return Call(alive[-1].place, alive[-1]) if alive else None
+    return Call(alive[-1].binding, alive[-1]) if alive else None
 
 
-class _Asks(dict[str, Any]):
+class _LookupTable(dict[str, Any]):
     """A table of a module of which each entry is asked for, also by whoever walks through it."""
 
     def get(self, attribute: str, default: Any = None) -> Any:
@@ -200,7 +202,7 @@ class _Asks(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-class Weights(_Asks):
+class WeightTable(_LookupTable):
     """The `_parameters` of a module: see [Note: tables that ask]."""
 
     def __getitem__(self, attribute: str) -> Any:
@@ -237,7 +239,7 @@ class Weights(_Asks):
             return
         # A parameter that the forward has made is a new one; weights of a call only say of themselves that they are.
         is_plain = isinstance(value, Tensor) and not issubclass(type(value), nn.Parameter)
-        if not is_plain or attribute not in call.tables[id(self)] or call.place.is_parallel:
+        if not is_plain or attribute not in call.tables[id(self)] or call.binding.is_parallel:
             self._require_nobody(attribute, "assigns")  # parallel forwards would not find a value in its place
         call.instead.pop((id(self), attribute), None)
         if self[attribute] is not value:
@@ -258,10 +260,10 @@ class Weights(_Asks):
             raise ShardError(f"{why}. Assign a plain tensor under another name, or change parameters between steps")
 
 
-class Buffers(_Asks):
+class BufferTable(_LookupTable):
     """The `_buffers` of a module: those of the tree while somebody computes with it."""
 
-    def __init__(self, entries: Mapping[str, Any], of: Weights) -> None:
+    def __init__(self, entries: Mapping[str, Any], of: WeightTable) -> None:
         """`of`: the other table of the module."""
         super().__init__(entries)
         self._of = of
@@ -271,7 +273,7 @@ class Buffers(_Asks):
         call = call_of(self._of)
         if call is None or call.session.buffers is None:
             return None
-        return call.session.buffers, call.place.prefixes[id(self._of)]
+        return call.session.buffers, call.binding.prefixes[id(self._of)]
 
     def __getitem__(self, attribute: str) -> Any:
         buffer, tree = super().__getitem__(attribute), self._tree()
@@ -290,7 +292,7 @@ class Buffers(_Asks):
         put_entries(buffers, {prefix + attribute: None for prefix in prefixes})
 
 
-class Stand(StandIn):
+class ForwardStandIn(StandIn):
     """Stands for the forward of a module, which it holds weakly: a cycle would keep shards."""
 
     def __init__(self, module: nn.Module, original: Any = None) -> None:
@@ -307,9 +309,9 @@ class Stand(StandIn):
         if call is None:
             return self._own()(*args, **kwargs)
         if call is not CALL.get():  # a backward, a call of a model around the one that goes on, or in another thread
-            with call.place.computes(call.session):
+            with call.binding.computes(call.session):
                 return self(*args, **kwargs)
-        forward = call.place.forwards.get(id(module)) or self._own()
+        forward = call.binding.forwards.get(id(module)) or self._own()
         return forward(*args, **kwargs)
 
     @property
@@ -343,13 +345,13 @@ class Stand(StandIn):
                 f"copy.deepcopy: {type(self._module()).__name__} copies its attributes before memo knows its copy, "
                 "whose forward would be the original's; write memo[id(self)] = copy first"
             )
-        return Stand(copied, copy.deepcopy(self.original, memo))
+        return ForwardStandIn(copied, copy.deepcopy(self.original, memo))
 
     def __reduce__(self) -> Any:
-        return Stand, (self._module(), self.original)
+        return ForwardStandIn, (self._module(), self.original)
 
 
-class _Uncompiled(Stand):
+class _Uncompiled(ForwardStandIn):
     """The same for the graph of `module.compile()`: while somebody computes, what its plan says is compiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +360,7 @@ class _Uncompiled(Stand):
         return (_torch.call_uncompiled(module) if is_computing(module) else self.original)(*args, **kwargs)
 
 
-class Place:
+class ModelBinding:
     """What the modules of a model do in the calls of a plan."""
 
     def __init__(self, model: nn.Module, names: Mapping[str, Mapping[str, str]], wiring: Wiring) -> None:
@@ -372,7 +374,7 @@ class Place:
         self.tables: dict[int, Mapping[str, str]] = {}
         self.prefixes: dict[int, list[str]] = {}  # of the names of buffers
         self._modules: list[Callable[[], Any]] = []  # weak references
-        self._alive: list[Weights] = []  # their tables, by whose addresses the others go
+        self._alive: list[WeightTable] = []  # their tables, by whose addresses the others go
         for path, module in model.named_modules(remove_duplicate=False):
             table = with_tables(module)
             self.tables[id(table)] = {**names.get(path, {}), **self.tables.get(id(table), {})}
@@ -431,16 +433,16 @@ class Place:
         return all(tables) and all(graphs) and list(map(len, self._alive)) == self._counts
 
     def prepare(self) -> list[nn.Module]:
-        """Put a `Stand` where one is needed, also around a forward that a module was given since the last call.
+        """Put a `ForwardStandIn` where one is needed, also around a forward that a module has got since the last call.
 
         Returns:
             the modules that had none.
         """
         new = list[nn.Module]()
-        if set(map(type, map(_own_forward_of, map(vars, map(call, self._stand_for))))) != {Stand}:
+        if set(map(type, map(_own_forward_of, map(vars, map(call, self._stand_for))))) != {ForwardStandIn}:
             for module in map(call, self._stand_for):
-                if type(now := _own_forward_of(vars(module))) is not Stand:
-                    vars(module)["forward"] = Stand(module, now)
+                if type(now := _own_forward_of(vars(module))) is not ForwardStandIn:
+                    vars(module)["forward"] = ForwardStandIn(module, now)
                     copyreg.dispatch_table[type(module)] = _reduced
                     new.append(module)
         return new
@@ -499,7 +501,7 @@ class Place:
                 f"apply: the forward returns a {type(later).__name__.replace('_', ' ')}, which reads parameters when "
                 "the call is over, and they are shards again. Return what it yields: a list, or tensors"
             )
-        session.place = self
+        session.binding = self
         for x in leaves:
             if isinstance(x, Tensor) and x.grad_fn is not None:  # when nothing is saved, this keeps the session
                 _torch.metadata_of(x.grad_fn).setdefault("shardfn", []).append(session)
@@ -524,7 +526,7 @@ def as_usual(module: nn.Module) -> Iterator[None]:
     before: list[dict[str, Any]] = [{name: vars(owner).get(name) for name in _OURS} for owner in owners]
     plain = [{name: dict(saved[name].items()) for name in ("_parameters", "_buffers")} for saved in before]
     for owner, saved, tables in zip(owners, before, plain, strict=True):
-        forward = call.place.forwards.get(id(owner)) if owner is not module else None
+        forward = call.binding.forwards.get(id(owner)) if owner is not module else None
         if forward is None:
             forward = saved["forward"].original if isinstance(saved["forward"], StandIn) else saved["forward"]
         put_entries(vars(owner), {**tables, "forward": forward, "_compiled_call_impl": None})
@@ -543,7 +545,11 @@ def as_usual(module: nn.Module) -> Iterator[None]:
 def _reduced(module: nn.Module) -> Any:
     """What makes a copy of a module: that has a forward of its own, not the one that stands for the original's."""
     reduced = module.__reduce_ex__(4)
-    if len(reduced) > 2 and isinstance(reduced[2], dict) and isinstance(stand := reduced[2].get("forward"), Stand):
+    if (
+        len(reduced) > 2
+        and isinstance(reduced[2], dict)
+        and isinstance(stand := reduced[2].get("forward"), ForwardStandIn)
+    ):
         state = {key: value for key, value in reduced[2].items() if key != "forward"}
         if stand.original is not None:
             state["forward"] = stand.original
@@ -551,17 +557,17 @@ def _reduced(module: nn.Module) -> Any:
     return reduced
 
 
-def with_tables(module: nn.Module) -> Weights:
-    """The `Weights` of a module, made at need with its `Buffers`; also in the module behind one that stands before it.
+def with_tables(module: nn.Module) -> WeightTable:
+    """The `WeightTable` of a module, made at need with its `BufferTable`; also in one behind a stand-in.
 
     Returns:
-        the `Weights`.
+        the `WeightTable`.
     """
     inner = unwrapped(module)
     table, buffers = _torch.parameters_of(inner), _torch.buffers_of(inner)
-    if type(table) is not Weights or type(buffers) is not Buffers:
-        table = Weights(table)
-        buffers = Buffers(buffers, table)
+    if type(table) is not WeightTable or type(buffers) is not BufferTable:
+        table = WeightTable(table)
+        buffers = BufferTable(buffers, table)
         _torch.set_tables(inner, parameters=table, buffers=buffers)
     if _torch.parameters_of(module) is not table or _torch.buffers_of(module) is not buffers:
         _torch.set_tables(module, parameters=table, buffers=buffers)

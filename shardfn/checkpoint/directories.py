@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn._torch import dtensor_spec, pytree, unwrap_local, unwrap_locals, with_local, with_locals, wrap_local
 from shardfn.comm import buckets, flat_memory
-from shardfn.layout import Layout, chunk, grid
+from shardfn.layout import Layout, chunk, grid_of
 from shardfn.notation import ShardError
 from shardfn.params import Params, initialize, is_tree, path_name, sharding
 
@@ -55,19 +55,19 @@ def from_state_dict(like: Params, state: Mapping[str, Tensor]) -> Params:
     Raises:
         ShardError: a `DTensor` that was another rank's, or is on ranks outside of this mesh, as a pickled one may be.
     """
-    places = grid(like.mesh, like.plan.roles.storage)
-    tree = initialize.NewTree(like.plan, like.mesh, places, {}, like.buffers)
+    grid = grid_of(like.mesh, like.plan.roles.storage)
+    tree = initialize.NewTree(like.plan, like.mesh, grid, {}, like.buffers)
     for layout in like.plan.layouts.values():
         value = next((state[name] for name in layout.names if name in state), None)
         if value is None or not all(leaf.name in like for leaf in layout.leaves):
             continue
-        spec = buckets.leaf_spec(like.plan, places, layout.name, value.dtype) if layout.plain else None
+        spec = buckets.leaf_spec(like.plan, grid, layout.name, value.dtype) if layout.plain else None
         if isinstance(value, DTensor):
-            require_own_part(f"'{layout.name}'", value, places.ranks())
+            require_own_part(f"'{layout.name}'", value, grid.ranks())
             if spec is not None and value.device_mesh == spec.mesh and tuple(value.placements) == spec.placements:
                 tree.shards[layout.name] = unwrap_local(value)
                 continue
-        tree.shards |= buckets.empty_shards(like.plan, places, {leaf.name: value.dtype for leaf in layout.leaves})
+        tree.shards |= buckets.empty_shards(like.plan, grid, {leaf.name: value.dtype for leaf in layout.leaves})
         tree.cut(layout, buckets.whole(value) if isinstance(value, DTensor) else value)
     leaves = tree.wrapped()
     return like.like((name, leaves[name]) for name in like if name in leaves)
@@ -114,11 +114,11 @@ def _model_shaped(params: Params, layout: Layout) -> Tensor:
     """A DTensor of model shape, split on dim 0 over the last axis of the storage mesh."""
     full = sharding.gather(params, layout.name)[layout.name].detach()
     *others, last = params.plan.roles.storage
-    places = grid(params.mesh, (*others, last))
+    grid = grid_of(params.mesh, (*others, last))
     placements, local = [*(Replicate() for _ in others), Shard(0) if full.dim() else Replicate()], full
     if full.dim():
-        local = full.narrow(0, *chunk(full.shape[0], places.sizes[last], places.coords[last])).clone()
-    return wrap_local(local, dtensor_spec(places.storage, placements, full.shape, full.dtype))
+        local = full.narrow(0, *chunk(full.shape[0], grid.sizes[last], grid.coords[last])).clone()
+    return wrap_local(local, dtensor_spec(grid.storage, placements, full.shape, full.dtype))
 
 
 def save(

@@ -23,7 +23,20 @@ from shardfn.checkpoint import stored_names, tensor_files
 from shardfn.checkpoint.stored_names import Model, Names, Patchwork, Piece
 from shardfn.checkpoint.tensor_files import BLOCK_BYTES, AnyPath, Described, FilesPlan, TensorFiles, TensorWriter
 from shardfn.comm import agree, empty_shards, failing_together
-from shardfn.layout import Box, Grid, Layout, Leaf, Plan, Policy, blocks, grid, local_boxes, matches, narrowed, per_rank
+from shardfn.layout import (
+    Box,
+    Grid,
+    Layout,
+    Leaf,
+    Plan,
+    Policy,
+    blocks,
+    grid_of,
+    local_boxes,
+    matches,
+    narrowed,
+    per_rank,
+)
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params import NewTree, Origin, Params, agreed_plan, gather, require_reduced
 
@@ -84,8 +97,8 @@ def load_safetensors(
     """
     origin = Origin(model, init or stored_names.own_init(model), later=True)
     files = _Files(path, origin, names, strict, only)
-    plan, places, seed = agreed_plan(origin, mesh, policy, files.open, "load_safetensors")
-    tree = NewTree(plan, mesh, places, {}, {})
+    plan, grid, seed = agreed_plan(origin, mesh, policy, files.open, "load_safetensors")
+    tree = NewTree(plan, mesh, grid, {}, {})
     with failing_together(mesh, "load_safetensors"), closing(files.opened):
         files.fill(tree)
         if not files.partial:
@@ -157,19 +170,19 @@ class _Files:
         """Read what this rank has of the parameters; a `partial` tree has no others."""
         layouts = [one for one in tree.plan.layouts.values() if one.name in self.held]
         dtypes = {leaf.name: one.dtype for one in layouts for leaf in one.leaves}
-        tree.shards = empty_shards(tree.plan, tree.places, dtypes if self.partial else None)
+        tree.shards = empty_shards(tree.plan, tree.grid, dtypes if self.partial else None)
         for one in layouts:
             for leaf in one.leaves:
-                self._fill_leaf(one, leaf, tree.places, tree.shards[leaf.name])
+                self._fill_leaf(one, leaf, tree.grid, tree.shards[leaf.name])
 
-    def _fill_leaf(self, layout: Layout, leaf: Leaf, places: Grid, local: Tensor) -> None:
+    def _fill_leaf(self, layout: Layout, leaf: Leaf, grid: Grid, local: Tensor) -> None:
         def read(coords: Mapping[str, int], shards: Sequence[Tensor]) -> list[Tensor]:
             out = shards[0].contiguous()  # the shard itself, if it is
-            boxes = list(local_boxes(layout, leaf, places.sizes, coords))
+            boxes = list(local_boxes(layout, leaf, grid.sizes, coords))
             self._read(layout.name, boxes, out.view(leaf.merged(out.shape)))
             return [out]
 
-        local.copy_(per_rank(places, read, [local])[0])
+        local.copy_(per_rank(grid, read, [local])[0])
 
     def fill_buffers(self, tree: NewTree) -> None:
         """Read the buffers that are in the files."""
@@ -178,7 +191,7 @@ class _Files:
                 box = tuple((0, n) for n in like.shape)
                 value = torch.empty(like.shape, dtype=like.dtype)
                 self._read(names[0], [(box, box)], value)
-                tree.buffers |= dict.fromkeys(names, value.to(tree.places.device))
+                tree.buffers |= dict.fromkeys(names, value.to(tree.grid.device))
 
     def _read(self, name: str, boxes: list[tuple[Box, Box]], out: Tensor) -> None:
         first, *others = self.held[name]
@@ -363,7 +376,7 @@ class _Export:
         self, params: Params, dtype: torch.dtype | None, path: Path, files: FilesPlan, pieces: dict[str, list[Piece]]
     ) -> None:
         self._params, self._dtype, self._pieces = params, dtype, pieces
-        self._places = grid(params.mesh, params.plan.roles.storage)
+        self._places = grid_of(params.mesh, params.plan.roles.storage)
         self._first = self._places.ranks()[0]
         self._is_first = not self._places.exchanges or dist.get_rank() == self._first
         self.writer = TensorWriter(path, files)

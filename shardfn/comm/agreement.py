@@ -156,7 +156,7 @@ def _first_difference(described: Told) -> str:
     return "their settings differ"
 
 
-def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
+def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | None) -> None:
     """Compare a batch over the compute axes, and problems over all of them; every rank raises or none does.
 
     Ranks along a compute axis work on the same samples; with different ones the gradients are silently wrong.
@@ -164,27 +164,27 @@ def check_batch(places: Grid, compute: Sequence[str], batch: Any, problem: str |
     Raises:
         ShardError: the batches differ, or this or another rank has a problem.
     """
-    if problem is not None and places.pure:
+    if problem is not None and grid.pure:
         raise ShardError(problem)
-    if not places.pure:
-        rows = exchange_numbers(places.mesh, [_fingerprint(batch), problem is not None])
+    if not grid.pure:
+        rows = exchange_numbers(grid.mesh, [_fingerprint(batch), problem is not None])
         prints, failed = zip(*rows, strict=True)
         if problem is not None:
             raise ShardError(problem)
         if bad := sum(failed):
             raise ShardError(f"apply: {bad} other ranks cannot use their inputs; their messages say why")
     elif simulated():  # one process has the batches of all ranks
-        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in places.ranks())
+        parts = (pytree.tree_map(partial(part_of_rank, rank=rank), batch) for rank in grid.ranks())
         prints = [*map(_fingerprint, parts)]
     else:  # recorded ones have no values
         return
-    prints_at = dict(zip((tuple(places.coords_of(rank).values()) for rank in places.ranks()), prints, strict=True))
+    prints_at = dict(zip((tuple(grid.coords_of(rank).values()) for rank in grid.ranks()), prints, strict=True))
     for axis in compute:
-        number = list(places.sizes).index(axis)
+        number = list(grid.sizes).index(axis)
         odd = [where for where in prints_at if prints_at[where] != prints_at[*where[:number], 0, *where[number + 1 :]]]
         if odd:
-            coords = odd[0] if places.pure else places.coords.values()
-            where = ", ".join(f"{name}={coord}" for name, coord in zip(places.sizes, coords, strict=True))
+            coords = odd[0] if grid.pure else grid.coords.values()
+            where = ", ".join(f"{name}={coord}" for name, coord in zip(grid.sizes, coords, strict=True))
             raise ShardError(
                 f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the "
                 f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
@@ -204,21 +204,21 @@ def _fingerprint(batch: Any) -> int:
 
 
 @contextmanager
-def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]:
+def random_numbers_of_first(grid: Grid, axes: Sequence[str]) -> Iterator[None]:
     """Within it torch's generators are those of the first rank along `axes`.
 
     Afterwards a rank whose numbers were others has its own again.
     """
-    if places.pure or not axes:
+    if grid.pure or not axes:
         yield
         return
-    device = places.device.type
+    device = grid.device.type
     modules: list[Any] = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
     states = [module.get_rng_state() for module in modules]
     for module, state in zip(modules, states, strict=True):
-        first = state.to(places.device)
+        first = state.to(grid.device)
         for axis in axes:
-            first = gather_flat(first, places.groups[axis])[: state.numel()]
+            first = gather_flat(first, grid.groups[axis])[: state.numel()]
         module.set_rng_state(first.to(state.device))
     differ = [not torch.equal(module.get_rng_state(), state) for module, state in zip(modules, states, strict=True)]
     try:
@@ -229,15 +229,15 @@ def random_numbers_of_first(places: Grid, axes: Sequence[str]) -> Iterator[None]
                 module.set_rng_state(state)
 
 
-def require_same(what: str, number: int, places: Grid, axes: Sequence[str]) -> None:
+def require_same(what: str, number: int, grid: Grid, axes: Sequence[str]) -> None:
     """Compare a number over axes; every rank raises or none does.
 
     Raises:
         ShardError: it differs.
     """
-    row = torch.tensor([number], dtype=torch.int64, device=places.device)
+    row = torch.tensor([number], dtype=torch.int64, device=grid.device)
     for axis in axes:
-        row = gather_flat(row, places.groups[axis])
+        row = gather_flat(row, grid.groups[axis])
     if len(set(row.tolist())) > 1:
         raise ShardError(f"{what} differs between ranks along {', '.join(axes)}: {row.tolist()}")
 

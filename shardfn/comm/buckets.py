@@ -3,8 +3,9 @@
     gather    undo the split over the data axes         one all-gather an axis
     reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
 
-Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in packing.py. A `Flight` is a
-communication that goes on while something else is done. `whole` gathers one `DTensor` of any layout.
+Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in packing.py. An
+`AsyncCollective` is a communication that goes on while something else is done. `whole` gathers one `DTensor` of any
+layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardfn._torch import DTensorSpec, dtensor_spec, has_no_memory, simulated, unwrap_local, wrap_local
 from shardfn.comm.flat_memory import Buffers, FreshBuffers, split_flat
-from shardfn.comm.packing import Crossing, Host, PureCrossing, apart_again, host_of, stored_on, together, undone
-from shardfn.comm.raw_collectives import Flight, Steps, accumulation_dtype, backend_of, sum_steps
+from shardfn.comm.packing import (
+    AxisCollective,
+    Host,
+    PureAxisCollective,
+    apart_again,
+    host_of,
+    stored_on,
+    together,
+    undone,
+)
+from shardfn.comm.raw_collectives import AsyncCollective, Steps, accumulation_dtype, backend_of, sum_steps
 from shardfn.layout import Bucket, Grid, Leaf, Plan, Reduction, chunk, clear_padding_, local_slice, per_rank
 from shardfn.notation import ShardError
 
@@ -45,19 +55,19 @@ def leaf_spec(
     return plan.home.once((grid, name, dtype, pending, batch), make)
 
 
-AnyCrossing = Crossing | PureCrossing
+AnyAxisCollective = AxisCollective | PureAxisCollective
 Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat tensor
 
 
 def gather_steps(
-    crossings: Sequence[AnyCrossing], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
+    axis_collectives: Sequence[AnyAxisCollective], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
 ) -> Steps:
     """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
-    *inner, last = crossings
+    *inner, last = axis_collectives
     tensors = shards
-    for crossing in inner:
-        (flat,) = yield from crossing.gather(tensors, dtype, buffers)
-        tensors = crossing.wholes_of(flat)
+    for collective in inner:
+        (flat,) = yield from collective.gather(tensors, dtype, buffers)
+        tensors = collective.wholes_of(flat)
     return (yield from last.gather(tensors, dtype, buffers))
 
 
@@ -69,25 +79,27 @@ def gather_leaves(
     `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. One all-gather an axis
     larger than one; axes of one rank cost nothing: the shards themselves come back.
     """
-    crossings = _crossings(leaves, axes, grid, undone)
-    if not crossings or not shards:
+    axis_collectives = _axis_collectives(leaves, axes, grid, undone)
+    if not axis_collectives or not shards:
         return list(shards)
-    (flat,) = Flight(gather_steps(crossings, shards, shards[0].dtype, FreshBuffers(grid.device))).finish()
-    return crossings[-1].wholes_of(flat)
+    (flat,) = AsyncCollective(
+        gather_steps(axis_collectives, shards, shards[0].dtype, FreshBuffers(grid.device))
+    ).finish()
+    return axis_collectives[-1].wholes_of(flat)
 
 
-def _crossings(
+def _axis_collectives(
     leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
-) -> list[AnyCrossing]:
+) -> list[AnyAxisCollective]:
     """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
-    crossings: list[AnyCrossing] = []
+    axis_collectives: list[AnyAxisCollective] = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
-        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not crossings):
-            kind = PureCrossing if grid.pure else partial(Crossing, host=None if crossings else host)
-            crossings.append(kind(leaves, grid, axis, kept))
-    return crossings
+        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not axis_collectives):
+            kind = PureAxisCollective if grid.pure else partial(AxisCollective, host=None if axis_collectives else host)
+            axis_collectives.append(kind(leaves, grid, axis, kept))
+    return axis_collectives
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -162,19 +174,19 @@ class BucketOnGrid:
         return host_of(self.plan.policy, self.grid.device)
 
     @cached_property
-    def crossings(self) -> list[AnyCrossing]:
+    def axis_collectives(self) -> list[AnyAxisCollective]:
         """One for each axis to gather over, in the order of gathering."""
-        return _crossings(self.leaves, self.bucket.axes, self.grid, host=self.host)
+        return _axis_collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
 
     @cached_property
-    def moves(self) -> bool:
+    def moves_data(self) -> bool:
         """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
-        return bool(self.crossings)
+        return bool(self.axis_collectives)
 
     @cached_property
     def idle(self) -> bool:
         """Whether no axis has a part in either direction: leaves are used, and gradients passed on, as they are."""
-        return not (self.crossings or self._sum_axes or self._padded or self.host is not None)
+        return not (self.axis_collectives or self._sum_axes or self._padded or self.host is not None)
 
     def unmoved(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """What gathering gives when it moves nothing: the shards, in the bucket's dtype and on the device."""
@@ -213,7 +225,7 @@ class BucketOnGrid:
     @cached_property
     def reduces_twice(self) -> bool:
         """Whether a reduce-scatter is followed by an all-reduce."""
-        return bool(self.crossings and self._sum_axes)
+        return bool(self.axis_collectives and self._sum_axes)
 
     def part(self, wanted: Sequence[bool]) -> "BucketOnGrid":
         """The same bucket with some of its leaves only."""
@@ -230,25 +242,29 @@ class BucketOnGrid:
         if self.grid.pure:
             return self.new_shards(torch.empty, dtype, None)
         memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
-        if self.crossings:
-            crossing = self.crossings[0]
-            assert isinstance(crossing, Crossing)
-            return crossing.shards_of(memory.tensor(crossing.numel, dtype))
+        if self.axis_collectives:
+            collective = self.axis_collectives[0]
+            assert isinstance(collective, AxisCollective)
+            return collective.shards_of(memory.tensor(collective.numel, dtype))
         return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
         """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
-        if len(self.crossings) == 1:
-            return self.crossings[0].gather(shards, self.bucket.dtype, self.buffers)
-        return gather_steps(self.crossings, shards, self.bucket.dtype, self.buffers)
+        if len(self.axis_collectives) == 1:
+            return self.axis_collectives[0].gather(shards, self.bucket.dtype, self.buffers)
+        return gather_steps(self.axis_collectives, shards, self.bucket.dtype, self.buffers)
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The leaves in what `gather_steps` makes."""
-        return self.crossings[-1].wholes_of(flat)
+        return self.axis_collectives[-1].wholes_of(flat)
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        return self.unmoved(shards) if not self.moves else self.wholes_of(Flight(self.gather_steps(shards)).finish()[0])
+        return (
+            self.unmoved(shards)
+            if not self.moves_data
+            else self.wholes_of(AsyncCollective(self.gather_steps(shards)).finish()[0])
+        )
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
@@ -263,11 +279,11 @@ class BucketOnGrid:
             return (yield from self._finished_shards(flat, shards, dtypes))
         tensors: Sequence[Tensor | None] = wholes
         shards: Cut
-        if self.crossings:
-            *outer, last = reversed(self.crossings)
-            for crossing in outer:
-                (flat,) = yield from crossing.reduce(tensors, dtype, self.buffers, self.buffers)
-                tensors, dtype = crossing.shards_of(flat), flat.dtype
+        if self.axis_collectives:
+            *outer, last = reversed(self.axis_collectives)
+            for collective in outer:
+                (flat,) = yield from collective.reduce(tensors, dtype, self.buffers, self.buffers)
+                tensors, dtype = collective.shards_of(flat), flat.dtype
             (flat,) = yield from last.reduce(tensors, dtype, self.buffers, self._results)
             shards = last.shards_of
         else:
@@ -285,17 +301,17 @@ class BucketOnGrid:
         self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Cut]:
         """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
-        if self.grid.pure or len(self.crossings) > 1 or (self.crossings and self._sum_axes):
+        if self.grid.pure or len(self.axis_collectives) > 1 or (self.axis_collectives and self._sum_axes):
             raise ShardError("a reduction of your own works over one data axis, on real ranks")
-        if not self.crossings:
+        if not self.axis_collectives:
             flat, shards = self._unmoved_gradients(wholes, dtype)
             reduce(flat, None)
             return flat, shards
-        crossing = self.crossings[0]
-        assert isinstance(crossing, Crossing)
-        flat = self._results.tensor(crossing.numel, dtype)
-        reduce(crossing.parts_for_ranks(wholes, dtype, self._results), flat)
-        return flat, crossing.shards_of
+        collective = self.axis_collectives[0]
+        assert isinstance(collective, AxisCollective)
+        flat = self._results.tensor(collective.numel, dtype)
+        reduce(collective.parts_for_ranks(wholes, dtype, self._results), flat)
+        return flat, collective.shards_of
 
     def _finished_shards(self, flat: Tensor, shards: Cut, dtypes: Sequence[torch.dtype]) -> Steps:
         """The shards in a flat tensor, in their dtypes, where they live and without values in padding."""
@@ -336,7 +352,7 @@ class BucketOnGrid:
 
     def reduce(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> list[Tensor]:
         """`reduce_steps`, waited for."""
-        return Flight(self.reduce_steps(wholes, dtypes, op)).finish()
+        return AsyncCollective(self.reduce_steps(wholes, dtypes, op)).finish()
 
 
 def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
@@ -344,8 +360,8 @@ def empty_shards(plan: Plan, grid: Grid, dtypes: Mapping[str, torch.dtype] | Non
     wanted = {name: layout.dtype for name, (layout, _) in plan.leaves.items()} if dtypes is None else dtypes
     out: dict[str, Tensor] = {}
     for bucket in plan.buckets_in(wanted):
-        spot = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device))
-        out |= dict(zip(bucket.leaves, spot.empty_shards(bucket.dtype), strict=True))
+        on_grid = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device))
+        out |= dict(zip(bucket.leaves, on_grid.empty_shards(bucket.dtype), strict=True))
     return out
 
 
@@ -366,42 +382,42 @@ class GatherBucket(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(spot: BucketOnGrid, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(on_grid: BucketOnGrid, *leaves: Tensor) -> tuple[Tensor, ...]:
         shards = [unwrap_local(leaf) for leaf in leaves]
-        wholes = spot.gather(shards)
+        wholes = on_grid.gather(shards)
         return tuple(w.detach() if w is s else w for w, s in zip(wholes, shards, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.spot, *leaves = inputs
+        ctx.on_grid, *leaves = inputs
         ctx.dtypes = [leaf.dtype for leaf in leaves]
         ctx.needed = [leaf.requires_grad for leaf in leaves]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        spot, needed = ctx.spot.part(ctx.needed), ctx.needed
+        on_grid, needed = ctx.on_grid.part(ctx.needed), ctx.needed
         dtypes = [*compress(ctx.dtypes, needed)]
         # As the collectives take them: that of an embedding may be sparse.
         pending = [x if x is None or x.layout is torch.strided else x.to_dense() for x in compress(grads, needed)]
-        reduced = iter(ReduceBucket.apply(spot, spot.plan.reduction, dtypes, *pending))
+        reduced = iter(ReduceBucket.apply(on_grid, on_grid.plan.reduction, dtypes, *pending))
         return (None, *(next(reduced) if need else None for need in needed))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        shapes = [] if ctx.spot.grid.pure else ctx.spot._shard_shapes
-        for leaf, tangent, shape in zip(ctx.spot.leaves, tangents[1:], shapes, strict=False):
+        shapes = [] if ctx.on_grid.grid.pure else ctx.on_grid._shard_shapes
+        for leaf, tangent, shape in zip(ctx.on_grid.leaves, tangents[1:], shapes, strict=False):
             if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
                 raise ShardError(
                     f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
                     f" cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
                 )
-        return GatherBucket.apply(ctx.spot, *_or_zeros(ctx.spot, tangents[1:], ctx.dtypes, "sum"))
+        return GatherBucket.apply(ctx.on_grid, *_or_zeros(ctx.on_grid, tangents[1:], ctx.dtypes, "sum"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
-        spot, *leaves = args
-        wholes = GatherBucket.apply(spot.batched(info.batch_size), *in_front(info.batch_size, in_dims[1:], leaves))
+        on_grid, *leaves = args
+        wholes = GatherBucket.apply(on_grid.batched(info.batch_size), *in_front(info.batch_size, in_dims[1:], leaves))
         return wholes, (0,) * len(leaves)
 
 
@@ -414,47 +430,47 @@ class ReduceBucket(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        spot: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
+        on_grid: BucketOnGrid, op: Literal["mean", "sum"] | None, dtypes: Sequence[torch.dtype], *grads: Tensor | None
     ) -> tuple[Tensor, ...]:
         if op is None:
             kept = [None if grad is None else grad.detach().to(want) for grad, want in zip(grads, dtypes, strict=True)]
-            locals_ = _or_zeros(spot, kept, dtypes, op)
+            locals_ = _or_zeros(on_grid, kept, dtypes, op)
         else:
-            locals_ = spot.reduce(grads, dtypes, op)
-        if spot.plan.vmaps is not None:
+            locals_ = on_grid.reduce(grads, dtypes, op)
+        if on_grid.plan.vmaps is not None:
             return tuple(locals_)
-        specs = [spot.spec(i, dtype, pending=op is None) for i, dtype in enumerate(dtypes)]
+        specs = [on_grid.spec(i, dtype, pending=op is None) for i, dtype in enumerate(dtypes)]
         return tuple(wrap_local(local, spec) for local, spec in zip(locals_, specs, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.spot, ctx.op = inputs[0], inputs[1]
+        ctx.on_grid, ctx.op = inputs[0], inputs[1]
         ctx.dtypes = [None if grad is None else grad.dtype for grad in inputs[3:]]
         ctx.shards = inputs[2]
         ctx.set_materialize_grads(False)  # torch's zeros would be plain tensors of the global shape
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        spot = ctx.spot
+        on_grid = ctx.on_grid
         pairs = enumerate(zip(cotangents, ctx.shards, strict=True))
-        laid = [None if x is None else in_layout(x, spot.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
-        gradients = _or_zeros(spot, laid, ctx.shards, ctx.op)
-        if ctx.op is not None and spot.plan.vmaps is None and not spot.grid.pure:
-            gradients = list(map(partial(_own_part, spot.grid), spot.leaves, gradients))
-        wholes = gradients if ctx.op is None else GatherBucket.apply(spot, *gradients)
-        ranks = spot._ranks if ctx.op == "sum" else 1
+        laid = [None if x is None else in_layout(x, on_grid.spec(i, dtype, ctx.op is None)) for i, (x, dtype) in pairs]
+        gradients = _or_zeros(on_grid, laid, ctx.shards, ctx.op)
+        if ctx.op is not None and on_grid.plan.vmaps is None and not on_grid.grid.pure:
+            gradients = list(map(partial(_own_part, on_grid.grid), on_grid.leaves, gradients))
+        wholes = gradients if ctx.op is None else GatherBucket.apply(on_grid, *gradients)
+        ranks = on_grid._ranks if ctx.op == "sum" else 1
         out = [None if d is None else w.to(d) for w, d in zip(wholes, ctx.dtypes, strict=True)]
         return (None, None, None, *(x if x is None or ranks == 1 else x * ranks for x in out))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        return ReduceBucket.apply(ctx.spot, ctx.op, ctx.shards, *tangents[3:])
+        return ReduceBucket.apply(ctx.on_grid, ctx.op, ctx.shards, *tangents[3:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
-        spot, op, dtypes, *grads = args
+        on_grid, op, dtypes, *grads = args
         batched = in_front(info.batch_size, in_dims[3:], grads)
-        return ReduceBucket.apply(spot.batched(info.batch_size), op, dtypes, *batched), (0,) * len(grads)
+        return ReduceBucket.apply(on_grid.batched(info.batch_size), op, dtypes, *batched), (0,) * len(grads)
 
 
 def in_layout(x: Tensor, spec: DTensorSpec) -> Tensor:
@@ -479,13 +495,13 @@ def in_front(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | N
 
 
 def _or_zeros(
-    spot: BucketOnGrid, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: str | None
+    on_grid: BucketOnGrid, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: str | None
 ) -> list[Tensor]:
     """The tensors, or zeros of the shapes that they have here: shards, or with `op` None pending gradients."""
 
     def zeros(index: int, dtype: torch.dtype) -> Tensor:
-        only = spot.part([i == index for i in range(len(spot.leaves))])
-        return only.new_shards(torch.zeros, dtype, spot.computed if op is None else None)[0]
+        only = on_grid.part([i == index for i in range(len(on_grid.leaves))])
+        return only.new_shards(torch.zeros, dtype, on_grid.computed if op is None else None)[0]
 
     rows = enumerate(zip(tensors, dtypes, strict=True))
     return [zeros(i, dtype) if tensor is None else tensor for i, (tensor, dtype) in rows]

@@ -195,7 +195,7 @@ def _flats(column: Sequence[Tensor], runs: Sequence[_Run]) -> list[Tensor]:
     return [first if alone else tensor_over(first.data_ptr(), numel, first.data) for first, alone, numel in firsts]
 
 
-class View(NamedTuple):
+class FlatView(NamedTuple):
     """A strided view of a flat tensor: elements from `offset` up to `end`."""
 
     size: tuple[int, ...]
@@ -204,11 +204,11 @@ class View(NamedTuple):
     end: int
 
 
-def view_of(tensor: Tensor) -> View:
+def view_of(tensor: Tensor) -> FlatView:
     """How a tensor lies in its storage."""
     offset = int(tensor.storage_offset())
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return View(tuple(tensor.shape), tensor.stride(), offset, offset + last + 1 if tensor.numel() else offset)
+    return FlatView(tuple(tensor.shape), tensor.stride(), offset, offset + last + 1 if tensor.numel() else offset)
 
 
 class Buffer:
@@ -222,10 +222,10 @@ class Buffer:
         self.storage = self.flat.untyped_storage()
         self.address = address_of(self.storage)
         self.held, self.turn = True, 0  # until `held` is False, it is its taker's
-        self._views: dict[int, tuple[Sequence[View], list[Tensor]]] = {}
+        self._views: dict[int, tuple[Sequence[FlatView], list[Tensor]]] = {}
         self.own_uses = 2  # the handle and `flat`
 
-    def views(self, views: Sequence[View]) -> list[Tensor]:
+    def views(self, views: Sequence[FlatView]) -> list[Tensor]:
         """Tensors for views; the same tensors for the same sequence object."""
         if id(views) not in self._views:
             tensors = [self.flat.as_strided(*view[:3]) for view in views]

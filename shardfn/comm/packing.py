@@ -12,14 +12,14 @@ Two ways lead to the whole leaves:
     in place    large leaves split on their first dim travel rank to rank, straight from the flat shards into the whole
                 leaf, and gradients straight out of it; what is small travels together, in one message a rank
 
-The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `way_of` chooses, by
-measurements that are in docs/performance.md. NCCL takes the first. `PureCrossing` does the same for tensors without
-memory of their own.
+The second is for gloo, where it saves the copies, and a reduce-scatter that gloo emulates; `transfer_of` chooses, by
+measurements that are in docs/performance.md. NCCL takes the first. `PureAxisCollective` does the same for tensors
+without memory of their own.
 
 With `Policy(offload="cpu")` shards live on the host, and cross from there to the device and back; see `Host`.
 
 Steps are generators: each `yield` hands over the communication that the next step has to wait for, so that the caller
-decides what to do in between (see `Flight` in raw_collectives.py).
+decides what to do in between (see `AsyncCollective` in raw_collectives.py).
 
 [Note: copies beside the computation]
 Copies in both directions, and the collectives that send what was copied, are queued on a stream of their own: behind
@@ -46,7 +46,7 @@ from torch.nn.functional import pad
 
 from shardfn._torch import all_gather_single, chunk_cat, copy_each, foreach, gathering, set_storage, tensor_over, waited
 from shardfn.comm import raw_collectives
-from shardfn.comm.flat_memory import Buffer, Buffers, FreshBuffers, View, view_of
+from shardfn.comm.flat_memory import Buffer, Buffers, FlatView, FreshBuffers, view_of
 from shardfn.comm.raw_collectives import Steps, Works, accumulation_dtype, backend_of
 from shardfn.layout import Axes, Grid, Leaf, Policy, per_rank
 
@@ -110,7 +110,7 @@ def stored_on(policy: Policy, device: torch.device) -> torch.device:
 _host = cache(Host)
 
 
-class Move(NamedTuple):
+class LeafSplit(NamedTuple):
     """How one leaf takes part in undoing or redoing its split over one axis of W ranks.
 
     `shard` is its shape here, `chunk` the same with the split dim padded to what the first rank has, `whole` the shape
@@ -148,20 +148,20 @@ class Move(NamedTuple):
         return out
 
 
-def moves_of(leaves: Sequence[Leaf], grid: Grid, coords: Axes, axis: str, keep: Sequence[str]) -> list[Move]:
+def leaf_splits(leaves: Sequence[Leaf], grid: Grid, coords: Axes, axis: str, keep: Sequence[str]) -> list[LeafSplit]:
     """How leaves that are split over `axis` innermost, and over those in `keep`, take part in undoing it."""
-    moves = []
+    splits = []
     for leaf in leaves:
         dim = leaf.split_dim(axis)
         assert dim is not None, f"{leaf.name} is not split over {axis}"
         whole = leaf.local_shape(grid.sizes, coords, keep)
         shard = leaf.local_shape(grid.sizes, coords, (*keep, axis))
         step = -(-whole[dim] // grid.sizes[axis])
-        moves.append(Move(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
-    return moves
+        splits.append(LeafSplit(dim, shard, (*whole[:dim], step, *whole[dim + 1 :]), whole))
+    return splits
 
 
-class Way(NamedTuple):
+class Transfer(NamedTuple):
     """How the leaves travel in a dtype: worked out once, so that a step only looks it up."""
 
     one_by_one: bool  # whether the first leaves travel rank to rank; else one collective moves all together
@@ -172,58 +172,60 @@ class Way(NamedTuple):
     even: bool  # whether the leaves that do are cut into equal parts on their first dim
     # Copies of these between the parts of all ranks and the whole leaves, as parallel lists.
     leaves: list[int]
-    parts: list[View]
-    in_leaf: list[View]
-    in_whole: list[View]
+    parts: list[FlatView]
+    in_leaf: list[FlatView]
+    in_whole: list[FlatView]
 
 
-class Places:
-    """How some leaves lie, worked out once for all buckets that are alike; see `places_of`."""
+class FlatLayout:
+    """How some leaves lie, worked out once for all buckets that are alike; see `flat_layout`."""
 
-    def __init__(self, moves: tuple[Move, ...], ranks: int) -> None:
-        self.moves, self.ranks = moves, ranks
-        self.whole_shapes = [move.whole for move in moves]
-        self.starts = list(accumulate((move.numel for move in moves), initial=0))  # of each shard in the flat tensor
+    def __init__(self, splits: tuple[LeafSplit, ...], ranks: int) -> None:
+        self.splits, self.ranks = splits, ranks
+        self.whole_shapes = [split.whole for split in splits]
+        self.starts = list(accumulate((split.numel for split in splits), initial=0))  # of each shard in the flat tensor
         self.numel = self.starts[-1]  # n
-        self.contiguous = all(prod(move.shard[: move.dim]) <= 1 or move.shard == move.chunk for move in moves)
-        self.full = all(move.shard == move.chunk and move.numel for move in moves)  # no shard is padded, none empty
-        chunks = apart_again(torch.empty(self.numel, device="meta"), [move.chunk for move in moves])
-        pairs = zip(moves, chunks, strict=True)
-        self.shards = [view_of(chunk.narrow(move.dim, 0, move.shard[move.dim])) for move, chunk in pairs]
+        self.contiguous = all(prod(split.shard[: split.dim]) <= 1 or split.shard == split.chunk for split in splits)
+        self.full = all(
+            split.shard == split.chunk and split.numel for split in splits
+        )  # no shard is padded, none empty
+        chunks = apart_again(torch.empty(self.numel, device="meta"), [split.chunk for split in splits])
+        pairs = zip(splits, chunks, strict=True)
+        self.shards = [view_of(chunk.narrow(split.dim, 0, split.shard[split.dim])) for split, chunk in pairs]
 
 
 # The same objects for buckets that are alike, such as those of the layers of a model: buffers keep their views.
-places_of: Callable[[tuple[Move, ...], int], Places] = lru_cache(maxsize=2**10)(Places)
+flat_layout: Callable[[tuple[LeafSplit, ...], int], FlatLayout] = lru_cache(maxsize=2**10)(FlatLayout)
 
 
 @lru_cache(maxsize=2**10)
-def way_of(
-    places: Places, itemsize: int, sends_well: bool, total: int = IN_PLACE_TOTAL, message: int = IN_PLACE_MESSAGE
-) -> Way:
+def transfer_of(
+    layout: FlatLayout, itemsize: int, sends_well: bool, total: int = IN_PLACE_TOTAL, message: int = IN_PLACE_MESSAGE
+) -> Transfer:
     """How leaves travel in a dtype of so many bytes, where messages may or may not pay."""
-    ranks, numel, starts = places.ranks, places.numel, places.starts
+    ranks, numel, starts = layout.ranks, layout.numel, layout.starts
     one_by_one = sends_well and numel * ranks * itemsize >= total and ranks <= _IN_PLACE_RANKS
     # The first leaves, of which every rank's part is one piece of memory and worth a message of its own.
-    pays = [prod(x.whole[: x.dim]) == 1 and x.numel * itemsize >= message for x in places.moves]
+    pays = [prod(x.whole[: x.dim]) == 1 and x.numel * itemsize >= message for x in layout.splits]
     first, unit = [*pays, False].index(False) if one_by_one else 0, max(1, _ALIGNMENT // itemsize)
-    wholes = list(accumulate((-(-prod(whole) // unit) * unit for whole in places.whole_shapes), initial=0))
+    wholes = list(accumulate((-(-prod(whole) // unit) * unit for whole in layout.whole_shapes), initial=0))
     parts = torch.empty(ranks, numel - starts[first], device="meta")
-    shards, together = [start * itemsize for start in starts[:-1]], places.moves[first:]
+    shards, together = [start * itemsize for start in starts[:-1]], layout.splits[first:]
     even = all(x.numel and not x.dim and x.whole[0] == x.chunk[0] * ranks for x in together)
-    way = Way(one_by_one, first, shards, wholes, parts.numel(), even and bool(together), [], [], [], [])
-    for index, move in enumerate(together, first):
-        part = parts.narrow(1, starts[index] - starts[first], move.numel).view(ranks, *move.chunk)
-        for from_, to in move.pairs(part, torch.empty(move.whole, device="meta")):
+    transfer = Transfer(one_by_one, first, shards, wholes, parts.numel(), even and bool(together), [], [], [], [])
+    for index, split in enumerate(together, first):
+        part = parts.narrow(1, starts[index] - starts[first], split.numel).view(ranks, *split.chunk)
+        for from_, to in split.pairs(part, torch.empty(split.whole, device="meta")):
             place = view_of(to)
-            way.leaves.append(index)
-            way.parts.append(view_of(from_))
-            way.in_leaf.append(place)
-            way.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
-    return way
+            transfer.leaves.append(index)
+            transfer.parts.append(view_of(from_))
+            transfer.in_leaf.append(place)
+            transfer.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
+    return transfer
 
 
-class Crossing:
-    """The leaves of a bucket and one axis; where they lie is in `places`."""
+class AxisCollective:
+    """The leaves of a bucket and one axis; where they lie is in `layout`."""
 
     def __init__(
         self, leaves: Sequence[Leaf], grid: Grid, axis: str, keep: tuple[str, ...], host: Host | None = None
@@ -232,28 +234,28 @@ class Crossing:
         self.host = host
         self.group, self.ranks, self.rank = grid.groups[axis], grid.sizes[axis], grid.coords[axis]
         self.sends_well = grid.device.type == "cpu" and backend_of(self.group, grid.device) == "gloo"
-        self.moves = tuple(moves_of(leaves, grid, grid.coords, axis, keep))
-        self.places = places_of(self.moves, self.ranks)
-        self.starts, self.numel = self.places.starts, self.places.numel
+        self.splits = tuple(leaf_splits(leaves, grid, grid.coords, axis, keep))
+        self.layout = flat_layout(self.splits, self.ranks)
+        self.starts, self.numel = self.layout.starts, self.layout.numel
         self._over: tuple[Any, Any, Any] = None, None, None  # address, dtype, and the flat tensor there
 
     # -- shards -> whole leaves ---------------------------------------------------------------------------------------
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers) -> Steps:
         """One flat tensor in `dtype` that holds the whole leaves, see `wholes_of`."""
-        way = way_of(self.places, dtype.itemsize, self.sends_well)
+        transfer = transfer_of(self.layout, dtype.itemsize, self.sends_well)
         flat, taken = self.packed(shards, dtype, buffers)  # [n]
-        whole = buffers.take(way.wholes[-1], dtype)
-        staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
+        whole = buffers.take(transfer.wholes[-1], dtype)
+        staging = buffers.take(transfer.staging, dtype)  # [W, n] of what travels together
         try:
-            if way.one_by_one:
-                moves = zip(way.wholes, self.moves[: way.alone], strict=False)
-                alone = [whole.flat.narrow(0, start, prod(move.whole)) for start, move in moves]
+            if transfer.one_by_one:
+                splits = zip(transfer.wholes, self.splits[: transfer.alone], strict=False)
+                alone = [whole.flat.narrow(0, start, prod(split.whole)) for start, split in splits]
                 yield self._exchange_shards(flat, alone, staging.flat.view(self.ranks, -1))
             elif self.numel and not flat.is_meta:
                 yield self._all_gather(flat, staging.flat)
-            if way.parts:
-                copy_each(whole.views(way.in_whole), staging.views(way.parts))
+            if transfer.parts:
+                copy_each(whole.views(transfer.in_whole), staging.views(transfer.parts))
             return [whole.tensor()]
         finally:
             for buffer in (whole, staging, *taken):
@@ -274,15 +276,15 @@ class Crossing:
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made, each with a version counter of its own."""
-        storage, way = flat.untyped_storage(), way_of(self.places, flat.element_size(), self.sends_well)
-        pairs = zip(way.wholes, self.places.whole_shapes, strict=False)
+        storage, transfer = flat.untyped_storage(), transfer_of(self.layout, flat.element_size(), self.sends_well)
+        pairs = zip(transfer.wholes, self.layout.whole_shapes, strict=False)
         return [set_storage(flat.new_empty(0), storage, start, shape) for start, shape in pairs]
 
     def _exchange_shards(self, flat: Tensor, wholes: Sequence[Tensor], staging: Tensor) -> Works:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
         peers, sent = self._peers(), self._messages(flat, len(wholes))
-        places = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        layout = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
+        works = [self.group.recv([place], peer, tag) for peer, into in layout for tag, place in into.items()]
         works += [self.group.send([mine], peer, tag) for tag, mine in sent.items() for peer in peers]
         if sent:
             copy_each([*self._parts(wholes, staging, self.rank).values()], [*sent.values()])
@@ -290,7 +292,7 @@ class Crossing:
 
     def _messages(self, flat: Tensor, alone: int) -> dict[int, Tensor]:
         """Of a flat tensor [n] what travels in each message: the first `alone` leaves by themselves, then the rest."""
-        lengths = [move.lengths(self.ranks)[self.rank] for move in self.moves[:alone]]
+        lengths = [split.lengths(self.ranks)[self.rank] for split in self.splits[:alone]]
         messages = {tag: flat.narrow(0, self.starts[tag], length) for tag, length in enumerate(lengths) if length}
         rest = self.numel - self.starts[alone]
         return messages | {alone: flat.narrow(0, self.starts[alone], rest)} if rest else messages
@@ -298,9 +300,9 @@ class Crossing:
     def _parts(self, wholes: Sequence[Tensor], staging: Tensor, rank: int) -> dict[int, Tensor]:
         """The same of another rank, or of this one, where whole leaves are, and the parts [W, n] of all others."""
         parts: dict[int, Tensor] = {}
-        for tag, (whole, move) in enumerate(zip(wholes, self.moves, strict=False)):
-            if length := move.lengths(self.ranks)[rank]:
-                parts[tag] = whole.view(-1).narrow(0, rank * move.numel, length)
+        for tag, (whole, split) in enumerate(zip(wholes, self.splits, strict=False)):
+            if length := split.lengths(self.ranks)[rank]:
+                parts[tag] = whole.view(-1).narrow(0, rank * split.numel, length)
         return parts | {len(wholes): staging[rank]} if staging.numel() else parts
 
     def _peers(self) -> list[int]:
@@ -322,7 +324,7 @@ class Crossing:
             if flat is not None:
                 first.flat.copy_(flat, non_blocking=True)
             elif self.numel:
-                copy_each(first.views(self.places.shards), list(shards), non_blocking=True)
+                copy_each(first.views(self.layout.shards), list(shards), non_blocking=True)
             if last is not first:
                 last.flat.copy_(first.flat)
         return last.flat, taken
@@ -333,8 +335,8 @@ class Crossing:
         The tensor does not own that memory: the shards must live as long as it is used.
         """
         first = shards[0]
-        base, way = first.data_ptr(), way_of(self.places, first.element_size(), self.sends_well)
-        if not self.places.full or [*map(Tensor.data_ptr, shards)] != [*map(base.__add__, way.shards)]:
+        base, transfer = first.data_ptr(), transfer_of(self.layout, first.element_size(), self.sends_well)
+        if not self.layout.full or [*map(Tensor.data_ptr, shards)] != [*map(base.__add__, transfer.shards)]:
             return None
         if not all(map(Tensor.is_contiguous, shards)) or len(set(map(_dtype_of, shards))) > 1:
             return None
@@ -349,20 +351,20 @@ class Crossing:
 
         The sum of 16-bit floats is a float32 tensor where it is added up here.
         """
-        way = way_of(self.places, dtype.itemsize, self.sends_well and dtype.is_floating_point)
-        staging = buffers.take(way.staging, dtype)  # [W, n] of what travels together
+        transfer = transfer_of(self.layout, dtype.itemsize, self.sends_well and dtype.is_floating_point)
+        staging = buffers.take(transfer.staging, dtype)  # [W, n] of what travels together
         try:
-            self._fill(staging, wholes, way)
+            self._fill(staging, wholes, transfer)
             rows = staging.flat.view(self.ranks, -1)  # row i is for rank i
             if not self.numel:
                 return [results.tensor(0, dtype)]
             if self.ranks == 1:
                 return [results.tensor(self.numel, dtype).copy_(staging.flat)]
-            if not way.one_by_one:
+            if not transfer.one_by_one:
                 return (yield from raw_collectives.scatter_sum_steps(rows, self.group, buffers, results))
             zeros = partial(torch.zeros, dtype=dtype, device=buffers.device)
-            pairs = zip(self.moves, wholes[: way.alone], strict=False)
-            sent = [zeros(move.whole) if x is None else x.to(dtype).contiguous() for move, x in pairs]
+            pairs = zip(self.splits, wholes[: transfer.alone], strict=False)
+            sent = [zeros(split.whole) if x is None else x.to(dtype).contiguous() for split, x in pairs]
             return (yield from self._exchange_gradients(sent, rows, dtype, buffers, results))
         finally:
             staging.held = False
@@ -370,17 +372,17 @@ class Crossing:
     def parts_for_ranks(self, wholes: Sequence[Tensor | None], dtype: torch.dtype, buffers: Buffers) -> Tensor:
         """Gradients as one flat tensor [W * n], part i for rank i: what a reduction of the user's own begins with."""
         staging = buffers.take(self.ranks * self.numel, dtype)
-        self._fill(staging, wholes, way_of(self.places, dtype.itemsize, False))
+        self._fill(staging, wholes, transfer_of(self.layout, dtype.itemsize, False))
         return staging.flat
 
-    def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], way: Way) -> None:
+    def _fill(self, staging: Buffer, wholes: Sequence[Tensor | None], transfer: Transfer) -> None:
         """Copy what travels together into the parts."""
-        gradients = [*filter(_is_there, wholes[way.alone :])]
-        if way.even and len(gradients) == len(self.moves) - way.alone:
+        gradients = [*filter(_is_there, wholes[transfer.alone :])]
+        if transfer.even and len(gradients) == len(self.splits) - transfer.alone:
             chunk_cat(gradients, 0, self.ranks, out=staging.flat.view(self.ranks, -1))
             return
         into, from_ = [], []
-        for index, place, view in zip(way.leaves, staging.views(way.parts), way.in_leaf, strict=True):
+        for index, place, view in zip(transfer.leaves, staging.views(transfer.parts), transfer.in_leaf, strict=True):
             whole = wholes[index]
             if whole is None:
                 place.zero_()
@@ -401,9 +403,9 @@ class Crossing:
         begins = 0 if wide == dtype else -1  # what the first peer sends arrives in `out` itself, if it has the dtype
         extra = buffers.tensor((self.ranks - 2 - begins) * self.numel, dtype).view(-1, self.numel)
         rows = [out, *extra] if begins == 0 else list(extra)
-        places = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
+        layout = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
         parts = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [self.group.recv([place], peer, tag) for peer, into in places for tag, place in into.items()]
+        works = [self.group.recv([place], peer, tag) for peer, into in layout for tag, place in into.items()]
         works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
         mine = self._parts(wholes, staging, self.rank)
@@ -416,13 +418,13 @@ class Crossing:
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
         storage, item = flat.untyped_storage(), flat.element_size()
-        blank, places = flat.new_empty, self.places.shards  # see [Note: parts of one memory] in flat_memory.py
-        out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in places]
-        return out if self.places.contiguous else [shard.contiguous() for shard in out]
+        blank, layout = flat.new_empty, self.layout.shards  # see [Note: parts of one memory] in flat_memory.py
+        out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in layout]
+        return out if self.layout.contiguous else [shard.contiguous() for shard in out]
 
 
-class PureCrossing:
-    """`Crossing` for tensors that have no memory of their own: recorded ones, and those of simulated ranks.
+class PureAxisCollective:
+    """`AxisCollective` for tensors that have no memory of their own: recorded ones, and those of simulated ranks.
 
     Leaves are put together, sent and taken apart by operations that return new tensors: a graph can hold them. Nothing
     is written in place, and a part that depends on the rank is made by `per_rank`.
@@ -433,8 +435,8 @@ class PureCrossing:
         self._leaves, self._grid, self._axis, self._keep = leaves, grid, axis, keep
         self.group, self.ranks = grid.groups[axis], grid.sizes[axis]
 
-    def _moves_at(self, coords: Axes) -> list[Move]:
-        return moves_of(self._leaves, self._grid, coords, self._axis, self._keep)
+    def _moves_at(self, coords: Axes) -> list[LeafSplit]:
+        return leaf_splits(self._leaves, self._grid, coords, self._axis, self._keep)
 
     # -- shards -> whole leaves ---------------------------------------------------------------------------------------
 
@@ -450,20 +452,20 @@ class PureCrossing:
     def _packed(self, dtype: torch.dtype, coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
         """[n]: every shard, its split dim in front, padded to the chunk of the first rank."""
         pairs = zip(self._moves_at(coords), shards, strict=True)
-        return [together([_rows(shard.to(dtype), move, 1) for move, shard in pairs])]
+        return [together([_rows(shard.to(dtype), split, 1) for split, shard in pairs])]
 
     def _joined(self, coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
-        moves = self._moves_at(coords)
-        parts = flats[0].view(self.ranks, -1).split([move.numel for move in moves], dim=1)
-        pairs = zip(parts, moves, strict=True)
-        return [together([_of_rows(part, move, self.ranks, move.whole) for part, move in pairs])]
+        splits = self._moves_at(coords)
+        parts = flats[0].view(self.ranks, -1).split([split.numel for split in splits], dim=1)
+        pairs = zip(parts, splits, strict=True)
+        return [together([_of_rows(part, split, self.ranks, split.whole) for part, split in pairs])]
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves in what `gather` made."""
 
         def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
-            return apart_again(flats[0], [move.whole for move in self._moves_at(coords)])
+            return apart_again(flats[0], [split.whole for split in self._moves_at(coords)])
 
         return per_rank(self._grid, cut, [flat])
 
@@ -479,16 +481,18 @@ class PureCrossing:
     def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
         """[W, n]: row i is for rank i."""
         zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._moves_at(coords), wholes, strict=True)
-        gradients = [(zeros(move.whole, dtype=dtype) if x is None else x.to(dtype), move) for move, x in pairs]
-        return [torch.cat([_rows(x, move, self.ranks).reshape(self.ranks, move.numel) for x, move in gradients], dim=1)]
+        gradients = [(zeros(split.whole, dtype=dtype) if x is None else x.to(dtype), split) for split, x in pairs]
+        return [
+            torch.cat([_rows(x, split, self.ranks).reshape(self.ranks, split.numel) for x, split in gradients], dim=1)
+        ]
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n]."""
 
         def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
-            moves = self._moves_at(coords)
-            chunks = flats[0].split([move.numel for move in moves])
-            return [_of_rows(chunk, move, 1, move.shard) for chunk, move in zip(chunks, moves, strict=True)]
+            splits = self._moves_at(coords)
+            chunks = flats[0].split([split.numel for split in splits])
+            return [_of_rows(chunk, split, 1, split.shard) for chunk, split in zip(chunks, splits, strict=True)]
 
         return per_rank(self._grid, cut, [flat])
 
@@ -504,25 +508,25 @@ def apart_again(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _rows(x: Tensor, move: Move, chunks: int) -> Tensor:
+def _rows(x: Tensor, split: LeafSplit, chunks: int) -> Tensor:
     """A shard, or a whole leaf, with its split dim in front and padded to so many chunks."""
-    rows = x.movedim(move.dim, 0)
-    missing = chunks * move.chunk[move.dim] - len(rows)
+    rows = x.movedim(split.dim, 0)
+    missing = chunks * split.chunk[split.dim] - len(rows)
     return pad(rows, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else rows
 
 
-def _of_rows(rows: Tensor, move: Move, chunks: int, shape: tuple[int, ...]) -> Tensor:
+def _of_rows(rows: Tensor, split: LeafSplit, chunks: int, shape: tuple[int, ...]) -> Tensor:
     """The other way round: the shard, or the whole leaf, of this shape."""
-    rest = (*move.chunk[: move.dim], *move.chunk[move.dim + 1 :])
-    padded = rows.reshape(chunks * move.chunk[move.dim], *rest)
-    return padded.narrow(0, 0, shape[move.dim]).movedim(0, move.dim).contiguous()
+    rest = (*split.chunk[: split.dim], *split.chunk[split.dim + 1 :])
+    padded = rows.reshape(chunks * split.chunk[split.dim], *rest)
+    return padded.narrow(0, 0, shape[split.dim]).movedim(0, split.dim).contiguous()
 
 
 def undone(local: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks side by side on `dim`, of which together `length` are there."""
     shape, ranks = tuple(local.shape), group.size()
     chunk, joined = ((*shape[:dim], size, *shape[dim + 1 :]) for size in (-(-length // ranks), length))
-    move = Move(dim, shape, chunk, joined)
-    if not move.numel:
+    split = LeafSplit(dim, shape, chunk, joined)
+    if not split.numel:
         return local.new_empty(joined)
-    return _of_rows(raw_collectives.gather_flat(_rows(local, move, 1).reshape(-1), group), move, ranks, joined)
+    return _of_rows(raw_collectives.gather_flat(_rows(local, split, 1).reshape(-1), group), split, ranks, joined)

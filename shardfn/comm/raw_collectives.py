@@ -115,10 +115,10 @@ def scatter_sum_flat(full: Tensor, group: dist.ProcessGroup) -> Tensor:
         return part
     rows, fresh = full.view(size, -1), FreshBuffers(full.device)
     if _torch.has_no_memory() or _torch.simulated():
-        return Flight(pure_scatter_steps(rows, group)).finish()[0].to(full.dtype)
+        return AsyncCollective(pure_scatter_steps(rows, group)).finish()[0].to(full.dtype)
     if gloo_messages.serves(full, group, size):
         return _sum_of_rows(exchange_flat(full, group).view(size, -1), fresh).to(full.dtype)
-    return Flight(scatter_sum_steps(rows, group, fresh, fresh)).finish()[0].to(full.dtype)
+    return AsyncCollective(scatter_sum_steps(rows, group, fresh, fresh)).finish()[0].to(full.dtype)
 
 
 Works = list[Any]  # communications in flight, each with `wait()`
@@ -128,7 +128,7 @@ Steps = Generator[Works, None, list[Tensor]]
 Explain = Callable[[RuntimeError], Exception]  # what an error of a communication comes from
 
 
-class Flight:
+class AsyncCollective:
     """A communication in the air: started when made, over when it is asked for its result."""
 
     def __init__(self, steps: Steps, explain: Explain | None = None) -> None:

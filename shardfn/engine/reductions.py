@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import accumulates, foreach, grad_dtypes_of, spec_of, unwrap_local, wrap_local
-from shardfn.comm import BucketOnGrid, Explain, Flight
+from shardfn.comm import AsyncCollective, BucketOnGrid, Explain
 from shardfn.layout import Plan
 from shardfn.notation import ShardError
 
 Grads = Sequence[Tensor | None]  # one for each leaf, or none
-_IN_THE_AIR = 1  # reductions under way at the same time: each holds the gradients that it sends
+_IN_FLIGHT = 1  # reductions under way at the same time: each holds the gradients that it sends
 _TO_THE_HOST = 2  # and so many more when shards live on the host, whose copies would have to be waited for
 
 
@@ -45,9 +45,9 @@ def is_held_back(grad: Tensor | None) -> bool:
 
 
 @torch.no_grad()
-def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> None:
+def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> None:
     """Add pending gradients [whole over data] to those in `.grad`, unreduced."""
-    _names_waiting(spot.plan).update(spot.bucket.leaves)
+    _names_waiting(on_grid.plan).update(on_grid.bucket.leaves)
     for index, (leaf, grad) in enumerate(zip(leaves, pending, strict=True)):
         if grad is None:
             continue
@@ -59,16 +59,18 @@ def hold_back(spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -> N
         whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
             # It counts more than those of all ranks, whose mean is still to be taken.
-            ranks = prod(spot.grid.sizes[axis] for axis in spot.plan.roles.data if axis in spot.leaves[index].axes)
-            _own_part(spot, index, whole).add_(unwrap_local(had), alpha=ranks)
-        leaf.grad = wrap_local(whole, spot.spec(index, dtype, True))
+            ranks = prod(
+                on_grid.grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in on_grid.leaves[index].axes
+            )
+            _own_part(on_grid, index, whole).add_(unwrap_local(had), alpha=ranks)
+        leaf.grad = wrap_local(whole, on_grid.spec(index, dtype, True))
 
 
-def _own_part(spot: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
+def _own_part(on_grid: BucketOnGrid, index: int, whole: Tensor) -> Tensor:
     """This rank's shard in a gradient that is whole over the data axes."""
-    leaf, grid = spot.leaves[index], spot.grid
+    leaf, grid = on_grid.leaves[index], on_grid.grid
     shard = leaf.local_range(grid.sizes, grid.coords)
-    gathered = leaf.local_range(grid.sizes, grid.coords, spot.computed)
+    gathered = leaf.local_range(grid.sizes, grid.coords, on_grid.computed)
     starts = [(start - first, length) for (start, length), (first, _) in zip(shard, gathered, strict=True)]
     return whole[tuple(slice(start, start + length) for start, length in starts)]
 
@@ -91,14 +93,14 @@ def _names_waiting(plan: Plan) -> set[str]:
 
 
 @torch.no_grad()
-def reduce_held_back(plan: Plan, spots: Iterable[BucketOnGrid], leaves: Mapping[str, Tensor]) -> None:
+def reduce_held_back(plan: Plan, on_grids: Iterable[BucketOnGrid], leaves: Mapping[str, Tensor]) -> None:
     """Reduce what was held back and the last backward did not reach."""
     names = {name for name in _names_waiting(plan) if name in leaves and is_held_back(leaves[name].grad)}
-    for spot in spots if names else ():
-        waiting = [leaves[name] for name in spot.bucket.leaves if name in names]
+    for on_grid in on_grids if names else ():
+        waiting = [leaves[name] for name in on_grid.bucket.leaves if name in names]
         if not waiting:
             continue
-        part, op = spot.part([name in names for name in spot.bucket.leaves]), plan.reduction
+        part, op = on_grid.part([name in names for name in on_grid.bucket.leaves]), plan.reduction
         assert op is not None
         shards = part.reduce(with_held_back(waiting, [None] * len(waiting)), grad_dtypes_of(waiting), op)
         for index, (leaf, shard) in enumerate(zip(waiting, shards, strict=True)):
@@ -109,29 +111,33 @@ class Reductions:
     """Gradients on their way; by the name of their leaf when they are there."""
 
     def __init__(self) -> None:
-        self._flights: deque[tuple[tuple[str, ...], Flight]] = deque()
+        self._in_flight: deque[tuple[tuple[str, ...], AsyncCollective]] = deque()
         self._found: dict[str, Tensor] = {}
 
-    def reduce(self, spot: BucketOnGrid, pending: Grads, dtypes: Sequence[torch.dtype], explain: Explain) -> None:
+    def reduce(self, on_grid: BucketOnGrid, pending: Grads, dtypes: Sequence[torch.dtype], explain: Explain) -> None:
         """Start to reduce the gradients of a bucket; wait for the oldest when too many are under way."""
-        op = spot.plan.reduction
+        op = on_grid.plan.reduction
         assert op is not None
         # Hybrid sharding has one more: the last bucket goes on from its reduce-scatter to its all-reduce.
-        while len(self._flights) >= _IN_THE_AIR + spot.reduces_twice + (_TO_THE_HOST if spot.host is not None else 0):
+        while len(self._in_flight) >= _IN_FLIGHT + on_grid.reduces_twice + (
+            _TO_THE_HOST if on_grid.host is not None else 0
+        ):
             self._land()
-        if self._flights:
-            self._flights[-1][1].advance()
-        self._flights.append((spot.bucket.leaves, Flight(spot.reduce_steps(pending, dtypes, op), explain)))
+        if self._in_flight:
+            self._in_flight[-1][1].advance()
+        self._in_flight.append(
+            (on_grid.bucket.leaves, AsyncCollective(on_grid.reduce_steps(pending, dtypes, op), explain))
+        )
 
     def settle(self) -> dict[str, Tensor]:
         """Wait for all; this rank's part of the gradient of every leaf that got one."""
-        while self._flights:
+        while self._in_flight:
             self._land()
         return self._found
 
     def _land(self) -> None:
-        names, flight = self._flights.popleft()
-        shards = flight.finish()
+        names, collective = self._in_flight.popleft()
+        shards = collective.finish()
         twice = [(name, shard) for name, shard in zip(names, shards, strict=True) if name in self._found]
         if twice:  # gathered several times: gradients add up
             foreach("add_")([self._found[name] for name, _ in twice], [shard for _, shard in twice])

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfn import _torch
-from shardfn.comm import BucketOnGrid, BufferPool, Buffers, Flight, Steps, backend_of, gather_flat, host_of
+from shardfn.comm import AsyncCollective, BucketOnGrid, BufferPool, Buffers, Steps, backend_of, gather_flat, host_of
 from shardfn.engine.reductions import Accumulation
 from shardfn.layout import Grid, Plan, part_of
 from shardfn.notation import ShardError
@@ -159,11 +159,11 @@ class Runtime:
         self.pool = BufferPool(grid.device)
         self.host = host_of(plan.policy, grid.device)
         buckets = [((unit.name, index), b) for unit in plan.units for index, b in enumerate(unit.buckets)]
-        self.spot_of = {at: BucketOnGrid(plan, grid, bucket, self.pool) for at, bucket in buckets}
+        self.bucket_of = {at: BucketOnGrid(plan, grid, bucket, self.pool) for at, bucket in buckets}
         self.order = Order(grid)
         self.units = {unit.name: unit for unit in plan.units}
         self.leaves_of = {unit.name: [name for b in unit.buckets for name in b.leaves] for unit in plan.units}
-        moving = {unit for (unit, _), spot in self.spot_of.items() if spot.moves}
+        moving = {unit for (unit, _), on_grid in self.bucket_of.items() if on_grid.moves_data}
         regather = {name for name, unit in self.units.items() if unit.regather}
         self.frees = regather & moving if not _torch.simulated() else set[str]()
         self.watched: set[Hashable] = set()  # ways in which units computed again, see remat.py
@@ -176,7 +176,7 @@ class Runtime:
         self.placed = _placed_specs(plan, grid)  # see [Note: placed parameters]
         self.neighbours = _neighbours(plan, grid)  # of the units that stay split over some of the ranks
         self.strided: dict[Any, Any] = {}  # shapes, strides and offsets of views that autograd saves, once each
-        self.in_the_air: list[Flight] = []
+        self.in_flight: list[AsyncCollective] = []
         self.accumulations: dict[tuple[int, int], Accumulation] = {}  # by session and backward
 
     def begin(self) -> None:
@@ -188,22 +188,22 @@ class Runtime:
             self.accumulations.clear()
         self.pool.turn()
 
-    def start(self, steps: Steps) -> Flight:
+    def start(self, steps: Steps) -> AsyncCollective:
         """A communication that `settle` knows of."""
-        flight = Flight(steps, self.order.explained)
-        self.in_the_air.append(flight)
-        return flight
+        collective = AsyncCollective(steps, self.order.explained)
+        self.in_flight.append(collective)
+        return collective
 
-    def finish(self, flight: Flight) -> Tensor:
+    def finish(self, collective: AsyncCollective) -> Tensor:
         """The flat tensor that a gather makes."""
-        if flight in self.in_the_air:
-            self.in_the_air.remove(flight)
-        return flight.finish()[0]
+        if collective in self.in_flight:
+            self.in_flight.remove(collective)
+        return collective.finish()[0]
 
     def settle(self) -> None:
         """Nothing stays in the air: what was started for nothing, or left by an exception, is waited for."""
-        while self.in_the_air:
-            self.in_the_air.pop(0).finish()
+        while self.in_flight:
+            self.in_flight.pop(0).finish()
 
 
 def _placed_specs(plan: Plan, grid: Grid) -> Mapping[str, tuple[_torch.DTensorSpec, frozenset[int]]]:

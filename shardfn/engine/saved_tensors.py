@@ -1,12 +1,12 @@
 """What autograd keeps instead of what was gathered: of a bucket, and of an activation.
 
-A `Gathered` is one bucket of one gather. Where its bytes are, `_flight` and `_flat` say:
+A `Gathered` is one bucket of one gather. Where its bytes are, `_collective` and `_flat` say:
 
-    in flight          `_flight`    the gather has begun, or there is nothing to send
+    in flight          `_collective`    the gather has begun, or there is nothing to send
     whole                           the forward computes with the leaves, which lie in one storage
     freed                           the forward of the unit is over: autograd keeps descriptions of views, and nobody
                                     the storage
-    in flight again    `_flight`    the backward is expected to ask for them, or does: the same bytes once more
+    in flight again    `_collective`    the backward is expected to ask for them, or does: the same bytes once more
     whole again        `_flat`      views of them are handed out
     (freed)                         the gradients of the bucket are here, or too many units are whole: a later view
                                     gathers again
@@ -33,13 +33,13 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
 from shardfn.binding import untraced
-from shardfn.comm import BucketOnGrid, Flight
+from shardfn.comm import AsyncCollective, BucketOnGrid
 from shardfn.engine.runtime import Event, Neighbours, Runtime
 
 _offset_of: Callable[[Tensor], int] = methodcaller("storage_offset")
 
 
-class View(NamedTuple):
+class SavedView(NamedTuple):
     """What autograd keeps of a view of what was gathered, without the storage."""
 
     source: "Gathered | Activation"
@@ -47,7 +47,7 @@ class View(NamedTuple):
     spec: _torch.DTensorSpec | None  # of the DTensor whose local part it is
 
 
-_VIEW: Callable[[Any, tuple[Any, ...]], View] = tuple.__new__  # without a frame
+_SAVED_VIEW: Callable[[Any, tuple[Any, ...]], SavedView] = tuple.__new__  # without a frame
 
 
 class Gathered:
@@ -56,19 +56,19 @@ class Gathered:
     def __init__(self, session: Any, event: Event) -> None:
         """`session` is what autograd turns to, whose leaves these are."""
         runtime: Runtime = session.runtime
-        spot: BucketOnGrid = runtime.spot_of[event[1:]]
-        leaves: Sequence[Tensor] = [*map(session.leaves.__getitem__, spot.bucket.leaves)]
-        self.session, self.event, self.spot, self.leaves, self._runtime = session, event, spot, leaves, runtime
+        on_grid: BucketOnGrid = runtime.bucket_of[event[1:]]
+        leaves: Sequence[Tensor] = [*map(session.leaves.__getitem__, on_grid.bucket.leaves)]
+        self.session, self.event, self.on_grid, self.leaves, self._runtime = session, event, on_grid, leaves, runtime
         self.again = Event("gather again", event.unit, event.bucket)
-        self.frees = event.unit in runtime.frees and spot.moves
+        self.frees = event.unit in runtime.frees and on_grid.moves_data
         self._neighbours: Neighbours | None = runtime.neighbours.get(event.unit)
-        self._shards, self._dtype = _torch.unwrap_locals(leaves), spot.bucket.dtype
+        self._shards, self._dtype = _torch.unwrap_locals(leaves), on_grid.bucket.dtype
         sources: Mapping[str, Tensor] | None = session.sources  # what leaves were made of, whose owner may change it
-        made_of = map(sources.__getitem__, spot.bucket.leaves) if sources else leaves
+        made_of = map(sources.__getitem__, on_grid.bucket.leaves) if sources else leaves
         # What counts changes: a shard is written directly, or by an operation on its DTensor, which has a counter.
         self._counters = [*self._shards, *leaves, *made_of]
         self._versions = _torch.versions_of(self._counters)
-        self._flight: Flight | None = None
+        self._collective: AsyncCollective | None = None
         self._flat: Tensor | None = None  # all of it, while the backward, or `free`, uses it
         self._kept: Tensor | None = None  # with `regather=n`, this rank's part of what was gathered
         self._begins: dict[int, int] = {}  # offset in the gathered storage -> version of the tensor that begins there
@@ -76,10 +76,10 @@ class Gathered:
 
     def wholes(self) -> list[Tensor]:
         """Wait for the gather: the whole leaves."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            return self.spot.crossings[-1].wholes_of(self._runtime.finish(flight))
-        return [whole.detach() for whole in self.spot.unmoved(self._shards)]
+        collective, self._collective = self._collective, None
+        if collective is not None:
+            return self.on_grid.axis_collectives[-1].wholes_of(self._runtime.finish(collective))
+        return [whole.detach() for whole in self.on_grid.unmoved(self._shards)]
 
     def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Remember where the whole leaves lie: they will be freed."""
@@ -95,10 +95,10 @@ class Gathered:
     def free(self) -> None:
         """The forward of the unit is over."""
         if self._neighbours is not None and self._flat is not None:
-            self._kept = self._neighbours.part_of(self._flat, self.spot.buffers)
+            self._kept = self._neighbours.part_of(self._flat, self.on_grid.buffers)
         self._flat = None
 
-    def pack(self, saved: Tensor, part: Tensor) -> View | None:
+    def pack(self, saved: Tensor, part: Tensor) -> SavedView | None:
         """What autograd keeps instead of a view of the gathered storage; None when it keeps that as it is.
 
         `part` is the view: what is saved, or the local part of it.
@@ -110,7 +110,7 @@ class Gathered:
         if spec is not None or _torch.version_of_saved(saved) != self._begins.get(offset):
             self._require_unwritten(saved, offset)
         strided = part.shape, part.stride(), offset
-        return _VIEW(View, (self, self._runtime.strided.setdefault(strided, strided), spec))
+        return _SAVED_VIEW(SavedView, (self, self._runtime.strided.setdefault(strided, strided), spec))
 
     def _require_unwritten(self, saved: Tensor, begins: int) -> None:
         """A forward that writes into a gathered weight uses values that gathering again would not bring back."""
@@ -118,7 +118,7 @@ class Gathered:
             begins = max(offset for offset in self._begins if offset <= begins)
         before = 0 if isinstance(saved, DTensor) else self._begins[begins]  # a DTensor counts its changes by itself
         if _torch.version_of(saved) != before:
-            name = self.spot.bucket.leaves[list(self._begins).index(begins)]
+            name = self.on_grid.bucket.leaves[list(self._begins).index(begins)]
             raise RuntimeError(
                 f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
                 f"use the value from before. Write a new tensor instead, or update the tree of parameters."
@@ -130,12 +130,12 @@ class Gathered:
         Raises:
             RuntimeError: a shard was written since.
         """
-        if self._flat is not None or self._flight is not None:
+        if self._flat is not None or self._collective is not None:
             return False
         now = _torch.versions_of(self._counters)
         if now != self._versions:
             changed = [have != had for have, had in zip(now, self._versions, strict=True)].index(True)
-            name = self.spot.bucket.leaves[changed % len(self.leaves)]
+            name = self.on_grid.bucket.leaves[changed % len(self.leaves)]
             why = f"'{name}' was changed in place between the forward and the backward that needs it"
             raise RuntimeError(f"{why}; run the backward before the optimizer step")
         self.session.pass_by("weights", self.again)
@@ -144,28 +144,28 @@ class Gathered:
 
     def start(self) -> None:
         """The bytes are in flight; and once more, as they were."""
-        steps = self.spot.gather_steps(self._shards)
+        steps = self.on_grid.gather_steps(self._shards)
         if self._kept is not None and self._neighbours is not None:
-            steps = self._neighbours.gather_steps(self._kept, self.spot.buffers)
-        self._flight = self._runtime.start(steps)
+            steps = self._neighbours.gather_steps(self._kept, self.on_grid.buffers)
+        self._collective = self._runtime.start(steps)
 
     def finish_again(self) -> None:
         """Wait for them."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._flat = self._runtime.finish(flight)
+        collective, self._collective = self._collective, None
+        if collective is not None:
+            self._flat = self._runtime.finish(collective)
 
-    def view(self, of: View) -> Tensor:
+    def view(self, of: SavedView) -> Tensor:
         """A view that autograd kept, of the bucket that is whole again."""
         if self._flat is None:
-            self.session.wake(self)
+            self.session.backward_begins(self)
         assert self._flat is not None
         part = self._flat.as_strided(*of.strided)
         return part if of.spec is None else _torch.wrap_local(part, of.spec)
 
     def release(self) -> None:
         """Let go of what is whole again, or on its way."""
-        self._flat = self._flight = None
+        self._flat = self._collective = None
 
 
 class Activation:
@@ -180,19 +180,19 @@ class Activation:
         self._whole: Tensor | None = None
         self._changed = False
 
-    def pack(self, saved: Tensor) -> View | None:
+    def pack(self, saved: Tensor) -> SavedView | None:
         """What autograd keeps of a view; None when that is not a view of what was gathered, as it was."""
         if saved.dtype != self._dtype or saved.is_neg() or saved.is_conj() or _torch.version_of(saved) != self._version:
             return None
         self._saved += 1
-        return View(self, (saved.shape, saved.stride(), int(saved.storage_offset())), None)
+        return SavedView(self, (saved.shape, saved.stride(), int(saved.storage_offset())), None)
 
     def end(self) -> None:
         """The module that reads it has ended."""
         first = self._first()
         self._changed = first is not None and _torch.version_of(first) != self._version
 
-    def view(self, of: View) -> Tensor:
+    def view(self, of: SavedView) -> Tensor:
         """A view that autograd kept."""
         if self._changed or _torch.version_of(self._own) != self._own_version:
             raise _changed("an activation, split by Policy.acts,", of.strided[0])
@@ -299,7 +299,7 @@ def _unpacking(session: Any, kept: _Kept) -> Callable[[Any], Tensor]:
 
     def unpack(packed: Any, _keeps: Any = session) -> Tensor:  # a checkpoint finds the session as long as it is there
         kind = type(packed)
-        if kind is View:
+        if kind is SavedView:
             return packed.source.view(packed)
         if kind is _OfWeight:
             if _torch.versions_of(packed.counters) != packed.versions:

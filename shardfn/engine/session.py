@@ -157,7 +157,7 @@ class Session:
         """The call ends: let go of everything. A recomputation in the backward may still ask for weights."""
         written = next(filter(None, [self._free(unit) for unit in list(self._live)]), None)
         self._started.clear()
-        if self.runtime.in_the_air:
+        if self.runtime.in_flight:
             with _torch.out_of_inference_mode() if torch.is_inference_mode_enabled() else nullcontext():
                 self.runtime.settle()
         if self.runtime.host is not None:
@@ -197,17 +197,17 @@ class Session:
         return wholes
 
     def _gather_bucket(self, event: Event) -> Sequence[Tensor]:
-        spot = self.runtime.spot_of[event[1:]]
-        bucket = spot.bucket
+        on_grid = self.runtime.bucket_of[event[1:]]
+        bucket = on_grid.bucket
         if self.in_transform:
             leaves = [*map(self.leaves.__getitem__, bucket.leaves)]
             same = all(leaf.dtype == bucket.dtype for leaf in leaves)
-            if spot.idle and same and self.plan.vmaps is not None and self.plan.reduction is not None:
+            if on_grid.idle and same and self.plan.vmaps is not None and self.plan.reduction is not None:
                 return leaves
-            return GatherBucket.apply(spot, *leaves)
+            return GatherBucket.apply(on_grid, *leaves)
         gathered = self._started.pop(event, None) or self._start(event)
         wholes = _Gather.apply(gathered, *gathered.leaves)
-        if not spot.moves:
+        if not on_grid.moves_data:
             self._note_uncopied(bucket.leaves, gathered.leaves, wholes)
             return wholes
         versions = _torch.versions_of(wholes)
@@ -232,7 +232,7 @@ class Session:
     def _start(self, event: Event) -> Gathered:
         """Start the gather of a bucket, if there is something to send."""
         gathered = Gathered(self, event)
-        if gathered.spot.moves:
+        if gathered.on_grid.moves_data:
             self.pass_by("weights", event)
             gathered.start()
         return gathered
@@ -313,7 +313,7 @@ class Session:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def wake(self, gathered: Gathered) -> None:
+    def backward_begins(self, gathered: Gathered) -> None:
         """A view of a bucket is asked for: have it whole again. The backward of a unit begins, which comes next.
 
         After the last one, nothing stays.
@@ -338,7 +338,7 @@ class Session:
             self._backwards.add(backward)
             _torch.after_backward(partial(self._end_backward, backward))
 
-    def arrived(self, gathered: Gathered, grads: Grads, nodes: Sequence[Any]) -> Grads:
+    def gradients_arrived(self, gathered: Gathered, grads: Grads, nodes: Sequence[Any]) -> Grads:
         """A bucket's gradients are here: let go of its weights and start to reduce.
 
         Returns what autograd gets for the leaves, at whose `nodes` it goes on.
@@ -348,32 +348,32 @@ class Session:
         self._note_backward()
         if not self._depth.get(unit):  # what a recomputation gathered in it, no `leave` frees
             self._free(unit)
-        needed, spot, leaves = [*map(asks, gathered.leaves)], gathered.spot, gathered.leaves
+        needed, on_grid, leaves = [*map(asks, gathered.leaves)], gathered.on_grid, gathered.leaves
         # As the collectives take them: that of an embedding may be sparse.
         pending = [x if x is None or x.layout is torch.strided else x.to_dense() for x in grads]
         if not all(needed):
-            spot = spot.part(needed)
+            on_grid = on_grid.part(needed)
             pending, leaves = [*compress(pending, needed)], [*compress(leaves, needed)]
             nodes = [*compress(nodes, needed)]
-        reduced = self._reduced(gathered.event, spot, leaves, pending, nodes)
+        reduced = self._reduced(gathered.event, on_grid, leaves, pending, nodes)
         if reduced is None:
             return [None] * len(needed)
         values = iter(reduced)
         return [next(values) if need else None for need in needed]
 
     def _reduced(
-        self, event: Event, spot: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads, nodes: Sequence[Any]
+        self, event: Event, on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads, nodes: Sequence[Any]
     ) -> Grads | None:
         """The gradients of leaves, when autograd itself needs them; None when they are reduced, or held back, later."""
         dtypes = [(leaf.grad_dtype if leaf.is_leaf else None) or leaf.dtype for leaf in leaves]
         if self.scale_of_gradients is not None:
             scale = self.scale_of_gradients(event.unit)
             pending = [None if grad is None else grad * scale for grad in pending]
-        names, reduction = spot.bucket.leaves, spot.plan.reduction
+        names, reduction = on_grid.bucket.leaves, on_grid.plan.reduction
         collects = self.gradients is not None and self.gradients.takes(names, leaves)
         into_grad = not collects and reductions.goes_into_grad(nodes)
         if into_grad and (reduction is None or (self._holds_back is not None and self._holds_back(event.unit))):
-            reductions.hold_back(spot, leaves, pending)
+            reductions.hold_back(on_grid, leaves, pending)
             return None
         if into_grad:
             pending = reductions.with_held_back(leaves, pending)
@@ -382,9 +382,9 @@ class Session:
             adds = into_grad and not any(map(_torch.has_gradient_hooks, leaves))
             later = self.gradients if collects else self._accumulation(names, leaves) if adds else None
             if later is not None:
-                later.reduce(spot, pending, dtypes, self.runtime.order.explained)
+                later.reduce(on_grid, pending, dtypes, self.runtime.order.explained)
                 return None
-        return ReduceBucket.apply(spot, reduction, dtypes, *pending)
+        return ReduceBucket.apply(on_grid, reduction, dtypes, *pending)
 
     def _accumulation(self, names: Sequence[str], leaves: Sequence[Tensor]) -> reductions.Accumulation:
         """What takes the gradients of a bucket that nobody collects, and that autograd would only add to `.grad`."""
@@ -398,7 +398,7 @@ class Session:
     def _accumulate(self, key: tuple[int, int]) -> None:
         self.runtime.accumulations[key].finish()
         del self.runtime.accumulations[key]
-        reductions.reduce_held_back(self.plan, self.runtime.spot_of.values(), self.leaves)
+        reductions.reduce_held_back(self.plan, self.runtime.bucket_of.values(), self.leaves)
 
     def _end_backward(self, backward: int) -> None:
         """It is over, and with it those that began in it."""
@@ -407,7 +407,7 @@ class Session:
             self._free(unit)  # which the backward has read by itself
         if not self._backwards:
             self._started.clear()  # for nothing
-        if self.runtime.in_the_air:
+        if self.runtime.in_flight:
             self.runtime.settle()
         self._release(0)
 
@@ -434,4 +434,4 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gathered = ctx.gathered
-        return (None, *gathered.session.arrived(gathered, grads, [*map(_first, ctx.next_functions)]))
+        return (None, *gathered.session.gradients_arrived(gathered, grads, [*map(_first, ctx.next_functions)]))

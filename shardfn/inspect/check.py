@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfn._torch import part_of_rank, pytree, simulated, simulated_ranks
-from shardfn.layout import Grid, MeshSpec, Policy, Roles, axes_of, grid, index_along, replace_units
+from shardfn.layout import Grid, MeshSpec, Policy, Roles, axes_of, grid_of, index_along, replace_units
 from shardfn.notation import ShardError
 from shardfn.optim import adamw
 from shardfn.params import gather, local_batch, shard
-from shardfn.trace import Reached
+from shardfn.trace import ReachableState
 from shardfn.transforms import ByFormulas, value_and_grad
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -173,10 +173,10 @@ def check(
         try:
             with simulate(**sizes) as mesh:
                 computed = _step(model, mesh, plain, loss_fn, args)
-                places = grid(mesh, computed.roles.storage)
+                grid = grid_of(mesh, computed.roles.storage)
         except Exception as error:
             return Report((f"{type(error).__name__}: {error}",), _named_module(model, str(error)))
-    return _compared(computed, wanted, places, tolerance)
+    return _compared(computed, wanted, grid, tolerance)
 
 
 def _in_own_dtypes(policy: Policy, model: nn.Module) -> Policy:
@@ -213,7 +213,7 @@ def _step(model: nn.Module, mesh: DeviceMesh, policy: Policy, loss_fn: Callable[
     params = shard(model, mesh, policy)
     outputs: list[tuple[str, list[Tensor]]] = []
     before = torch.get_rng_state()
-    with Reached(model).undone(()), _noting_outputs(model, outputs):  # a cache, say, is of simulated ranks
+    with ReachableState(model).undone(()), _noting_outputs(model, outputs):  # a cache, say, is of simulated ranks
         loss, grads = value_and_grad(loss_fn)(params, *local_batch(args, mesh, policy))
     draws = not torch.equal(before, torch.get_rng_state())
     whole = gather(grads)
@@ -225,7 +225,7 @@ def _step(model: nn.Module, mesh: DeviceMesh, policy: Policy, loss_fn: Callable[
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Within it dropout does nothing: it would draw other numbers on a mesh."""
-    with Reached(model).undone(()), ByFormulas(_WITHOUT_DROPS):
+    with ReachableState(model).undone(()), ByFormulas(_WITHOUT_DROPS):
         for module in model.modules():
             if isinstance(module, _DRAWING):
                 module.training = False
@@ -248,24 +248,24 @@ def _noting_outputs(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -
         yield
 
 
-def _compared(computed: _Step, wanted: _Step, places: Grid, tolerance: float) -> Report:
+def _compared(computed: _Step, wanted: _Step, grid: Grid, tolerance: float) -> Report:
     problems: list[str] = []
     close = partial(agrees, tolerance=tolerance)
-    ours = [float(part_of_rank(computed.loss, rank)) for rank in places.ranks()]
+    ours = [float(part_of_rank(computed.loss, rank)) for rank in grid.ranks()]
     theirs = float(part_of_rank(wanted.loss, 0))
     equal_loss = all(close(torch.tensor(x), torch.tensor(theirs), 0.0) for x in ours)
-    module = _first_different(computed, wanted, places, close)
+    module = _first_different(computed, wanted, grid, close)
     if module is not None:
         ends = [path for path, _ in wanted.outputs]
         last = ends[ends.index(module) - 1] if module in ends[1:] else None
         before = f"; '{last}' agrees, so look at its rule, and at the code from there on" if last else ""
         problems.append(f"the output of '{module or '(root)'}' is the first that differs{before}")
     if not equal_loss:
-        problems.append(_loss_problem(ours[0], theirs, places, computed.roles.data, module is None))
-    wrong = _different(computed.grads, wanted.grads, places, close)
+        problems.append(_loss_problem(ours[0], theirs, grid, computed.roles.data, module is None))
+    wrong = _different(computed.grads, wanted.grads, grid, close)
     problems += [f"the gradient of '{name}' differs by {error:.1e} of its norm{how}" for name, error, how in wrong]
     if not problems:
-        late = _different(computed.updated, wanted.updated, places, close)
+        late = _different(computed.updated, wanted.updated, grid, close)
         problems += [f"'{name}' differs by {error:.1e} of its norm after an update" for name, error, _ in late]
     if len(problems) == (module is not None):  # outputs of modules that nothing depends on
         problems, module = [], None
@@ -281,9 +281,9 @@ def _compared(computed: _Step, wanted: _Step, places: Grid, tolerance: float) ->
     return Report(tuple(problems), module, ours[0], theirs, ("loss", *counts))
 
 
-def _loss_problem(ours: float, theirs: float, places: Grid, data: Sequence[str], modules_agree: bool) -> str:
+def _loss_problem(ours: float, theirs: float, grid: Grid, data: Sequence[str], modules_agree: bool) -> str:
     text = f"the loss is {ours:.6g}, on one rank {theirs:.6g}"
-    ranks = prod(places.sizes[axis] for axis in data)
+    ranks = prod(grid.sizes[axis] for axis in data)
     if modules_agree and theirs and ranks > 1:
         for factor, why in ((1 / ranks, "divided twice, or a sum over samples"), (ranks, "summed over ranks")):
             if abs(ours / theirs - factor) < 1e-3 * factor:
@@ -293,19 +293,19 @@ def _loss_problem(ours: float, theirs: float, places: Grid, data: Sequence[str],
 
 
 def _different(
-    computed: dict[str, Tensor], wanted: dict[str, Tensor], places: Grid, close: Callable[..., bool]
+    computed: dict[str, Tensor], wanted: dict[str, Tensor], grid: Grid, close: Callable[..., bool]
 ) -> list[tuple[str, float, str]]:
     """What differs on any rank: (name, relative error, what is known about it)."""
     total = torch.stack([part_of_rank(x, 0).double().norm() for x in wanted.values()]).norm().item()
     wrong = []
     for name, expected in wanted.items():
         right = part_of_rank(expected, 0)
-        bad = [rank for rank in places.ranks() if not close(part_of_rank(computed[name], rank), right, 1e-3 * total)]
+        bad = [rank for rank in grid.ranks() if not close(part_of_rank(computed[name], rank), right, 1e-3 * total)]
         if bad:
             value = part_of_rank(computed[name], bad[0])
             error = ((value - right).double().norm() / max(right.double().norm().item(), 1e-30)).item()
             ratio = _factor(value, right)
-            some = f", on ranks {bad}" if len(bad) < len(places.ranks()) else ""
+            some = f", on ranks {bad}" if len(bad) < len(grid.ranks()) else ""
             wrong.append((name, error, (f", {ratio:.4g} times as large" if ratio else "") + some))
     return wrong
 
@@ -323,23 +323,23 @@ def agrees(value: Tensor, right: Tensor, floor: float, tolerance: float) -> bool
     return (value.double() - right.double()).norm().item() <= tolerance * max(right.double().norm().item(), floor)
 
 
-def _first_different(computed: _Step, wanted: _Step, places: Grid, close: Callable[..., bool]) -> str | None:
+def _first_different(computed: _Step, wanted: _Step, grid: Grid, close: Callable[..., bool]) -> str | None:
     """The first module that has another output than on one rank; "" is the model itself."""
     for (path, ours), (other, theirs) in zip(computed.outputs, wanted.outputs, strict=False):
         if path != other or len(ours) != len(theirs):
             return path
         pairs = zip(ours, theirs, strict=True)
-        if any(_is_different(x, part_of_rank(y, 0), places, computed.roles.data, close) for x, y in pairs):
+        if any(_is_different(x, part_of_rank(y, 0), grid, computed.roles.data, close) for x, y in pairs):
             return path
     return None
 
 
-def _is_different(x: Tensor, whole: Tensor, places: Grid, data: Sequence[str], close: Callable[..., bool]) -> bool:
+def _is_different(x: Tensor, whole: Tensor, grid: Grid, data: Sequence[str], close: Callable[..., bool]) -> bool:
     """Whether what ranks have is neither their samples of the whole nor parts of these."""
-    count = prod(places.sizes[axis] for axis in data)
+    count = prod(grid.sizes[axis] for axis in data)
     samples: dict[int, list[Tensor]] = {}
-    for rank in places.ranks():
-        index = index_along(data, places.sizes, places.coords_of(rank))
+    for rank in grid.ranks():
+        index = index_along(data, grid.sizes, grid.coords_of(rank))
         samples.setdefault(index, []).append(part_of_rank(x, rank))
     split = whole.dim() and whole.shape[0] % count == 0 and samples[0][0].shape[:1] != whole.shape[:1]
     expected = whole.unflatten(0, (count, -1)) if split and count > 1 else [whole] * count

@@ -1,7 +1,7 @@
 """See which rank has what: `visualize` draws a layout (`typeof`, in `views`, prints it in the rule notation).
 
 Everything is read from a plan, or from a DTensor's own mesh and placements: nothing here communicates or looks at a
-tensor's values. A layout becomes a `View` first; text and picture are two ways to draw one.
+tensor's values. A layout becomes a `TensorView` first; text and picture are two ways to draw one.
 
     side     one dim of the tensor as it is drawn: a row of blocks (one, or those of a fused dim)
     segment  a run of indices along a side that the same ranks hold
@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, product
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
-from shardfn.inspect.views import At, View, ranks_text, views_of
+from shardfn.inspect.views import At, TensorView, ranks_text, views_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ class _Strip:
         return positions[bisect_left(self.cuts, index)]
 
 
-def _strip(view: View, dim: int) -> _Strip:
+def _strip(view: TensorView, dim: int) -> _Strip:
     labels, start = [], 0
     for part in view.sides[dim]:
         size = prod(part.extent)
@@ -71,11 +71,11 @@ def _strip(view: View, dim: int) -> _Strip:
     return _Strip((0, *(piece.stop for piece in segments)), tuple(piece.at for piece in segments), tuple(labels))
 
 
-def _cell_text(view: View, row: At | None, column: At | None) -> str:
+def _cell_text(view: TensorView, row: At | None, column: At | None) -> str:
     return "…" if row is None or column is None else ranks_text(view.owners((*row, *column)))
 
 
-def _strips(view: View) -> tuple[_Strip, ...]:
+def _strips(view: TensorView) -> tuple[_Strip, ...]:
     """Rows and columns; one without a name for what the tensor does not have."""
     whole = _Strip((0, 1), ((),), ())
     return (whole, whole, *(_strip(view, dim) for dim in view.drawn))[-2:]
@@ -104,7 +104,7 @@ class _Canvas(list[str]):
         self[line] = before[:column] + text + before[column + len(text) :]
 
 
-def _draw(view: View) -> list[str]:
+def _draw(view: TensorView) -> list[str]:
     """The picture of a view: rows down, columns across, the cuts as ticks, ranks in the cells."""
     if not view.numel:
         return ["(empty: there is nothing to hold)"]
@@ -162,9 +162,9 @@ def _clipped(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _groups(views: Mapping[str, View]) -> list[tuple[View, list[str]]]:
+def _groups(views: Mapping[str, TensorView]) -> list[tuple[TensorView, list[str]]]:
     """Views that look the same, with their names, in the order of the tree."""
-    groups: dict[View, list[str]] = {}
+    groups: dict[TensorView, list[str]] = {}
     for name, view in views.items():
         groups.setdefault(view, []).append(name)
     return list(groups.items())
@@ -184,7 +184,7 @@ def names_text(names: Sequence[str], most: int = 4) -> list[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
 
 
-def _heading(view: View) -> str:
+def _heading(view: TensorView) -> str:
     return f"{view.type}  {' x '.join(map(str, view.shape)) or 'scalar'}"
 
 
@@ -249,7 +249,7 @@ _NOTE: dict[str, Any] = {"family": "monospace", "textcoords": "offset points"}
 _FLAT = 0.35  # height of the picture of a vector, as a part of a matrix's
 
 
-def _figure(views: Mapping[str, View]) -> "Figure":
+def _figure(views: Mapping[str, TensorView]) -> "Figure":
     """One tile a group of parameters that look the same, coloured by rank."""
     try:
         from matplotlib.figure import Figure
@@ -276,7 +276,7 @@ def _figure(views: Mapping[str, View]) -> "Figure":
     return figure
 
 
-def _draw_tile(tile: "Axes", view: View, inches: tuple[float, float]) -> None:
+def _draw_tile(tile: "Axes", view: TensorView, inches: tuple[float, float]) -> None:
     """The cells of one view, in the colours of their ranks, with ticks at the cuts."""
     from matplotlib.patches import Rectangle
 
@@ -320,7 +320,7 @@ def _colour(rank: int, last: int) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-def _name_tile(tile: "Axes", view: View, names: Sequence[str]) -> None:
+def _name_tile(tile: "Axes", view: TensorView, names: Sequence[str]) -> None:
     """Names and rule above the picture, notes below."""
 
     def write(text: str, y: int, corner: tuple[float, float], size: float, colour: str, weight: str = "normal") -> None:

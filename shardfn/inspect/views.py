@@ -100,7 +100,7 @@ class SideBlock:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """One tensor: its type, its dims, and the mesh it lives on (`ranks` is empty for a plain tensor)."""
 
     type: str  # what `typeof` prints
@@ -192,7 +192,7 @@ def _type_text(dtype: torch.dtype, rule: str, pending: Sequence[str]) -> str:
     return f"{dtype_text(dtype)}[{rule}]"
 
 
-def views_of(verb: str, x: Any, name: str | None) -> dict[str, View]:
+def views_of(verb: str, x: Any, name: str | None) -> dict[str, TensorView]:
     """Name -> view: of one tensor (under the empty name), of one leaf of a tree, or of all of them."""
     if isinstance(x, Tensor):
         if name is not None:
@@ -211,7 +211,7 @@ def views_of(verb: str, x: Any, name: str | None) -> dict[str, View]:
     return {n: _leaf_view(verb, x, n) for n in ([name] if name is not None else every)}
 
 
-def _leaf_view(verb: str, x: Any, name: str) -> View:
+def _leaf_view(verb: str, x: Any, name: str) -> TensorView:
     if not isinstance(x, Plan | Params):
         if not isinstance(x[name], Tensor):
             raise TypeError(f"{verb}: {name!r} is a {type(x[name]).__name__}, not a tensor")
@@ -234,7 +234,7 @@ def _leaf_view(verb: str, x: Any, name: str) -> View:
     rule = rule.without([axis for factor in rule.factors for axis in factor.axes if axis not in kept])
     sides = _sides(rule, left, layout.block_dim)
     waiting = tuple(axis for axis in plan.axes if axis in pending)
-    return View(_type_text(dtype, str(rule), waiting), sides, tuple(plan.axes.items()), tuple(ranks), waiting)
+    return TensorView(_type_text(dtype, str(rule), waiting), sides, tuple(plan.axes.items()), tuple(ranks), waiting)
 
 
 def _as_planned(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[list[Leaf], tuple[str, ...]] | None:
@@ -267,7 +267,7 @@ def _sides(rule: Spec, leaves: Sequence[Leaf], block_dim: int) -> tuple[tuple[Si
     return tuple(sides)
 
 
-def _tensor_view(x: Tensor) -> View:
+def _tensor_view(x: Tensor) -> TensorView:
     """The view of a tensor outside a tree: sizes for names."""
     axes, splits, partial = _placed(x)
     labels = [str(Factor(str(size), split)) for size, split in zip(x.shape, splits, strict=True)]
@@ -276,7 +276,7 @@ def _tensor_view(x: Tensor) -> View:
     kinds = dict.fromkeys(str(getattr(p, "reduce_op", "sum")) for p in partial.values() if not p.is_partial("sum"))
     text = "".join([_type_text(x.dtype, " ".join(labels), [*partial]), *(f" ({kind})" for kind in kinds)])
     ranks = x.device_mesh.mesh.flatten().tolist() if isinstance(x, DTensor) else ()
-    return View(text, sides, tuple(axes.items()), tuple(ranks), tuple(partial))
+    return TensorView(text, sides, tuple(axes.items()), tuple(ranks), tuple(partial))
 
 
 def _placed(x: Tensor) -> tuple[dict[str, int], list[tuple[str, ...]], dict[str, Any]]:

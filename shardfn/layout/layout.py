@@ -234,13 +234,13 @@ def local_slice(leaf: Leaf, whole: Tensor, sizes: Axes, coords: Axes, keep: Sequ
     return narrowed(whole, leaf.local_range(sizes, coords, keep))
 
 
-def own_parts(leaves: Sequence[Leaf], full: Sequence[Tensor], places: Grid, keep: Sequence[str] | None) -> list[Tensor]:
+def own_parts(leaves: Sequence[Leaf], full: Sequence[Tensor], grid: Grid, keep: Sequence[str] | None) -> list[Tensor]:
     """The parts of whole leaves that this rank holds, or in a simulation each."""
 
     def parts(coords: Axes, wholes: Sequence[Tensor]) -> list[Tensor]:
-        return [local_slice(leaf, x, places.sizes, coords, keep) for leaf, x in zip(leaves, wholes, strict=True)]
+        return [local_slice(leaf, x, grid.sizes, coords, keep) for leaf, x in zip(leaves, wholes, strict=True)]
 
-    return per_rank(places, parts, full)
+    return per_rank(grid, parts, full)
 
 
 def _pad(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -275,7 +275,7 @@ def part_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return part if part is not None else mesh[axes] if len(axes_of(mesh)) > len(axes) else mesh
 
 
-def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
+def grid_of(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     """The `Grid` of a mesh whose storage order is `order`; see [Note: axis order].
 
     Raises:
@@ -286,7 +286,7 @@ def grid(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
     if key not in cache:
         if pure:
             with outside_modes():
-                cache[key] = replace(grid(mesh, order), pure=True)
+                cache[key] = replace(grid_of(mesh, order), pure=True)
         else:
             cache[key] = _make_grid(mesh, tuple(order))
     return cache[key]

@@ -99,7 +99,7 @@ SAME = Part("same")
 SUM = Part("sum")
 
 
-class Lost(Exception):
+class NotRankByRank(Exception):
     """An operation on split values that is not, rank by rank, the operation on whole values."""
 
 
@@ -119,7 +119,7 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
         Part(kind='split', dim=1, runs=((1, 2),), share=1, second=None, why='')
 
     Raises:
-        Lost: the view cuts between the parts, or joins several runs with dims around them.
+        NotRankByRank: the view cuts between the parts, or joins several runs with dims around them.
     """
     if 0 in shape and len(new) == len(shape):
         return [part]
@@ -132,7 +132,7 @@ def reshaped(part: Part, shape: Shape, new: Shape) -> list[Part]:
         if sum(outer * inner for outer, inner in runs) == size and (len(runs) == 1 or front == before):
             ways.append(replace(part, dim=dim, runs=runs))
     if not ways:
-        raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of dim {part.dim}")
+        raise NotRankByRank(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of dim {part.dim}")
     # Fewest pieces first; where the dims before it stay as they are, it is not one of them, though one may have size 1.
     stays = tuple(shape[: part.dim]) == tuple(new[: part.dim])
     return sorted(ways, key=lambda way: (way.runs[0][0], stays and way.dim < part.dim))
@@ -168,7 +168,7 @@ def sliced(part: Part, start: int, length: int) -> Part:
     """The runs in `length` elements of the split dim from `start` on, both on one rank.
 
     Raises:
-        Lost: the slice does not end where runs or their blocks do.
+        NotRankByRank: the slice does not end where runs or their blocks do.
     """
     runs, at = [], 0
     for outer, inner in part.runs:
@@ -177,7 +177,7 @@ def sliced(part: Part, start: int, length: int) -> Part:
         if first >= last:
             continue
         if first % inner or last % inner:
-            raise Lost("a slice cuts through the part of a split dim")
+            raise NotRankByRank("a slice cuts through the part of a split dim")
         runs.append(((last - first) // inner, inner))
     return replace(part, runs=tuple(runs))
 
@@ -250,7 +250,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Stuck:
+class FailedOperation:
     """An operation that raised, and what was known of the tensors that it was given."""
 
     name: str

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardfn import _torch
 from shardfn.comm import into_losses, map_runs, merged, psum_of_trees, pvary, sum_flat_
-from shardfn.layout import grid, may_be_differentiated
+from shardfn.layout import grid_of, may_be_differentiated
 from shardfn.notation import ShardError
 from shardfn.optim import base
 from shardfn.optim.base import Optimizer, Tree
@@ -103,7 +103,7 @@ def _sum_of_parts(tree: Params, of_leaves: Callable[[Sequence[str]], Tensor]) ->
     for name, leaf in tree.items():
         if may_be_differentiated(leaf):
             by_axes.setdefault(tree.plan.leaves[name][1].axes, []).append(name)
-    device = grid(tree.mesh, tree.plan.roles.storage).device
+    device = grid_of(tree.mesh, tree.plan.roles.storage).device
     total = torch.zeros((), dtype=_wide(list(tree.values())), device=device)
     for axes, names in by_axes.items():
         part = of_leaves(names)

@@ -132,7 +132,7 @@ class Layer:
 _Value = TypeVar("_Value")
 
 
-class _Asked(dict[str, _Value]):
+class _ByAttribute(dict[str, _Value]):
     """By attribute, what the module of a parallel forward owns itself; another key is an error that says so."""
 
     layer: Layer
@@ -154,7 +154,7 @@ class _Asked(dict[str, _Value]):
         )
 
 
-class Layouts(_Asked[Layout]):
+class Layouts(_ByAttribute[Layout]):
     """How the weights of a module lie, by attribute, the `mesh` for collectives, and the `axes` that split any.
 
     Operations within `hidden()` have no counterpart in the module's own forward. `require(x, axis, part)` has a run
@@ -187,7 +187,7 @@ def custom_forward(layer: Layer, fn: Forward) -> Forward:
     layouts, weight = Layouts(layer), layer.weight
 
     def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        local = _Asked({attribute: weight(layout.name) for attribute, layout in layouts.items()})
+        local = _ByAttribute({attribute: weight(layout.name) for attribute, layout in layouts.items()})
         local.layer = layer
         return fn(own, local, layouts, *args, **kwargs)
 

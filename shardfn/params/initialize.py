@@ -17,7 +17,18 @@ from torch.distributed.tensor import DTensor
 from shardfn import layout
 from shardfn._torch import part_of_rank, values_of, wrap_local
 from shardfn.comm import VALUES, agree, digest, empty_shards, leaf_spec, whole
-from shardfn.layout import Grid, Layout, Plan, Policy, grid, named_buffers, named_parameters, own_parts, plan, to_leaves
+from shardfn.layout import (
+    Grid,
+    Layout,
+    Plan,
+    Policy,
+    grid_of,
+    named_buffers,
+    named_parameters,
+    own_parts,
+    plan,
+    to_leaves,
+)
 from shardfn.notation import ShardError
 from shardfn.params.tree import Params
 
@@ -52,8 +63,8 @@ def shard_own(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan, alike: bo
 
     Of an origin with `later`, what is on the meta device stays there, as shards that are filled some other time.
     """
-    plan_, places, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
-    tree = NewTree(plan_, mesh, places, empty_shards(plan_, places), {})
+    plan_, grid, seed = agreed_plan(origin, mesh, policy, lambda _: origin.facts(alike))
+    tree = NewTree(plan_, mesh, grid, empty_shards(plan_, grid), {})
     tree.fill(origin, seed)
     return tree.wrapped()
 
@@ -64,17 +75,17 @@ class NewTree:
 
     plan: Plan
     mesh: DeviceMesh
-    places: Grid
+    grid: Grid
     shards: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
     def fill(self, origin: Origin, seed: int, held: Container[str] = ()) -> None:
         """Fill the parameters and buffers that are not `held`, by first names; one parameter at a time is whole."""
-        (model, init, src, _), places, layouts = origin, self.places, self.plan.layouts
+        (model, init, src, _), grid, layouts = origin, self.grid, self.plan.layouts
         named, buffers = named_parameters(model), named_buffers(model)
         done: set[str] = set()
         if init is not None and isinstance(model, nn.Module) and src is None:
-            for name, full in _initialized(model, init, seed, places.device, buffers, held):
+            for name, full in _initialized(model, init, seed, grid.device, buffers, held):
                 done.add(name)
                 self.cut(layouts[name], full)
                 del full  # the next tensor is not made before this one is gone
@@ -82,25 +93,25 @@ class NewTree:
             if one.name not in done and one.name not in held:
                 value = named[one.name]
                 value = whole(value) if isinstance(value, DTensor) and not value.is_meta else value
-                self.cut(one, from_src(value, src, places))
+                self.cut(one, from_src(value, src, grid))
                 del value
         for name, buffer in buffers.items():
-            sent = from_src(buffer, src, places)
-            self.buffers[name] = sent if sent.is_meta else torch.empty_like(sent, device=places.device).copy_(sent)
+            sent = from_src(buffer, src, grid)
+            self.buffers[name] = sent if sent.is_meta else torch.empty_like(sent, device=grid.device).copy_(sent)
 
     def cut(self, layout: Layout, full: Tensor) -> None:
         """Fill this rank's part of every leaf of a full tensor; what is on the meta device stays so."""
         if full.is_meta:
             self.shards |= {leaf.name: self.shards[leaf.name].to("meta") for leaf in layout.leaves}
             return
-        parts = own_parts(layout.leaves, to_leaves(layout, full.detach()), self.places, None)
+        parts = own_parts(layout.leaves, to_leaves(layout, full.detach()), self.grid, None)
         for leaf, part in zip(layout.leaves, parts, strict=True):
             self.shards[leaf.name].copy_(part)
 
     def wrapped(self) -> Params:
         """The tree."""
         shards = ((name, self.shards[name]) for name in self.plan.leaves if name in self.shards)
-        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.places, name, x.dtype))) for name, x in shards)
+        leaves = ((name, wrap_local(x, leaf_spec(self.plan, self.grid, name, x.dtype))) for name, x in shards)
         return Params(leaves, self.plan, self.mesh, self.buffers)
 
 
@@ -116,7 +127,7 @@ def agreed_plan(
         plan_ = error
     seed = agree(mesh, plan_, lines, verb)
     assert isinstance(plan_, Plan)
-    return plan_, grid(mesh, plan_.roles.storage), seed
+    return plan_, grid_of(mesh, plan_.roles.storage), seed
 
 
 def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
@@ -170,22 +181,22 @@ def _sampled(tensor: Tensor) -> str:
     return digests[0]
 
 
-def from_src(tensor: Tensor, src: int | None, places: Grid) -> Tensor:
+def from_src(tensor: Tensor, src: int | None, grid: Grid) -> Tensor:
     """The tensor itself, or what rank `src` has: broadcast along one axis after another.
 
     Elsewhere only its shape and dtype count.
     """
-    if src is None or not places.exchanges:
+    if src is None or not grid.exchanges:
         return part_of_rank(tensor.detach(), src or 0)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=places.device)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=grid.device)
     if dist.get_rank() == src:
         full.copy_(tensor.detach())
-    origin = places.coords_of(src)
+    origin = grid.coords_of(src)
     data = full.view(-1).view(torch.uint8)
-    for i, axis in enumerate(places.sizes):
-        later = list(places.sizes)[i + 1 :]
-        if data.numel() and all(places.coords[other] == origin[other] for other in later):
-            dist.broadcast(data, group=places.groups[axis], group_src=origin[axis])
+    for i, axis in enumerate(grid.sizes):
+        later = list(grid.sizes)[i + 1 :]
+        if data.numel() and all(grid.coords[other] == origin[other] for other in later):
+            dist.broadcast(data, group=grid.groups[axis], group_src=origin[axis])
     return full
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn._torch import DTensorSpec, in_transform, pytree, unwrap_local, vmap_depth, wrap_local
 from shardfn.comm import in_layout, leaf_spec
-from shardfn.layout import Plan, grid
+from shardfn.layout import Plan, grid_of
 from shardfn.notation import ShardError
 from shardfn.params.tree import Params, data_axes_of, is_tree
 
@@ -63,9 +63,9 @@ def left(tree: Any) -> Any:
 
 def specs_of_leaves(plan: Plan, params: Params) -> list[DTensorSpec]:
     """The DTensor metadata of every leaf, also of one that is stacked, of which the plan knows nothing."""
-    places = grid(params.mesh, plan.roles.storage)
+    grid = grid_of(params.mesh, plan.roles.storage)
     more = {name: max(x.dim() - len(plan.leaves[name][1].shape), 0) for name, x in params.items()}
-    return [leaf_spec(plan, places, name, x.dtype, batch=tuple(x.shape[: more[name]])) for name, x in params.items()]
+    return [leaf_spec(plan, grid, name, x.dtype, batch=tuple(x.shape[: more[name]])) for name, x in params.items()]
 
 
 class Across(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import innermost_value, unwrap_local, wrap_local
 from shardfn.comm import collectives, empty_shards, in_layout, leaf_spec
-from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid, is_batch_axis, replace_units
+from shardfn.layout import Layout, Plan, Policy, axes_of, compute_view, decide, grid_of, is_batch_axis, replace_units
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
 from shardfn.params.initialize import NewTree
 from shardfn.params.sharding import MAX_BUCKET_BYTES, gather_groups, require_params, require_reduced, selected_layouts
@@ -113,12 +113,12 @@ class _Resharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         names, plan_, mesh = ctx.after
-        places = grid(mesh, plan_.roles.storage)
+        grid = grid_of(mesh, plan_.roles.storage)
         unused = {name: dtype for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True) if grad is None}
-        zeros = empty_shards(plan_, places, unused)
+        zeros = empty_shards(plan_, grid, unused)
         cotangents: list[Tensor] = []
         for name, dtype, grad in zip(names, ctx.dtypes, grads, strict=True):
-            spec = leaf_spec(plan_, places, name, dtype)
+            spec = leaf_spec(plan_, grid, name, dtype)
             cotangents.append(wrap_local(zeros[name].zero_(), spec) if grad is None else in_layout(grad, spec))
         return None, None, *_Resharded.apply(ctx.after, ctx.before, *cotangents)
 
@@ -129,11 +129,11 @@ class _Resharded(torch.autograd.Function):
 
 def _moved(tree: Params, plan: Plan, mesh: DeviceMesh) -> Params:
     """The same values as a plan stores them on a mesh, in new memory."""
-    places = grid(mesh, plan.roles.storage)
-    stays = grid(tree.mesh, tree.plan.roles.storage).storage == places.storage
+    grid = grid_of(mesh, plan.roles.storage)
+    stays = grid_of(tree.mesh, tree.plan.roles.storage).storage == grid.storage
     pairs = [(layout, plan.layouts[layout.name]) for layout in selected_layouts(tree, None)]
     dtypes = {leaf.name: tree[old.leaves[0].name].dtype for old, new in pairs for leaf in new.leaves}
-    moved = NewTree(plan, mesh, places, empty_shards(plan, places, dtypes), tree.buffers)
+    moved = NewTree(plan, mesh, grid, empty_shards(plan, grid, dtypes), tree.buffers)
     changed: list[Layout] = []
     for old, new in pairs:
         if stays and old.stored_as(new):

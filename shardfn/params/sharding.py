@@ -17,7 +17,17 @@ from shardfn import layout
 from shardfn._torch import in_transform, materialized, unwrap_local, wrap_local
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
 from shardfn.context import is_differentiated, note_tree
-from shardfn.layout import Bucket, Grid, Layout, Plan, Policy, compute_view_shape, first_match, from_compute_view, grid
+from shardfn.layout import (
+    Bucket,
+    Grid,
+    Layout,
+    Plan,
+    Policy,
+    compute_view_shape,
+    first_match,
+    from_compute_view,
+    grid_of,
+)
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.params.initialize import Origin, shard_own
 from shardfn.params.tree import Params, watch_optimizers
@@ -126,7 +136,7 @@ def gather(
         _refuse_differentiated(f"gather(to={to!r})", leaves.values(), f"{instead} alone")
     for name, leaf in leaves.items():
         require_reduced("gather", name, leaf)
-    keep = to != "rank0" or dist.get_rank() == grid(tree.mesh, tree.plan.roles.storage).ranks()[0]
+    keep = to != "rank0" or dist.get_rank() == grid_of(tree.mesh, tree.plan.roles.storage).ranks()[0]
     out: dict[str, Tensor] = {}
     for one, wholes in gather_groups(tree, layouts, 0 if to != "all" else MAX_BUCKET_BYTES):
         if keep:
@@ -148,7 +158,7 @@ def gather_groups(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterat
 
 def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     """Leaves whole over all axes: first the data axes, then the compute axes; differentiable."""
-    plan_, places = tree.plan, grid(tree.mesh, tree.plan.roles.storage)
+    plan_, grid = tree.plan, grid_of(tree.mesh, tree.plan.roles.storage)
     alike: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
     for name in names:
         _, leaf = plan_.leaves[name]
@@ -162,11 +172,11 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     out: dict[str, Tensor] = {}
     for (axes, dtype), members in alike.items():
         data = tuple(axis for axis in plan_.roles.data if axis in axes)
-        spot = BucketOnGrid(plan_, places, Bucket("", tuple(members), data, dtype), FreshBuffers(places.device))
-        gathered = GatherBucket.apply(spot, *(tree[name] for name in members))
+        on_grid = BucketOnGrid(plan_, grid, Bucket("", tuple(members), data, dtype), FreshBuffers(grid.device))
+        gathered = GatherBucket.apply(on_grid, *(tree[name] for name in members))
         compute = tuple(axis for axis in plan_.roles.compute if axis in axes)
-        wholes = _OverCompute.apply(True, spot, compute, *gathered) if compute else gathered
-        if all(places.sizes[axis] == 1 for axis in axes):
+        wholes = _OverCompute.apply(True, on_grid, compute, *gathered) if compute else gathered
+        if all(grid.sizes[axis] == 1 for axis in axes):
             wholes = [whole.clone() for whole in wholes]  # nothing moved: these are the shards' own memory
         out |= dict(zip(members, wholes, strict=True))
     return [out[name] for name in names]
@@ -180,11 +190,11 @@ class _OverCompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(gathers: bool, spot: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(gathers: bool, on_grid: BucketOnGrid, axes: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
         if gathers:
-            wholes = gather_leaves(spot.leaves, tensors, axes, spot.grid, undone=spot.bucket.axes)
+            wholes = gather_leaves(on_grid.leaves, tensors, axes, on_grid.grid, undone=on_grid.bucket.axes)
             return tuple(w.detach() if w is t else w for w, t in zip(wholes, tensors, strict=True))
-        parts = layout.own_parts(spot.leaves, tensors, spot.grid, axes)
+        parts = layout.own_parts(on_grid.leaves, tensors, on_grid.grid, axes)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod
@@ -202,9 +212,9 @@ class _OverCompute(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The same of leaves with one more dim in front."""
-        gathers, spot, axes, *tensors = args
+        gathers, on_grid, axes, *tensors = args
         batched = in_front(info.batch_size, in_dims[3:], tensors)
-        return _OverCompute.apply(gathers, spot.batched(info.batch_size), axes, *batched), (0,) * len(tensors)
+        return _OverCompute.apply(gathers, on_grid.batched(info.batch_size), axes, *batched), (0,) * len(tensors)
 
 
 def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[Layout]:
@@ -277,8 +287,8 @@ def reduce_grads(
         missing = "like=params, the tree they are gradients of"
         raise TypeError(f"reduce_grads: a plain mapping of local tensors needs {missing}")
     owner = like if like is not None else require_params("reduce_grads", grads)
-    plan_, places = owner.plan, grid(owner.mesh, owner.plan.roles.storage)
-    pending, done = _sorted(grads, owner, places)
+    plan_, grid = owner.plan, grid_of(owner.mesh, owner.plan.roles.storage)
+    pending, done = _sorted(grads, owner, grid)
     if pending:
         instead = "Have gradients reduced as they are made, which has one: sf.grad(loss_fn), without reduce=None"
         _refuse_differentiated("reduce_grads", grads.values(), instead)
@@ -288,14 +298,14 @@ def reduce_grads(
         if grad.dtype == torch.bool:
             raise TypeError(f"reduce_grads: '{name}' holds {grad.dtype}, which cannot be added")
     for bucket in plan_.buckets_in({name: grad.dtype for name, grad in pending.items()}):
-        names, spot = bucket.leaves, BucketOnGrid(plan_, places, bucket, FreshBuffers(places.device))
-        reduced = spot.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
-        done |= {n: wrap_local(x, leaf_spec(plan_, places, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
+        names, on_grid = bucket.leaves, BucketOnGrid(plan_, grid, bucket, FreshBuffers(grid.device))
+        reduced = on_grid.reduce([pending[name] for name in names], [owner[name].dtype for name in names], op)
+        done |= {n: wrap_local(x, leaf_spec(plan_, grid, n, x.dtype)) for n, x in zip(names, reduced, strict=True)}
     leaves = {name: done[name] for name in plan_.leaves if name in done}
     return Params(leaves, plan_.with_reduction("mean"), owner.mesh, owner.buffers)
 
 
-def _sorted(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _sorted(grads: Mapping[str, Tensor], owner: Params, grid: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(stored name -> pending local tensor, stored name -> reduced DTensor)."""
     plan_ = owner.plan
     was_pending = isinstance(grads, Params) and grads.plan.reduction is None
@@ -308,31 +318,31 @@ def _sorted(grads: Mapping[str, Tensor], owner: Params, places: Grid) -> tuple[d
         if name not in (plan_.leaves if isinstance(grad, DTensor) else plan_.canonical):
             raise ShardError(f"reduce_grads: there is no parameter '{name}'{did_you_mean(name, plan_.canonical)}")
         if isinstance(grad, DTensor):
-            partial = _is_pending(name, grad, owner, places, was_pending)
+            partial = _is_pending(name, grad, owner, grid, was_pending)
             (pending if partial else done)[name] = unwrap_local(grad) if partial else grad
             continue
         layout = plan_.layout_of(name)
         if layout.leaves[0].name in pending:
             why = f"'{name}' and another name of the same parameter are both given"
             raise ShardError(f"reduce_grads: {why}; add them under one")
-        wanted = compute_view_shape(layout, plan_.gathered_axes(layout), places.sizes)
+        wanted = compute_view_shape(layout, plan_.gathered_axes(layout), grid.sizes)
         if grad.shape != wanted:
             have = f"'{layout.name}' has a gradient of shape {tuple(grad.shape)}"
             need = f"whole over the data axes and split over the compute axes by '{layout.rule}': {wanted}"
             raise ShardError(f"reduce_grads: {have}; a pending gradient is {need}")
-        parts = from_compute_view(layout, grad, plan_.gathered_axes(layout), places.sizes)
+        parts = from_compute_view(layout, grad, plan_.gathered_axes(layout), grid.sizes)
         pending |= {leaf.name: part for leaf, part in zip(layout.leaves, parts, strict=True)}
     return pending, done
 
 
-def _is_pending(name: str, grad: DTensor, owner: Params, places: Grid, was_pending: bool) -> bool:
+def _is_pending(name: str, grad: DTensor, owner: Params, grid: Grid, was_pending: bool) -> bool:
     """Whether a leaf is the pending gradient of parameter `name`; False when it is the reduced one.
 
     Raises:
         ShardError: it is neither; or it `was_pending`, and is reduced by now, which nobody who adds gradients meant.
     """
-    reduced, pending = (leaf_spec(owner.plan, places, name, grad.dtype, pending=p) for p in (False, True))
-    split = any(places.sizes[axis] > 1 for axis in owner.plan.roles.data)
+    reduced, pending = (leaf_spec(owner.plan, grid, name, grad.dtype, pending=p) for p in (False, True))
+    split = any(grid.sizes[axis] > 1 for axis in owner.plan.roles.data)
     is_reduced, is_pending = (grad.placements == x.placements and grad.shape == x.shape for x in (reduced, pending))
     if is_reduced and not (split and was_pending and owner.plan.leaves[name][0].trainable):
         return False

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfn._torch import in_transform, pytree, unwrap_local, with_local
 from shardfn.comm import pvary
 from shardfn.context import holding, is_under_way
-from shardfn.layout import Plan, clear_padding_, grid, matches, per_rank
+from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
 from shardfn.notation import ShardError, did_you_mean
 
 _INSTEAD = {  # of methods of a module
@@ -82,7 +82,7 @@ class Params(dict[str, Any]):
         self.sources: Mapping[str, Tensor] | None = None  # the leaves that those of a differentiation are made of
         self.holds_back: Callable[[str], bool] | None = None  # whether a unit's gradients stay unreduced in `.grad`
         self.scale_of_gradients: Callable[[str], float] | None = None  # by which a backward multiplies those of a unit
-        self.in_place: Any = None  # what holds these very leaves (`Held`), when its modules compute themselves
+        self.in_place: Any = None  # what holds these very leaves (`ModuleShards`), when its modules compute themselves
         if plan.vmaps is not None and (watched := _PARTS.get()) is not None:
             self._note_parts(watched)
 
@@ -308,19 +308,19 @@ def _without_padding(tree: Params, name: str, result: Any) -> Any:
     _, leaf = tree.plan.leaves.get(name, (None, None))
     if leaf is None or leaf.shape == leaf.extent or not isinstance(result, Tensor):
         return result
-    places = grid(tree.mesh, tree.plan.roles.storage)
+    grid = grid_of(tree.mesh, tree.plan.roles.storage)
 
     def inside(coords: Mapping[str, int], values: Sequence[Tensor]) -> list[Tensor]:
         (local,) = values
         for keep in (None, tree.plan.roles.compute):  # a shard, or a pending gradient
-            shape = leaf.local_shape(places.sizes, coords, keep)
+            shape = leaf.local_shape(grid.sizes, coords, keep)
             if shape == local.shape[local.dim() - len(shape) :]:  # behind dims that were stacked
                 mask = torch.ones(shape, dtype=torch.bool, device=local.device)
-                clear_padding_(leaf, mask, places.sizes, coords, keep)
+                clear_padding_(leaf, mask, grid.sizes, coords, keep)
                 return [mask.expand(local.shape)]
         return [torch.ones_like(local, dtype=torch.bool)]
 
-    (mask,) = per_rank(places, inside, [unwrap_local(result).detach()])
+    (mask,) = per_rank(grid, inside, [unwrap_local(result).detach()])
     return torch.where(with_local(result, mask) if isinstance(result, DTensor) else mask, result, 0)
 
 

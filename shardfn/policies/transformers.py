@@ -4,8 +4,8 @@ Two sources say which weights are split, in this order: the model's `tp_plan` (o
 the names that attention and feed-forward layers have everywhere. How many heads lie in a weight is read off the
 attention module. All of it becomes an ordinary `Policy`, whose rules can be printed and pasted back.
 
-A new style of a plan is a name in the sets below and a case of `_Reading._apply`. At the end are parallel forwards of
-modules that need more than their rules.
+A new style of a plan is a name in the sets below and a case of `_RulesReader._apply`. At the end are parallel forwards
+of modules that need more than their rules.
 """
 
 import inspect
@@ -103,7 +103,7 @@ def from_transformers(
     """
     path, base = _inside(model)
     data = [data_axis] if isinstance(data_axis, str) else list(data_axis or ())
-    policy = _Reading(base, axis, data, expert_axis).policy()
+    policy = _RulesReader(base, axis, data, expert_axis).policy()
     if axis is not None and not any(f"@{axis}" in rule for rule in policy.rules.values()):
         warnings.warn(
             f"from_transformers: {class_of(base).__name__} has no tp_plan, and no layers that are known by their "
@@ -146,7 +146,7 @@ def _below(path: str, policy: Policy) -> Policy:
     return Policy(**{name: moved.get(name, getattr(policy, name)) for name in policy.given})
 
 
-class _Reading:
+class _RulesReader:
     """The rules of one model, collected module by module; layer numbers are written `*`."""
 
     def __init__(self, model: nn.Module, axis: str | None, data: Sequence[str], expert_axis: str | None) -> None:
@@ -508,7 +508,7 @@ def _picked_blocks(
 
 
 @dataclass(frozen=True)
-class _Picking:
+class _IndexerForward:
     """The forward of an indexer, with whole weights: its own, or what stands for it in a shape-only trace.
 
     It drops keys by values that it has computed, or goes through the queries one by one.
@@ -521,6 +521,9 @@ class _Picking:
 
 
 # By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.
-_MODULES = {"Glm5NextTextIndexer": _Picking(_picked_pools), "Qwen4ExpTextQSAIndexer": _Picking(_picked_blocks)}
+_MODULES = {
+    "Glm5NextTextIndexer": _IndexerForward(_picked_pools),
+    "Qwen4ExpTextQSAIndexer": _IndexerForward(_picked_blocks),
+}
 # By the name of a class: a forward of its attention that works with a part of the heads.
 _ATTENTIONS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}

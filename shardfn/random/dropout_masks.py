@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn import layout
 from shardfn._torch import outside_modes, outside_transforms, part_of_rank, simulated, vmap_depth
 from shardfn.context import Recording, having, holding, recording
-from shardfn.layout import Grid, Plan, axes_of, class_of, first_match, grid, index_along, patched_forward, per_rank
+from shardfn.layout import Grid, Plan, axes_of, class_of, first_match, grid_of, index_along, patched_forward, per_rank
 from shardfn.notation import ShardError, Spec, parse, unknown_axes
 
 Word = int | Tensor  # a tensor has no dims and whole numbers
@@ -83,7 +83,7 @@ def dropout(
     if dims is not None:
         if mesh is None:
             raise ShardError(f"dropout: dims='{dims}' names axes of a mesh; pass mesh= too")
-        mesh_grid = grid(mesh, list(axes_of(mesh)))
+        mesh_grid = grid_of(mesh, list(axes_of(mesh)))
         firsts = [index_over(mesh_grid, axes) for axes in axes_of_dims(parse(dims), x.dim(), mesh_grid.sizes)]
     return _applied(x, p, dropped(x.shape, firsts, p, seeds, (), x.device))
 

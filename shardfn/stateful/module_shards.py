@@ -1,8 +1,8 @@
 """Shards that a module holds: its parameters are the leaves of a tree.
 
 `Trainer` and the compatible classes keep no tree. The parameters of their module are `nn.Parameter(DTensor)`s, so that
-optimizers, `state_dict` and torch.distributed.checkpoint find them; `Held` knows where each leaf is, and makes the tree
-that functions take.
+optimizers, `state_dict` and torch.distributed.checkpoint find them; `ModuleShards` knows where each leaf is, and makes
+the tree that functions take.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from shardfn._torch import buffers_of, children_of, dtypes_of, parameters_of, re
 from shardfn.binding import with_tables
 from shardfn.checkpoint import directories
 from shardfn.comm import buckets
-from shardfn.layout import CLASS, OWN, Grid, Layout, Plan, Policy, Reduction, grid, note_shard, submodule, unwrapped
+from shardfn.layout import CLASS, OWN, Grid, Layout, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
 from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, initialize
 from shardfn.stateful.torch_optimizers import REPLACED, SHARD, watch_optimizers
@@ -32,7 +32,7 @@ STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands
 Slot = tuple[dict[str, Any], str]  # a table of a module, and the key in it
 
 
-class Held:
+class ModuleShards:
     """The plan of the shards that a module holds, and where each leaf is."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -198,7 +198,7 @@ def _owned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str, 
             yield module, attribute, name, {leaf: attribute + leaf.removeprefix(name) for leaf in leaves}
 
 
-def install(model: nn.Module, params: Params) -> Held:
+def install(model: nn.Module, params: Params) -> ModuleShards:
     """Put the shards of a tree into its model as its parameters, with the attributes of the old ones.
 
     An optimizer that still has the old ones is refused when it steps.
@@ -226,7 +226,7 @@ def install(model: nn.Module, params: Params) -> Held:
     _refresh_flat_weights(model)
     _warn_of_references(model)
     _add_buffers(model, params.buffers)
-    return Held(model, params.plan, params.mesh)
+    return ModuleShards(model, params.plan, params.mesh)
 
 
 def _warn_of_references(model: nn.Module) -> None:
@@ -272,7 +272,7 @@ def _misfits(model: nn.Module, mesh: DeviceMesh, plan: Plan, params: Params) -> 
     if mesh != params.mesh:
         yield f"the mesh of the tree is {params.mesh}, not {mesh}"
         return
-    places = grid(mesh, plan.roles.storage)
+    grid = grid_of(mesh, plan.roles.storage)
     for name in dict.fromkeys((*plan.layouts, *params.plan.layouts)):
         mine, theirs = plan.layouts.get(name), params.plan.layouts.get(name)
         if mine is None or theirs is None or any(leaf.name not in params for leaf in theirs.leaves):
@@ -282,7 +282,7 @@ def _misfits(model: nn.Module, mesh: DeviceMesh, plan: Plan, params: Params) -> 
         elif not theirs.stored_as(mine):
             yield f"'{name}' is laid out as '{theirs.rule}' in the tree, the policy says '{mine.rule}'"
         else:
-            yield from filter(None, (_misfit(plan, places, leaf.name, params[leaf.name]) for leaf in mine.leaves))
+            yield from filter(None, (_misfit(plan, grid, leaf.name, params[leaf.name]) for leaf in mine.leaves))
     for name, _ in model.named_buffers(remove_duplicate=False):
         if name not in params.buffers:
             yield f"buffer '{name}' is not in the tree"
@@ -292,9 +292,9 @@ def _said(layout: Layout) -> str:
     return f"of shape {layout.shape}" + (f" and also called {list(layout.aliases)}" if layout.aliases else "")
 
 
-def _misfit(plan: Plan, places: Grid, name: str, leaf: object) -> str | None:
+def _misfit(plan: Plan, grid: Grid, name: str, leaf: object) -> str | None:
     """Why a tensor is not a leaf of a plan."""
-    want = buckets.leaf_spec(plan, places, name)
+    want = buckets.leaf_spec(plan, grid, name)
     if not isinstance(leaf, DTensor):
         return f"'{name}' is not sharded in the tree: {type(leaf).__name__}"
     if leaf.placements != want.placements or leaf.device_mesh != want.mesh or leaf.shape != want.shape:
@@ -303,16 +303,16 @@ def _misfit(plan: Plan, places: Grid, name: str, leaf: object) -> str | None:
     return f"'{name}' is {leaf.dtype} in the tree, {dtype} in the model" if leaf.dtype != dtype else None
 
 
-def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
+def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> ModuleShards:
     """Find the leaves of `plan` in a model whose parameters are shards already.
 
     Raises:
         ShardError: a parameter is not laid out as the plan says.
     """
-    held = Held(model, plan, mesh)
-    places = grid(mesh, plan.roles.storage)
+    held = ModuleShards(model, plan, mesh)
+    grid = grid_of(mesh, plan.roles.storage)
     for name, leaf in held.leaves().items():
-        want = buckets.leaf_spec(plan, places, name)
+        want = buckets.leaf_spec(plan, grid, name)
         if not isinstance(leaf, DTensor):
             raise ShardError(f"'{name}' is not sharded: it was added, or replaced, after the model was wrapped")
         if leaf.placements != want.placements or leaf.device_mesh != want.mesh:
@@ -322,7 +322,9 @@ def adopt(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Held:
 
 
 @contextmanager
-def whole_in_place(model: nn.Module, full: Mapping[str, Tensor], held: Held) -> Iterator[dict[str, nn.Parameter]]:
+def whole_in_place(
+    model: nn.Module, full: Mapping[str, Tensor], held: ModuleShards
+) -> Iterator[dict[str, nn.Parameter]]:
     """Within it, the module has whole, ordinary parameters in the place of those shards of which `full` has values.
 
     What is yielded holds them by canonical name, at the end those that others have put there. The shards are as they

@@ -12,6 +12,6 @@ the forward reads a head count from the configuration. Errors about sizes that d
 
 from shardfn.trace.guards import Guards, Structure, Watch, signature
 from shardfn.trace.meta_values import is_cache, snapshot, tensors_in
-from shardfn.trace.shape_trace import Trial
-from shardfn.trace.state_rollback import Reached
+from shardfn.trace.shape_trace import ShapeTrace
+from shardfn.trace.state_rollback import ReachableState
 from shardfn.trace.traced_plan import plan

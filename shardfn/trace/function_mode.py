@@ -23,10 +23,10 @@ from shardfn._torch import pytree
 from shardfn.comm import watched
 from shardfn.layout import SUM, Part, Problem, Tag
 from shardfn.parallel import Adjustments
-from shardfn.trace.interpreter import Variance
+from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import tensors_in, tensors_of
-from shardfn.trace.paired_sizes import Apart, Paired, Size, local_of, of_world, sizes_of, whole_of
-from shardfn.trace.value_numbering import Numbers
+from shardfn.trace.paired_sizes import Paired, Size, SizesDiffer, local_of, of_side, sizes_of, whole_of
+from shardfn.trace.value_numbering import ValueNumbers
 
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -34,16 +34,16 @@ _AXIS = ""  # any
 _PLAIN = (Number, str, range, torch.dtype)
 
 
-class Functions(TorchFunctionMode):
-    """Does a function in each world by itself where torch decides by a size that differs; see [Note: paired sizes].
+class PairedFunctionMode(TorchFunctionMode):
+    """Does a function on each side by itself where torch decides by a size that differs; see [Note: paired sizes].
 
     What is made of numbers begins on the CPU, so that a shape-only trace sees of which. Lists become known tensors, and
     known tensors lists. A hook is told of.
     """
 
-    def __init__(self, run: Variance) -> None:
+    def __init__(self, run: Interpreter) -> None:
         super().__init__()
-        self._run, self._worlds = run, run.worlds
+        self._run, self._sides = run, run.sides
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,18 +53,18 @@ class Functions(TorchFunctionMode):
             self._run.read(*args[: 1 + (func is torch.equal)])
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], tuple | list):
             args = (args[0], _of_tensors(args[1]), *args[2:])
-        if func is Tensor.is_contiguous and self._worlds.at == "both":
+        if func is Tensor.is_contiguous and self._sides.at == "both":
             return self._apart(func, args, kwargs)
-        numbers = self._run.numbers if self._worlds.at != "one" else None
+        numbers = self._run.numbers if self._sides.at != "one" else None
         draws = numbers.draws if numbers is not None else 0
-        before, self._worlds.in_torch = self._worlds.in_torch, True
+        before, self._sides.in_torch = self._sides.in_torch, True
         try:
             out = self._done(func, args, kwargs)
-        except Apart:
-            self._worlds.in_torch = before
+        except SizesDiffer:
+            self._sides.in_torch = before
             out = self._apart(func, args, kwargs)
         finally:
-            self._worlds.in_torch = before
+            self._sides.in_torch = before
         if numbers is not None:
             numbers.note(func, args, kwargs, out, draws)
         if type(out) in (Tensor, bool):
@@ -72,7 +72,7 @@ class Functions(TorchFunctionMode):
         return sizes_of(out, self._run.tag(args[0]).by_acts if args and type(args[0]) is Paired else ())
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._run.function_in_each_world(partial(self._done, func, args, kwargs), (args, kwargs))
+        return self._run.function_on_each_side(partial(self._done, func, args, kwargs), (args, kwargs))
 
     def _done(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func is Tensor.tolist and (known := self._run.as_list(args[0])) is not None:
@@ -99,61 +99,61 @@ def _of_tensors(index: Any) -> Any:
 # -- what leaves a run ------------------------------------------------------------------------------------------------
 
 
-def check_kept(variance: Variance, values: Any) -> None:
+def check_kept(interpreter: Interpreter, values: Any) -> None:
     """Note what has to be done with the parts in values that modules keep after `apply`."""
-    _check_numbers(variance, values)
+    _check_numbers(interpreter, values)
     for tensor in tensors_in(values, depth=4):
-        tag, shape = variance.tag(tensor), tuple(local_of(tensor).shape)
+        tag, shape = interpreter.tag(tensor), tuple(local_of(tensor).shape)
         for axis, part in tag.parts.items():
             if part.kind != "same":
-                _check_output(variance, tag, axis, part, None, shape, ())
+                _check_output(interpreter, tag, axis, part, None, shape, ())
             elif tag.wants or tensor.requires_grad:
                 what = (
                     f"a value of shape {shape} that ranks of '{axis}' use in shares is kept, "
                     "where its gradient would be a part of a sum: return it, or detach it"
                 )
-                variance.problems.append(Problem(what, "gradient"))
+                interpreter.problems.append(Problem(what, "gradient"))
 
 
-def check_outputs(variance: Variance, output: Any, kept: Collection[str] = ()) -> None:
+def check_outputs(interpreter: Interpreter, output: Any, kept: Collection[str] = ()) -> None:
     """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
-    _check_numbers(variance, output)
+    _check_numbers(interpreter, output)
     for at, leaf in enumerate(pytree.tree_leaves(output)):
         for inner, tensor in enumerate(tensors_in(leaf, depth=4)):
-            tag, shape, expected = variance.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
+            tag, shape, expected = interpreter.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
             for axis, part in tag.parts.items():
                 direct = isinstance(leaf, Tensor) and not inner
                 if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
-                    if tag.source is None and tag.whole_shape(shape, variance.sizes) == expected:
-                        variance.found |= Adjustments(joined={(at, axis, part.dim)})
+                    if tag.source is None and tag.whole_shape(shape, interpreter.sizes) == expected:
+                        interpreter.found |= Adjustments(joined={(at, axis, part.dim)})
                         continue
-                _check_output(variance, tag, axis, part, at if direct else None, shape, kept)
+                _check_output(interpreter, tag, axis, part, at if direct else None, shape, kept)
 
 
-def _check_numbers(variance: Variance, values: Any) -> None:
+def _check_numbers(interpreter: Interpreter, values: Any) -> None:
     """Refuse sizes of this rank that outlive the forward."""
     for leaf in pytree.tree_leaves(values):
         for size in leaf if isinstance(leaf, tuple) else (leaf,):
             if type(size) is Size:
                 rank, one = size.node.rank, size.node.one
                 what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
-                variance.problems.append(Problem(what, "sizes"))
+                interpreter.problems.append(Problem(what, "sizes"))
 
 
-def same_values(mine: tuple[Numbers, Any], other: tuple[Numbers, Any]) -> bool:
+def same_values(mine: tuple[ValueNumbers, Any], other: tuple[ValueNumbers, Any]) -> bool:
     """Whether two runs leave the same values of a rank."""
     leaves, others = ([*_described(numbers, tree)] for numbers, tree in (mine, other))
     return leaves == others
 
 
-def _described(numbers: Numbers, tree: Any) -> Iterator[Any]:
+def _described(numbers: ValueNumbers, tree: Any) -> Iterator[Any]:
     leaves, structure = pytree.tree_flatten(tree)
     yield structure
     for leaf in leaves:
         tensors = [*tensors_in(leaf, depth=4)]
         yield [(numbers.of(x), tuple(local_of(x).shape), x.dtype, x.requires_grad) for x in tensors]
         if not tensors:
-            yield type(leaf), repr(of_world(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
+            yield type(leaf), repr(of_side(leaf, "rank")) if isinstance(leaf, _PLAIN) else None
 
 
 def _is_even_part(tag: Tag, axis: str) -> bool:
@@ -163,42 +163,48 @@ def _is_even_part(tag: Tag, axis: str) -> bool:
 
 
 def _check_output(
-    variance: Variance, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
+    interpreter: Interpreter,
+    tag: Tag,
+    axis: str,
+    part: Part,
+    at: int | None,
+    shape: tuple[int, ...],
+    kept: Collection[str],
 ) -> None:
     asked = bool(tag.split_by) and tag.split_by <= set(kept)
     if asked and part.alone and at is not None:
-        variance.found |= Adjustments(kept={(at, axis, part.dim)})
+        interpreter.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
         modules = ", ".join(sorted(tag.split_by))
         what = (
             f"{modules}: Policy.acts leaves its output split over '{axis}', and what is made of it within the model "
             f"is not the same as of the whole output ({part.why or part.kind})"
         )
-        variance.problems.append(Problem(what, "acts", tag.split_by))
+        interpreter.problems.append(Problem(what, "acts", tag.split_by))
     elif tag.by_acts and part.alone and at is not None:
-        variance.found |= Adjustments(joined={(at, axis, part.dim)})
+        interpreter.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
-        variance.found |= Adjustments(whole=tag.by_acts)
+        interpreter.found |= Adjustments(whole=tag.by_acts)
     elif part.kind == "same" and at is not None:
-        variance.found |= Adjustments(shared={(at, axis)})
+        interpreter.found |= Adjustments(shared={(at, axis)})
     elif tag.split_by:
-        variance.found |= Adjustments(gather=tag.split_by)
+        interpreter.found |= Adjustments(gather=tag.split_by)
     else:
         why = f": {part.why}" if part.why else ""
         why += f" (in {part.where!r})" if part.where else ""
         kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
         what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
-        variance.problems.append(Problem(what, kind, at=part.where or ""))
+        interpreter.problems.append(Problem(what, kind, at=part.where or ""))
 
 
-def check_backwards(variance: Variance, output: Any) -> None:
+def check_backwards(interpreter: Interpreter, output: Any) -> None:
     """Note what users' backwards make of parts of gradients; the forward has ended, see [Note: backwards of users]."""
-    variance.note_backwards(tensors_of(pytree.tree_leaves(output)))
-    for x, path in variance.with_backwards.values():
-        axes = ", ".join(axis for axis, part in variance.tag(x).parts.items() if part.in_shares)
+    interpreter.note_backwards(tensors_of(pytree.tree_leaves(output)))
+    for x, path in interpreter.with_backwards.values():
+        axes = ", ".join(axis for axis, part in interpreter.tag(x).parts.items() if part.in_shares)
         if why := why_not_linear(x):
-            with variance.inside(path):
-                variance.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
+            with interpreter.inside(path):
+                interpreter.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
 
 
 def acts_on_gradient(x: Tensor) -> bool:
@@ -211,12 +217,12 @@ def why_not_linear(x: Tensor) -> str:
     function = _torch.users_backward(x)
     if function is None:
         return ""
-    name, run = function.__qualname__, Variance({_AXIS: 2}, "rank")
+    name, run = function.__qualname__, Interpreter({_AXIS: 2}, "rank")
     grads = _torch.blank_gradients(x)
     for grad in grads:
         run.mark(grad, Tag({_AXIS: SUM}))
     try:
-        with _torch.outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.worlds.run(), run:
+        with _torch.outside_dispatch(), torch.no_grad(), watched(run.note_collective), run.sides.run(), run:
             results = tensors_of(_torch.ran_backward(x, grads))
     except Exception as error:
         return f"the backward of {name} cannot be run without data ({error})"

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.layout import StandIn, class_of, unwrapped
-from shardfn.trace.meta_values import Values, is_cache
+from shardfn.trace.meta_values import MetaValues, is_cache
 from shardfn.trace.paired_sizes import methods
 from shardfn.trace.state_rollback import Held, alike, reach, read, users_classes
 
@@ -40,12 +40,12 @@ _METHOD_KINDS = {FunctionType, staticmethod, classmethod, property}
 _NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
 
-Look = Callable[["Place"], Any]
+Look = Callable[["ValuePath"], Any]
 Rule = tuple[Callable[[Look], Any], Any]  # of what is in places, what was asked, and the answer
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePath:
     """Where a value is: a leaf of the arguments, an entry of a table, or a list that is there."""
 
     table: Any  # a dict; None for a leaf
@@ -66,7 +66,7 @@ class Place:
 
 
 @contextmanager
-def reads_noted(model: nn.Module, places: dict[tuple[int, Any], Place]) -> Iterator[None]:
+def reads_noted(model: nn.Module, places: dict[tuple[int, Any], ValuePath]) -> Iterator[None]:
     """Within it, attributes of a model's modules that are read before they are assigned are added to `places`."""
     known = {id(module): (dict(vars(module)), class_of(module)) for module in map(unwrapped, model.modules())}
 
@@ -82,7 +82,7 @@ def reads_noted(model: nn.Module, places: dict[tuple[int, Any], Place]) -> Itera
             table = table["_modules"]
         elif value is _NOTHING and (hasattr(kind, name) or name in table["_parameters"] or name in table["_buffers"]):
             return
-        places.setdefault((id(table), name), Place(table, name))
+        places.setdefault((id(table), name), ValuePath(table, name))
 
     with attributes_read(note):
         yield
@@ -119,15 +119,15 @@ class Structure:
 class Guards:
     """What must be as it was in a run, for the run to tell about a call."""
 
-    def __init__(self, leaves: Sequence[Any], places: Sequence[Place]) -> None:
+    def __init__(self, leaves: Sequence[Any], places: Sequence[ValuePath]) -> None:
         """The guards of a run whose arguments have these leaves, and which read what is in these places."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
         positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
-        self.places = [*(Place(None, at) for at in positions), *places]
+        self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
         self.rules: Sequence[Rule] = ()
-        self.loose: dict[tuple[int, Any], tuple[Place, Any]] = {}  # what the rules are about, and was there
+        self.loose: dict[tuple[int, Any], tuple[ValuePath, Any]] = {}  # what the rules are about, and was there
         self._list()
 
     def _list(self) -> None:
@@ -153,7 +153,7 @@ class Guards:
         """Whether the rules hold."""
         return not self.rules or answered(self.rules, lambda place: place.now(leaves))
 
-    def broken(self, leaves: Sequence[Any]) -> list[Place]:
+    def broken(self, leaves: Sequence[Any]) -> list[ValuePath]:
         """The places that now hold another value; an equal one takes the place of the old one."""
         changed = []
         for at, place in enumerate(self.places):
@@ -172,17 +172,21 @@ class Guards:
             if _equal(now, held, self.held):
                 self.held[key] = value, now
             elif not isinstance(value, dict | list | set) and held.keys() == now.keys():
-                changed += [Place(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)]
+                changed += [
+                    ValuePath(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)
+                ]
             else:
-                changed += self._owners(value) or [Place({0: None}, 0)]
+                changed += self._owners(value) or [ValuePath({0: None}, 0)]
         self._list()
         return changed
 
-    def _owners(self, value: Any) -> list[Place]:
+    def _owners(self, value: Any) -> list[ValuePath]:
         """The places that hold a container."""
         places = [place for place, held in zip(self.places, self.values, strict=True) if held is value]
         tables = [(_table(v), held) for v, held in self.held.values() if isinstance(held, dict)]
-        return places + [Place(t, key) for t, held in tables for key, x in held.items() if x is value and t is not None]
+        return places + [
+            ValuePath(t, key) for t, held in tables for key, x in held.items() if x is value and t is not None
+        ]
 
     def relaxed(self, watch: "Watch") -> bool:
         """From now on ask the watched places only what the watch has seen; False if the known run went another way."""
@@ -203,7 +207,7 @@ class Guards:
             names = {name for table, name in self.loose if isinstance(held, dict) and table == id(_table(value))}
             if names:  # the others by themselves
                 del self.held[at]
-                kept += [(Place(_table(value), name), x) for name, x in held.items() if name not in names]
+                kept += [(ValuePath(_table(value), name), x) for name, x in held.items() if name not in names]
         self.places, self.values = [place for place, _ in kept], [value for _, value in kept]
         self._list()
         return True
@@ -262,9 +266,9 @@ _WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device, range, Enum)
 class Watch(TorchFunctionMode):
     """Puts numbers and lists that remember what they are asked into some places, in a shape-only trace."""
 
-    _known: Values  # of tensors, in that run
+    _known: MetaValues  # of tensors, in that run
 
-    def __init__(self, places: Sequence[Place], leaves: Sequence[Any]) -> None:
+    def __init__(self, places: Sequence[ValuePath], leaves: Sequence[Any]) -> None:
         super().__init__()
         self.places = {place.key: (place, place.now(leaves)) for place in places}
         self.rules: list[Rule] = []
@@ -276,7 +280,7 @@ class Watch(TorchFunctionMode):
         """Whether it can stand for a value."""
         return type(value) in (int, float, list, dict, set)
 
-    def put(self, leaves: list[Any], known: Values) -> None:
+    def put(self, leaves: list[Any], known: MetaValues) -> None:
         """Put all into the modules, the objects and the leaves of a run, after which they are put back."""
         self._known = known
         for place, value in self.places.values():
@@ -286,7 +290,7 @@ class Watch(TorchFunctionMode):
             else:
                 place.table[place.name] = stand_in
 
-    def _stand_in(self, place: Place, value: Any) -> Any:
+    def _stand_in(self, place: ValuePath, value: Any) -> Any:
         if type(value) in (int, float):
             return _number(self, value, lambda look: look(place))
         container = _CONTAINERS[type(value)](value)

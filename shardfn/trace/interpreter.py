@@ -5,8 +5,8 @@ Along a compute axis a value is *varying* when each rank has another part of it,
 The derived collectives keep both sides consistent as long as no gradient flows from a varying value into an invariant
 one without a `pvary` between them: `q_norm` (a scale over head_dim, replicated) applied to tp-local heads, or keys that
 are replicated because their heads do not divide. There the gradient on each rank is only a part of the sum. JAX inserts
-the missing `pvary` from its types; here the forward runs once on meta tensors under `Variance`, which follows the types
-through every operation and says where it is missing.
+the missing `pvary` from its types; here the forward runs once on meta tensors under `Interpreter`, which follows the
+types through every operation and says where it is missing.
 
 [Note: beside the whole]
 Parts alone would believe a `view(b, s, 32, -1)` that takes a rank's 8 heads for 32 small ones. So every operation is
@@ -25,14 +25,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn.comm import Moved, watching
-from shardfn.layout import SAME, Cure, Kind, Part, Problem, Shape, Stuck, Tag, after_collective, even
+from shardfn.layout import SAME, Cure, FailedOperation, Kind, Part, Problem, Shape, Tag, after_collective, even
 from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
-from shardfn.trace.meta_values import EMPTY, Values, leaves_of, tensors_of
+from shardfn.trace.meta_values import EMPTY, MetaValues, leaves_of, tensors_of
 from shardfn.trace.operation_rules import parts_after
 from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here
-from shardfn.trace.paired_sizes import Paired, World, Worlds, local_of, taken, whole_of
-from shardfn.trace.value_numbering import Numbers
+from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, whole_of
+from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
@@ -46,7 +46,7 @@ _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
 
 
-class _Done(NamedTuple):
+class _CallInOneProcess(NamedTuple):
     """An operation in one process: its name, what it was given, and the shapes of its results."""
 
     name: str
@@ -58,42 +58,42 @@ def _shapes(tree: Any) -> Shapes:
     return tuple(tuple(x.shape) for x in tensors_of(tree))
 
 
-class Variance(_torch.TorchDispatchMode):
+class Interpreter(_torch.TorchDispatchMode):
     """Follows tags through the operations of a forward."""
 
     def __init__(
         self,
         sizes: Mapping[str, int],
-        world: World = "both",
+        side: Side = "both",
         ours: Collection[str] = (),
         padded: Collection[tuple[int, int]] = (),
         asked_for: str = "",
-        numbers: Numbers | None = None,
+        numbers: ValueNumbers | None = None,
         on_cpu: bool = True,
     ) -> None:
         """Follow what differs over axes.
 
         Args:
             sizes: the axes over which values may be split, and their sizes.
-            world: the worlds to run in.
+            side: the sides to run in.
             ours: modules whose forwards are derived from rules.
             padded: (true size, stored size) of factors that are padded on ranks.
             asked_for: which derivatives are, besides a gradient, see `derivatives_asked_for`.
             numbers: those of values, if they count.
-            on_cpu: whether the forward computes there, see `Values`.
+            on_cpu: whether the forward computes there, see `MetaValues`.
         """
         super().__init__()
         self.sizes = dict(sizes)
-        self.worlds, self._pairs = Worlds(world), world == "both"
-        self.worlds.path = lambda: self._path[-1]
-        self.values, self.numbers = numbers.values if numbers is not None else Values(on_cpu), numbers
+        self.sides, self._pairs = Sides(side), side == "both"
+        self.sides.path = lambda: self._path[-1]
+        self.values, self.numbers = numbers.values if numbers is not None else MetaValues(on_cpu), numbers
         self._ours, self._padded = frozenset(ours), frozenset(padded)
         self._asked_for = asked_for
         self._path: list[str] = [""]
         self.failed_at = ""  # the path of the module in which the run failed; empty for the model itself
         self._instead: Tensor | None = None  # what the next copy gives
-        self._done: list[_Done] | None = None  # by a function in one process
-        self._expected: Iterator[_Done] | None = None  # the same, when a rank does it after that
+        self._done: list[_CallInOneProcess] | None = None  # by a function in one process
+        self._expected: Iterator[_CallInOneProcess] | None = None  # the same, when a rank does it after that
         self._tags = WeakIdKeyDictionary()  # tensor -> its tag, and how many writes there were when that was made
         self.zeros = WeakIdKeyDictionary()  # tensors that hold nothing but zeros, and went nowhere yet
         self._fresh = WeakIdKeyDictionary()  # tensors that hold nothing yet
@@ -101,7 +101,7 @@ class Variance(_torch.TorchDispatchMode):
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, number of the last one to it
         self._drawn = WeakIdKeyDictionary()  # tensors with random values -> whether these are between 0 and 1
         self.found, self.problems = Adjustments(), list[Problem]()  # what is missing, and what nothing can mend
-        self.stuck: Stuck | None = None
+        self.stuck: FailedOperation | None = None
         self.losses: list[Problem] = []  # where parts were lost, in order
         self.with_backwards: dict[int, tuple[Tensor, str]] = {}  # what ranks use in shares of a user's Function; where
 
@@ -130,9 +130,9 @@ class Variance(_torch.TorchDispatchMode):
         return None if rank is None or one is None else paired_sizes.both(rank, one)
 
     def read(self, *values: Tensor) -> None:
-        """Python reads these: refuse what is made of a rank's sizes, of which both worlds have one memory."""
+        """Python reads these: refuse what is made of a rank's sizes, of which both sides have one memory."""
         for x in values:
-            if not x.is_meta and self.worlds.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
+            if not x.is_meta and self.sides.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
                 self.refuse("the forward reads a value that is made of this rank's sizes", "sizes", x)
 
     # -- where the run is ---------------------------------------------------------------------------------------------
@@ -151,30 +151,30 @@ class Variance(_torch.TorchDispatchMode):
 
     def hidden(self) -> AbstractContextManager[None]:
         """Within it operations are those of a rank alone."""
-        return self.worlds.only("one" if self.worlds.at == "one" else "rank")
+        return self.sides.only("one" if self.sides.at == "one" else "rank")
 
-    # -- both worlds --------------------------------------------------------------------------------------------------
+    # -- both sides --------------------------------------------------------------------------------------------------
 
-    def in_each_world(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a rank and one process make of arguments, each by itself, as one; of one world alone what that makes."""
-        if self.worlds.at != "both":
-            return (of_one if self.worlds.at == "one" else of_rank)(*args, **kwargs)
-        with self.worlds.only("rank"):
+    def on_each_side(self, of_rank: Callable[..., Any], of_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a rank and one process make of arguments, each by itself, as one; of one side alone what that makes."""
+        if self.sides.at != "both":
+            return (of_one if self.sides.at == "one" else of_rank)(*args, **kwargs)
+        with self.sides.only("rank"):
             mine = of_rank(*args, **kwargs)
-        with self.worlds.only("one"), torch.no_grad():
+        with self.sides.only("one"), torch.no_grad():
             whole = of_one(*args, **kwargs)
         return self.packed(mine, whole)
 
-    def function_in_each_world(self, function: Callable[[], Any], arguments: Any) -> Any:
-        """What a function of torch makes of what it is given, in each world by itself.
+    def function_on_each_side(self, function: Callable[[], Any], arguments: Any) -> Any:
+        """What a function of torch makes of what it is given, on each side by itself.
 
         As long as it does the same operations in both, the shapes of results are known.
         """
         self._done = []
-        with self.worlds.only("one"), torch.no_grad():
+        with self.sides.only("one"), torch.no_grad():
             whole = function()
         self._expected, self._done = iter(self._done), None
-        with self.worlds.only("rank"):
+        with self.sides.only("rank"):
             mine = function()
         self._expected = None
         out = self.packed(mine, whole)
@@ -256,7 +256,7 @@ class Variance(_torch.TorchDispatchMode):
 
     def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> Tensor:
         """A collective made `out` of x; one process has x itself."""
-        if self.worlds.at == "one":
+        if self.sides.at == "one":
             return out
         if moved.axis in self.sizes:
             self._follow_collective(moved, x, out)
@@ -306,10 +306,10 @@ class Variance(_torch.TorchDispatchMode):
         if self._instead is not None:
             out, self._instead = self._instead, None
             return out
-        world = self.worlds.at if watching() or self.worlds.at == "one" else "rank"
+        side = self.sides.at if watching() or self.sides.at == "one" else "rank"
         self.stuck = None
         pairs = paired_sizes.is_paired(inputs)
-        if world == "one":
+        if side == "one":
             return self._alone(func, inputs) if pairs else self._of_one(func, inputs)
         operation, name = func, _torch.base_name(func)
         if pairs and name in _VIEWS:
@@ -317,10 +317,12 @@ class Variance(_torch.TorchDispatchMode):
         mine = taken(inputs, "rank") if pairs else inputs
         try:
             out = local = whole = self.values.run(operation, *mine)
-            if pairs and world == "both":
+            if pairs and side == "both":
                 whole = self.values.run(operation, *taken(inputs, "one"))
         except Exception:
-            self.stuck = Stuck(name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs)))
+            self.stuck = FailedOperation(
+                name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs))
+            )
             raise
         if pairs:
             out = paired_sizes.paired(local, whole, {id(local_of(x)): x for x in tensors_of(inputs)}, self.values.agree)
@@ -329,7 +331,7 @@ class Variance(_torch.TorchDispatchMode):
         self._note_draws(func, args, out)
         if name == "_local_scalar_dense":
             self.read(args[0])
-        self._follow(func, inputs, mine, out, local, whole if world == "both" else None)
+        self._follow(func, inputs, mine, out, local, whole if side == "both" else None)
         if self.numbers is not None:
             self.numbers.draws += torch.Tag.nondeterministic_seeded in func.tags
             self.numbers.writes += tensors_of(out) if _torch.is_mutable(func) else []
@@ -343,11 +345,11 @@ class Variance(_torch.TorchDispatchMode):
     def _of_one(self, func: Any, arguments: Any) -> Any:
         out = self.values.run(func, *arguments)
         if self._done is not None:
-            self._done.append(_Done(_torch.base_name(func), arguments, _shapes(out)))
+            self._done.append(_CallInOneProcess(_torch.base_name(func), arguments, _shapes(out)))
         return out
 
-    def _in_one(self, func: Any) -> _Done | None:
-        """The same operation in one process, of a function that is done in each world by itself."""
+    def _in_one(self, func: Any) -> _CallInOneProcess | None:
+        """The same operation in one process, of a function that is done on each side by itself."""
         done = next(self._expected, None) if self._expected is not None else None
         if done is None or done.name == _torch.base_name(func):
             return done
@@ -450,7 +452,7 @@ class Variance(_torch.TorchDispatchMode):
         lost = {axis for by_axis in parts for axis, part in by_axis.items() if part.kind == "lost"}
         for tag in map(self.tag, inputs) if lost else ():
             if tag.by_acts and any(part.split and axis in lost for axis, part in tag.parts.items()):
-                self.worlds.needs_whole(tag.by_acts, self._path[-1])
+                self.sides.needs_whole(tag.by_acts, self._path[-1])
 
     def _parts(self, func: Any, inputs: list[Tensor], mine: Any, results: list[Tensor], shapes: Shapes | None) -> _Made:
         """What each result is; `shapes`: of these in one process."""
@@ -491,10 +493,10 @@ class Variance(_torch.TorchDispatchMode):
         if problem:
             self._lose_all(parts, problem)  # one wrong result tells of the others
             if sources := paired_sizes.sources_of(leaves_of(arguments)):
-                self.worlds.needs_whole(sources, self._path[-1])
+                self.sides.needs_whole(sources, self._path[-1])
 
     def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-        """Whether the numbers among the arguments, but for sizes, are alike in both worlds."""
+        """Whether the numbers among the arguments, but for sizes, are alike on both sides."""
         name = _torch.base_name(func)
         sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
         named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)

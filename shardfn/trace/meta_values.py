@@ -45,7 +45,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
-class Values:
+class MetaValues:
     """What is known of the values of meta tensors."""
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -182,7 +182,7 @@ def tensors_in(tree: Any, depth: int, of_caches: bool = False) -> Iterator[Tenso
                 yield from tensors_in(dict(vars(leaf)), depth - 1, of_caches)
 
 
-def to_meta(tree: Any, values: Values | None = None) -> Any:
+def to_meta(tree: Any, values: MetaValues | None = None) -> Any:
     """A tree with every tensor on the meta device, without data; gradients are asked for as before.
 
     Integers and booleans are noted in `values`. Caches, which a forward fills, are copied; two that are one stay one.
@@ -197,7 +197,7 @@ def to_meta(tree: Any, values: Values | None = None) -> Any:
     return _torch.pytree.tree_map(move, tree)
 
 
-def _blank(x: Tensor, values: Values | None) -> Tensor:
+def _blank(x: Tensor, values: MetaValues | None) -> Tensor:
     # Not `empty_like`, whose result would belong to the transform that `x` belongs to.
     blank = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     if values is not None and not x.is_meta and _torch.holds_data(x):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.layout import SAME, SUM, Lost, Part, even, has_derivatives, in_two_dims, reshaped, sliced
+from shardfn.layout import SAME, SUM, NotRankByRank, Part, even, has_derivatives, in_two_dims, reshaped, sliced
 from shardfn.trace import operations
 from shardfn.trace.operations import RULES, Operation, Parts, Rule, is_stored, lose_if, one_copy, pointwise, rule_for
 
@@ -27,12 +27,12 @@ def parts_after(op: Operation) -> Parts:
             return [SUM] * len(op.results)
         rule = RULES.get(op.name) or RULES.get(op.name.rstrip("_")) or (pointwise if op.pointwise else None)
         if rule is None:
-            raise Lost(f"nothing is known of {op.name} on split values")
+            raise NotRankByRank(f"nothing is known of {op.name} on split values")
         in_two = any(part is not None and part.second is not None for part in known)
         why = f"nothing is known of {op.name} on values of which two dims are split"
         lose_if(in_two and rule not in _FOR_TWO_DIMS, why)
         parts = rule(op)
-    except Lost as lost:
+    except NotRankByRank as lost:
         if all(part in (None, SAME) for part in known):
             return [SAME] * len(op.results)  # every rank does the same to the same values
         return [Part("lost", why=str(lost), cure="sums" if SUM in known else "whole")] * len(op.results)
@@ -73,7 +73,7 @@ def _one(op: Operation) -> Part:
     """The part of the first argument, when it varies, and all have the same others."""
     part = op.part(op.args[0])
     if part is None or any(op.part(x) not in (None, SAME) for x in op.inputs if x is not op.args[0]):
-        raise Lost(f"{op.name} by values that differ between ranks")
+        raise NotRankByRank(f"{op.name} by values that differ between ranks")
     return part
 
 
@@ -117,7 +117,7 @@ def _viewed(op: Operation, part: Part) -> Part:
     tried = (in_two_dims(part, shape, new, stored, op.size) for stored in wholes)
     in_two = next((two for two in tried if two is not None), None)
     if in_two is None and part.second is not None:
-        raise Lost(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of two dims")
+        raise NotRankByRank(f"a view of {tuple(shape)} as {tuple(new)} cuts between the parts of two dims")
     return in_two or way
 
 
@@ -224,10 +224,10 @@ def _contracted(op: Operation, labels: str, *operands: Tensor) -> Part | None:
     lose_if(len(cuts) > 1, f"{op.name} of values that are split over different dims, or in different pieces")
     ((label, (runs, share)),) = cuts
     if any(label in term and op.split(x) is None for term, x in factors):
-        raise Lost(f"{op.name} of a value that is split and one that is not, along the same dim")
+        raise NotRankByRank(f"{op.name} of a value that is split and one that is not, along the same dim")
     lose_if(label not in out and share > 1, f"{op.name} adds up a dim of which several ranks have the same part")
     if label not in out and all(op.adds_padding(x, term.index(label), part) for term, x, part in splits):
-        raise Lost(f"{op.name} adds up a dim that may be padded, as Policy.pad says")
+        raise NotRankByRank(f"{op.name} adds up a dim that may be padded, as Policy.pad says")
     second = _second(op, factors, label, out)
     return Part("split", out.index(label), runs, share, second) if label in out else SUM
 
@@ -236,7 +236,7 @@ def _second(op: Operation, factors: Sequence[tuple[str, Tensor]], label: str, ou
     """The second dim of a product that is split, if one of a factor is.
 
     Raises:
-        Lost: it is added up, or of one factor only that both have.
+        NotRankByRank: it is added up, or of one factor only that both have.
     """
     both = [(term, op.part(x)) for term, x in factors]
     labels = {term[part.second] for term, part in both if part and part.second is not None}
@@ -246,7 +246,7 @@ def _second(op: Operation, factors: Sequence[tuple[str, Tensor]], label: str, ou
     have = [part for term, part in both if other in term]
     ordered = other in out and label in out and out.index(label) < out.index(other)
     if more or not ordered or any(part is None or part.second is None for part in have):
-        raise Lost(f"{op.name} of values that are split over two dims, of which it keeps one")
+        raise NotRankByRank(f"{op.name} of values that are split over two dims, of which it keeps one")
     return out.index(other)
 
 
@@ -383,7 +383,7 @@ def _along(op: Operation) -> Part | None:
         return part
     dims = {dim % x.dim() for dim in row.dims(op)}
     if split_dims := dims & {part.dim, part.second}:
-        raise Lost(f"{op.name} {row.means} dim {min(split_dims)}, of which each rank has a part")
+        raise NotRankByRank(f"{op.name} {row.means} dim {min(split_dims)}, of which each rank has a part")
     if op.results[0].dim() >= x.dim():
         return part
     at, second = (None if dim is None else dim - sum(one < dim for one in dims) for dim in (part.dim, part.second))
@@ -422,7 +422,7 @@ def _attention(op: Operation) -> Parts:
     """q, k, v [b, heads, s, d]: each sample and head by itself."""
     q, *others = (op.part(x) for x in op.args[:3])
     if any(part != q for part in others) or q is None or not q.split or q.dim > 1:
-        raise Lost(f"{op.name} of values that are not split by samples or heads alike")
+        raise NotRankByRank(f"{op.name} of values that are not split by samples or heads alike")
     for x in op.inputs[3:]:
         lose_if(not _runs_along(op, x, q, 4), f"{op.name} with a mask that is not split as its queries are")
     return [q if x.dim() > q.dim else None for x in op.results]
@@ -433,7 +433,7 @@ def _batch_norm(op: Operation) -> Parts:
     """x [b, c, ...]; all else [c]."""
     part = op.split(op.args[0])
     if part is None or part.dim != 1:
-        raise Lost("batch_norm of values that are not split by channels")
+        raise NotRankByRank("batch_norm of values that are not split by channels")
     _require_alike(
         op,
         part,
@@ -459,7 +459,7 @@ def _group_norm(op: Operation) -> Parts:
     _require_alike(op, part, "group_norm of split channels by a weight or bias that is not: split them by a rule, too")
     groups = op.results[1].shape[1]
     if op.whole is None or op.whole[1][1] != groups * op.size:
-        raise Lost(f"group_norm of {groups} groups in the channels of one rank, which are not whole groups")
+        raise NotRankByRank(f"group_norm of {groups} groups in the channels of one rank, which are not whole groups")
     return [part, *[even(1, groups)] * (len(op.results) - 1)]
 
 
@@ -535,7 +535,7 @@ def _gather(op: Operation) -> Part | None:
         return part
     if (part == SAME and index is None) or (part is None and index == SAME):
         return SAME
-    raise Lost("gather of values that are split otherwise than the indices")
+    raise NotRankByRank("gather of values that are split otherwise than the indices")
 
 
 @rule_for("index_copy", "index_add", "scatter", "scatter_add")
@@ -551,7 +551,7 @@ def _written(op: Operation) -> Part | None:
     alike = (of_source == part or not isinstance(source, Tensor)) and (by == part or not inside)
     if alike and part is not None and part.split and part.dim != dim % x.dim():
         return part
-    raise Lost(f"{op.name} of values that are split otherwise")
+    raise NotRankByRank(f"{op.name} of values that are split otherwise")
 
 
 @rule_for("index_put", "_index_put_impl")
@@ -564,7 +564,7 @@ def _index_put(op: Operation) -> Part | None:
     if part is not None and part.split and part.dim not in used and _are_neighbours(used):
         if of_values == part.at(_beside_indices(part.dim, indices)) or (of_values is None and values.numel() == 1):
             return part
-    raise Lost("values are written into a tensor that is split otherwise")
+    raise NotRankByRank("values are written into a tensor that is split otherwise")
 
 
 # The rules that follow `Part.second`.

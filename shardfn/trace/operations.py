@@ -1,8 +1,8 @@
 """What a rule is given and returns, the table of rules, and what most operations share.
 
 A rule looks at one mesh axis. It is given an operation whose inputs may be parts, and says which parts its results are,
-or raises `Lost` when the operation, done rank by rank, is not the operation on the whole values. An operation without a
-rule loses the part.
+or raises `NotRankByRank` when the operation, done rank by rank, is not the operation on the whole values. An operation
+without a rule loses the part.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn.layout import SAME, SUM, Lost, Part, Tag, even
+from shardfn.layout import SAME, SUM, NotRankByRank, Part, Tag, even
 
 Parts = list["Part | None"]
 Shapes = tuple[tuple[int, ...], ...]
@@ -94,10 +94,10 @@ def lose_if(wrong: object, why: str) -> None:
     """End a rule: what ranks do is not the operation on the whole values.
 
     Raises:
-        Lost: something is wrong.
+        NotRankByRank: something is wrong.
     """
     if wrong:
-        raise Lost(why)
+        raise NotRankByRank(why)
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
@@ -166,7 +166,7 @@ def pointwise(op: Operation) -> Part | None:
         for dim in (split.dim, split.second):
             at = -1 if dim is None else dim - (ndim - x.dim())
             if at >= 0 and x.shape[at] != 1 and op.split(x) is None:
-                raise Lost(
+                raise NotRankByRank(
                     f"{op.name} joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
                 )
     return split
@@ -194,7 +194,7 @@ def _of_sums(op: Operation, parts: Sequence[Part]) -> Part:
     if name in _LINEAR and len(sums) == 1 and not any(part.split for part in parts):
         if name != "div" or (op.part(op.args[0]) == SUM and op.kwargs.get("rounding_mode") is None):
             return SUM
-    raise Lost(f"{op.name} of a sum that is still pending")
+    raise NotRankByRank(f"{op.name} of a sum that is still pending")
 
 
 def takes_back_a_sum(op: Operation) -> bool:
@@ -217,4 +217,4 @@ PRODUCTS = {"mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot": "k
 
 @rule_for("nll_loss_forward")
 def _nll(op: Operation) -> Part | None:
-    raise Lost("a loss over values of which each rank has a part")
+    raise NotRankByRank("a loss over values of which each rank has a part")

@@ -3,9 +3,9 @@
 [Note: paired sizes]
 A forward with split weights has other sizes on a rank than in one process. It runs once, without data, and every tensor
 whose sizes differ holds two, `Paired`; each size of it is two numbers, `Size`. An operation is done on both, each with
-plain numbers, so that there is nothing to align afterwards: the same operation of the user's line, in both worlds.
+plain numbers, so that there is nothing to align afterwards: the same operation of the user's line, on both sides.
 
-    world | what operations take of a pair      | where
+    side | what operations take of a pair      | where
     ------|-------------------------------------|---------------------------------------------
     both  | each of them by itself              | the model's own forwards
     rank  | what a rank has                     | parallel forwards, collectives
@@ -13,9 +13,9 @@ plain numbers, so that there is nothing to align afterwards: the same operation 
 
 Python decides by a size that differs (`if`, `range`, `float`): it goes the way of one process, and the line is noted.
 Whether a rank, which goes its own way, makes the same values is seen in a run of its own; see `values_of_a_rank` in
-shape_trace.py. torch itself decides by one: the function that is running is done in each world by itself.
+shape_trace.py. torch itself decides by one: the function that is running is done on each side by itself.
 
-A number of two worlds, and one that remembers what it was asked (`guards.py`), are numbers for Python: what a sum, a
+A number of two sides, and one that remembers what it was asked (`guards.py`), are numbers for Python: what a sum, a
 comparison or `int()` of one is, `methods` defines once for all methods of such a kind.
 """
 
@@ -46,8 +46,8 @@ _COMPUTING |= {f"__{function.__name__}__": function for function in (round, math
 _CONVERTING = (bool, int, float, complex, operator.index, repr, str, format)
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-World = Literal["both", "rank", "one"]
-ALONE: tuple[World, World] = ("rank", "one")
+Side = Literal["both", "rank", "one"]
+ALONE: tuple[Side, Side] = ("rank", "one")
 
 
 def methods(compute: _Function, decided: Callable[[Any], Any], kinds: Collection[type]) -> dict[str, _Function]:
@@ -74,8 +74,8 @@ def methods(compute: _Function, decided: Callable[[Any], Any], kinds: Collection
     return table | {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda a, b: (b // a, b % a)}
 
 
-class Apart(BaseException):
-    """torch decides by a size that differs: the function that is running has to be done in each world by itself."""
+class SizesDiffer(BaseException):
+    """torch decides by a size that differs: the function that is running has to be done on each side by itself."""
 
 
 @dataclass(frozen=True)
@@ -88,30 +88,30 @@ class Decision:
     path: str
 
 
-class Worlds:
-    """In which worlds a run is, and what was decided in both by sizes that differ."""
+class Sides:
+    """On which sides a run is, and what was decided in both by sizes that differ."""
 
-    def __init__(self, at: World = "both") -> None:
-        self.at: World = at
+    def __init__(self, at: Side = "both") -> None:
+        self.at: Side = at
         self.decided: list[Decision] = []
         self.in_torch = False  # a function of torch is running
         self.path: Callable[[], str] = str  # of the module that is running
         # Told of what `Policy.acts` splits at some modules and the module at a path needs whole.
         self.needs_whole: Callable[[Collection[str], str], None] = lambda sources, path: None
 
-    def only(self, world: World) -> AbstractContextManager[None]:
+    def only(self, side: Side) -> AbstractContextManager[None]:
         """Within it, one of them."""
-        return having(self, at=world)
+        return having(self, at=side)
 
     def run(self) -> AbstractContextManager[None]:
-        """Within it, sizes ask these worlds."""
-        return holding(_WORLDS, self)
+        """Within it, sizes ask these sides."""
+        return holding(_SIDES, self)
 
     def decide(self, rank: Any, one: Any, sources: frozenset[str] = frozenset(), in_general: Any = None) -> Any:
         """Which of two values counts; within torch there may be one that is right in general.
 
         Raises:
-            Apart: in both worlds, within a function of torch.
+            SizesDiffer: on both sides, within a function of torch.
         """
         if rank == one or self.at == "rank":
             return rank
@@ -120,7 +120,7 @@ class Worlds:
         if self.in_torch and in_general is not None:
             return in_general
         if self.in_torch:
-            raise Apart
+            raise SizesDiffer
         decision = Decision(rank, one, _line(), self.path())
         if decision not in self.decided:
             self.decided.append(decision)
@@ -129,7 +129,7 @@ class Worlds:
         return one
 
 
-_WORLDS: ContextVar[Worlds] = ContextVar("worlds")
+_SIDES: ContextVar[Sides] = ContextVar("sides")
 
 
 def _line() -> str:
@@ -152,7 +152,7 @@ class _Sized(Node):
         self.sources = sources
 
     def decided(self, in_general: Any = None) -> Any:
-        return _WORLDS.get().decide(self.rank, self.one, self.sources, in_general)
+        return _SIDES.get().decide(self.rank, self.one, self.sources, in_general)
 
     def made(self, rank: Any, one: Any, *others: Any) -> "Node":
         return _Sized(rank, one, sources_of((self, *others)))
@@ -177,18 +177,18 @@ def both(rank: Any, one: Any, sources: frozenset[str] = frozenset()) -> Any:
     """A number that is `rank` and `one`; one that is no integer is decided by."""
     if type(rank) is type(one) and rank == one:
         return rank
-    return Size(rank, one, sources) if type(rank) is type(one) is int else _WORLDS.get().decide(rank, one, sources)
+    return Size(rank, one, sources) if type(rank) is type(one) is int else _SIDES.get().decide(rank, one, sources)
 
 
-def of_world(x: Any, world: World) -> Any:
-    """What one world has of a number."""
+def of_side(x: Any, side: Side) -> Any:
+    """What one side has of a number."""
     if isinstance(x, _SYMBOLS) and isinstance(x.node, Node):
-        return x.node.one if world == "one" else x.node.rank
+        return x.node.one if side == "one" else x.node.rank
     return x
 
 
 def _computed(function: Callable[..., Any], *numbers: Any) -> Any:
-    rank, one = (function(*(of_world(x, world) for x in numbers)) for world in ALONE)
+    rank, one = (function(*(of_side(x, side) for x in numbers)) for side in ALONE)
     return both(rank, one, sources_of(numbers))
 
 
@@ -212,11 +212,11 @@ class Paired(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Outside of runs: in each world, or in the one that is."""
+        """Outside of runs: on each side, or on the one that is."""
         if func in OF_MEMORY:
             return of_memory(func, args)
         kwargs = kwargs or {}
-        local, whole = (func(*taken(args, world), **taken(kwargs, world)) for world in ALONE)
+        local, whole = (func(*taken(args, side), **taken(kwargs, side)) for side in ALONE)
         return paired(local, whole, {id(local_of(x)): x for x in tensors_of(args)})
 
     __torch_function__: Any = plainly
@@ -224,11 +224,11 @@ class Paired(Tensor):
 
 def of_memory(func: Any, args: Any) -> Any:
     """How a pair lies in memory; who asks for plain numbers decides by them."""
-    rank, one = (OF_MEMORY[func](*taken(args, world)) for world in ALONE)
+    rank, one = (OF_MEMORY[func](*taken(args, side)) for side in ALONE)
     if isinstance(rank, list):
-        join = _WORLDS.get().decide if func in PLAIN else _symbol
+        join = _SIDES.get().decide if func in PLAIN else _symbol
         return [join(*n) for n in zip(rank, one, strict=True)]
-    return _WORLDS.get().decide(rank, one, in_general=False)
+    return _SIDES.get().decide(rank, one, in_general=False)
 
 
 def _symbol(rank: int, one: int) -> Any:
@@ -245,18 +245,18 @@ def whole_of(x: Tensor) -> Tensor:
     return x.whole if type(x) is Paired else x
 
 
-def taken(tree: Any, world: World) -> Any:
-    """What one world has of the arguments of an operation."""
+def taken(tree: Any, side: Side) -> Any:
+    """What one side has of the arguments of an operation."""
     if type(tree) is Paired:
-        return tree.whole if world == "one" else tree.local
+        return tree.whole if side == "one" else tree.local
     if isinstance(tree, list | tuple):
-        items = [taken(x, world) for x in tree]
+        items = [taken(x, side) for x in tree]
         return items if isinstance(tree, list) else tuple(items)
-    return {key: taken(x, world) for key, x in tree.items()} if isinstance(tree, dict) else of_world(tree, world)
+    return {key: taken(x, side) for key, x in tree.items()} if isinstance(tree, dict) else of_side(tree, side)
 
 
 def is_paired(tree: Any) -> bool:
-    """Whether the worlds have different arguments."""
+    """Whether the sides have different arguments."""
     return any(type(x) is Paired or isinstance(x, _SYMBOLS) for x in leaves_of(tree))
 
 
@@ -267,7 +267,7 @@ def sources_of(values: Iterable[Any]) -> frozenset[str]:
 
 
 def lie_alike(local: Tensor, whole: Tensor) -> bool:
-    """Whether there may be one tensor in both worlds, if its values are the same."""
+    """Whether there may be one tensor on both sides, if its values are the same."""
     return (local.shape, local.stride(), local.dtype) == (whole.shape, whole.stride(), whole.dtype)
 
 
@@ -275,7 +275,7 @@ Same = Callable[[Tensor, Tensor], bool]
 
 
 def paired(local: Any, whole: Any, arguments: dict[int, Tensor], same: Same = lambda a, b: True) -> Any:
-    """The results of an operation in both worlds as one; those that are `arguments`, by id, are returned as they are.
+    """The results of an operation on both sides as one; those that are `arguments`, by id, are returned as they are.
 
     `same`: whether two tensors have the same known values.
     """
@@ -297,7 +297,7 @@ def _number(rank: Any, one: Any) -> Any:
         return symbol(_Sized(rank, one))
     if rank != rank and one != one:  # neither is a number
         return rank
-    raise Apart
+    raise SizesDiffer
 
 
 def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
@@ -305,6 +305,6 @@ def sizes_of(x: Any, sources: Collection[str] = ()) -> Any:
     if isinstance(x, tuple) and any(type(n) is torch.SymInt for n in x):
         return type(x)(sizes_of(n, sources) if type(n) is torch.SymInt else n for n in x)
     if type(x) is torch.SymInt:
-        node, at = x.node, _WORLDS.get().at
-        return of_world(x, at) if at != "both" else both(node.rank, node.one, node.sources | frozenset(sources))
-    return both(*(of_world(x, at) for at in ALONE)) if type(x) in (torch.SymBool, torch.SymFloat) else x
+        node, at = x.node, _SIDES.get().at
+        return of_side(x, at) if at != "both" else both(node.rank, node.one, node.sources | frozenset(sources))
+    return both(*(of_side(x, at) for at in ALONE)) if type(x) in (torch.SymBool, torch.SymFloat) else x

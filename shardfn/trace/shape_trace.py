@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import _torch, layout
 from shardfn._torch import outside_transforms, pytree
-from shardfn.binding import Around, Forward, InnerCall, Wiring, has_attribute, own_forward
-from shardfn.binding import Place as Modules
+from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, has_attribute, own_forward
 from shardfn.comm import watched
 from shardfn.context import derivatives_asked_for
 from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
@@ -27,14 +26,14 @@ from shardfn.notation import ShardError, of_like_layers
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
 from shardfn.random import dropout_modules
 from shardfn.trace import function_mode as beside
-from shardfn.trace.guards import Place, Watch, reads_noted
-from shardfn.trace.interpreter import Variance
+from shardfn.trace.guards import ValuePath, Watch, reads_noted
+from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import to_meta
-from shardfn.trace.paired_sizes import Decision, Paired, Size, World
-from shardfn.trace.state_rollback import Reached
+from shardfn.trace.paired_sizes import Decision, Paired, Side, Size
+from shardfn.trace.state_rollback import ReachableState
 from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, over, said
-from shardfn.trace.traced_axes import Flow, TracedAxes
-from shardfn.trace.value_numbering import Numbers
+from shardfn.trace.traced_axes import StepFinder, TracedAxes
+from shardfn.trace.value_numbering import ValueNumbers
 
 _TRIES = 16  # how many further runs may look for what to write when one fails
 # What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one
@@ -45,7 +44,7 @@ _ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
 _NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
 
 
-class Trial:
+class ShapeTrace:
     """Runs a forward on meta tensors until nothing is found to add."""
 
     def __init__(
@@ -64,17 +63,17 @@ class Trial:
         self.names = wiring.owned_names(model, plan_)
         self.bytes_moved = 0
         self._more: dict[str, Set[Any]] | None = None  # what a further run may try
-        self._reached = Reached(model, calls)
-        self.reads: dict[tuple[int, Any], Place] = {}  # of attributes, in all runs
+        self._reached = ReachableState(model, calls)
+        self.reads: dict[tuple[int, Any], ValuePath] = {}  # of attributes, in all runs
         self._watch: Watch | None = None
         self._buffers = dict(buffers)
         self._calls, self._differentiates, self._asked_for = calls, differentiates, derivatives_asked_for()
-        self._blanks: Sequence[Place] = ()
+        self._blanks: Sequence[ValuePath] = ()
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._decided: Sequence[Decision] = ()  # in the last run
         self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
 
-    def adjustments(self, known: Adjustments | None = None, blanks: Sequence[Place] = ()) -> Adjustments:
+    def adjustments(self, known: Adjustments | None = None, blanks: Sequence[ValuePath] = ()) -> Adjustments:
         """What has to be added to the derived collectives.
 
         Args:
@@ -93,13 +92,13 @@ class Trial:
             text = said(change, self.plan) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
-    def watched(self, adjust: Adjustments, places: Sequence[Place]) -> Watch | None:
+    def watched(self, adjust: Adjustments, places: Sequence[ValuePath]) -> Watch | None:
         """What runs ask of the values in some places; None when they fail."""
         self._watch = watch = Watch(places, pytree.tree_leaves([call[1:] for call in self._calls]))
         try:
             with outside_transforms(), _torch.outside_modes(), _torch.out_of_inference_mode():
-                for world in ("one", "rank"):
-                    self._left(adjust, self._variance(world))
+                for side in ("one", "rank"):
+                    self._left(adjust, self._interpreter(side))
         except Exception:
             return None
         finally:
@@ -128,7 +127,7 @@ class Trial:
                     policy = replace(self.plan.policy, ignore=()) | kept | change
                     other = replace(layout.decide(self.plan.info, self.plan.axes, policy), policy=policy)
                     arguments = self.model, other, self.mesh, self._buffers, self.method, self._calls
-                    trial = Trial(*arguments, differentiates=self._differentiates)
+                    trial = ShapeTrace(*arguments, differentiates=self._differentiates)
                     try:
                         trial._settle()
                     except Unserved as next_one:
@@ -218,7 +217,7 @@ class Trial:
         splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
         return replace(adjust, **ends, splits=splits)
 
-    def _forward(self, wired: Wiring, run: Variance, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
+    def _forward(self, wired: Wiring, run: Interpreter, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
         """What modules return and keep of inputs and buffers without data; `begin` is called before each call."""
         output, calls = None, wiring.cast_inputs(self.plan, to_meta(self._calls, run.values))
         weights = _WithoutData(cache(partial(self._weight, run)), dict(to_meta(self._buffers, run.values)))
@@ -231,11 +230,18 @@ class Trial:
                     place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
                     _name_all(run.numbers, blank, f"attribute {place.name} of {id(place.table)}")
             around.callback(random.setstate, random.getstate())
-            modules = Modules(self.model, self.names, wired)
+            modules = ModelBinding(self.model, self.names, wired)
             modules.prepare()
             draws = torch.random.fork_rng([])  # random numbers go on from where they were, and Python's
-            noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.worlds.run()
-            for mode in (modules.computes(weights), draws, *noted, run, beside.Functions(run), torch.enable_grad()):
+            noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.sides.run()
+            for mode in (
+                modules.computes(weights),
+                draws,
+                *noted,
+                run,
+                beside.PairedFunctionMode(run),
+                torch.enable_grad(),
+            ):
                 around.enter_context(mode)
             if self._watch is not None:
                 leaves, structure = pytree.tree_flatten(calls)
@@ -253,20 +259,20 @@ class Trial:
         shared = ((module.name, *pair) for module in linears for pair in self.plan.weight_of(module).shared)
         return frozenset((f"module {name}", axis) for name, axis, parts in shared if self.plan.axes[axis] % parts == 0)
 
-    def _run(self, adjust: Adjustments) -> Variance:
+    def _run(self, adjust: Adjustments) -> Interpreter:
         """One forward, which has found what is missing."""
-        variance = self._variance("both")
-        kept = self._left(adjust, variance)
+        interpreter = self._interpreter("both")
+        kept = self._left(adjust, interpreter)
         if kept is None:
-            return variance
+            return interpreter
         output, *others = kept
-        beside.check_backwards(variance, output)
-        beside.check_outputs(variance, output, kept_by_acts(self.plan))
+        beside.check_backwards(interpreter, output)
+        beside.check_outputs(interpreter, output, kept_by_acts(self.plan))
         for values in others:
-            beside.check_kept(variance, values)
+            beside.check_kept(interpreter, values)
         self._axes.agree()
-        self._decided, self.bytes_moved = variance.worlds.decided, self._axes.bytes_moved
-        return variance
+        self._decided, self.bytes_moved = interpreter.sides.decided, self._axes.bytes_moved
+        return interpreter
 
     def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:
         """Check that a rank, which goes other ways than one process, makes the same values of what it has.
@@ -274,10 +280,10 @@ class Trial:
         Raises:
             ShardError: it does not, or that cannot be told.
         """
-        mine = Numbers(on_cpu=self._on_cpu)
-        followed = mine, self._left(adjust, self._variance("both", mine))
-        other = Numbers(mine, self._on_cpu)
-        alone = self._variance("rank", other)
+        mine = ValueNumbers(on_cpu=self._on_cpu)
+        followed = mine, self._left(adjust, self._interpreter("both", mine))
+        other = ValueNumbers(mine, self._on_cpu)
+        alone = self._interpreter("rank", other)
         try:
             done = other, self._left(ended, alone, follows=False)
         except ShardError:
@@ -287,13 +293,13 @@ class Trial:
         if not beside.same_values(followed, done):
             raise self._unserved(_decisions(self._decided))
 
-    def _variance(self, world: World, numbers: Numbers | None = None) -> Variance:
+    def _interpreter(self, side: Side, numbers: ValueNumbers | None = None) -> Interpreter:
         sizes = {axis: self.plan.axes[axis] for axis in self.plan.roles.compute if self.plan.axes[axis] > 1}
         stored = [leaf for one in self.plan.layouts.values() for leaf in one.leaves]
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
-        return Variance(sizes, world, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
+        return Interpreter(sizes, side, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
 
-    def _left(self, adjust: Adjustments, variance: Variance, follows: bool = True) -> tuple[Any, ...] | None:
+    def _left(self, adjust: Adjustments, interpreter: Interpreter, follows: bool = True) -> tuple[Any, ...] | None:
         """What a forward returns and keeps; None when it failed, and another run may do better.
 
         `follows`: which collectives are missing; or takes those that `adjust` says, as a real call does.
@@ -301,75 +307,77 @@ class Trial:
         place = self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0)
         axes = ComputeAxes(*place)
         if follows:
-            axes = self._axes = TracedAxes(*place, variance)
+            axes = self._axes = TracedAxes(*place, interpreter)
         owners = {path for path, names in self.names.items() if names}
         above = layout.modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
         self._drops, drops = list[_Drop](), dropout_modules(self.model)
         around = {
-            path: _noting(variance, axes, path, path in noted, path in above, self._drops if path in drops else None)
+            path: _noting(interpreter, axes, path, path in noted, path in above, self._drops if path in drops else None)
             for path in self.names
         }
-        flow = Flow(self.plan, variance, self._axes, adjust, self._several)
+        flow = StepFinder(self.plan, interpreter, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
-        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), variance)
+        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), interpreter)
         try:
-            return self._forward(wired, variance, flow.begin)
+            return self._forward(wired, interpreter, flow.begin)
         except ShardError:
             raise
         except Exception as error:
-            if variance.worlds.at != "both":
+            if interpreter.sides.at != "both":
                 raise
-            if flow.failed(variance.failed_at):
+            if flow.failed(interpreter.failed_at):
                 return None
-            raise self._failed(adjust, variance, error) from error
+            raise self._failed(adjust, interpreter, error) from error
 
-    def _of_both(self, wired: Wiring, run: Variance) -> Wiring:
-        """The same for a run in both worlds: in one process, modules with parallel forwards run their own ones."""
+    def _of_both(self, wired: Wiring, run: Interpreter) -> Wiring:
+        """The same for a run on both sides: in one process, modules with parallel forwards run their own ones."""
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
         for path in others_forwards(self.plan):
             module = unwrapped(layout.submodule(self.model, path))
             forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
-            forwards[path] = partial(run.in_each_world, forwards.get(path, forward), forward)
+            forwards[path] = partial(run.on_each_side, forwards.get(path, forward), forward)
         around = {path: _not_in_one(run, path, moves) for path, moves in wired.around.items()}
         around |= {path: wiring.chained(cast, around.get(path)) for path, cast in casts.items()}
         sizes = {path: self._sizes(path, local_sizes, run) for path, local_sizes in wired.sizes.items()}
         return replace(wired, forwards=forwards, around=around, sizes=sizes)
 
-    def _sizes(self, path: str, local_sizes: Mapping[str, int], run: Variance) -> dict[str, Any]:
+    def _sizes(self, path: str, local_sizes: Mapping[str, int], run: Interpreter) -> dict[str, Any]:
         """The sizes that a module has in attributes: on a rank and, where they differ, in one process."""
         module, sizes = unwrapped(layout.submodule(self.model, path)), dict[str, Any](local_sizes)
         for name, size in local_sizes.items():
             holder, _, attribute = name.rpartition(".")
             have = getattr(module.__dict__.get(holder) if holder else module, attribute, None)
-            if isinstance(have, int) and run.worlds.at != "rank":
-                sizes[name] = have if have == size or run.worlds.at == "one" else Size(size, have)
+            if isinstance(have, int) and run.sides.at != "rank":
+                sizes[name] = have if have == size or run.sides.at == "one" else Size(size, have)
         return sizes
 
-    def _failed(self, adjust: Adjustments, variance: Variance, error: Exception) -> ShardError:
-        decided = variance.worlds.decided
+    def _failed(self, adjust: Adjustments, interpreter: Interpreter, error: Exception) -> ShardError:
+        decided = interpreter.sides.decided
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
         if not (why := self._fails_in(adjust, "one")):
-            return self._stopped(variance, error)
+            return self._stopped(interpreter, error)
         return ShardError(
             f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
             "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "
             f"must not depend on values that depend on weights.{self._loop_hint()}"
         )
 
-    def _stopped(self, variance: Variance, error: Exception) -> Unserved:
+    def _stopped(self, interpreter: Interpreter, error: Exception) -> Unserved:
         """What is said of a run with the sizes of a rank that failed."""
-        path = variance.failed_at or type(self.model).__name__
-        reason = Failure(tuple(variance.losses), variance.failed_at, variance.stuck, str(error) or type(error).__name__)
+        path = interpreter.failed_at or type(self.model).__name__
+        reason = Failure(
+            tuple(interpreter.losses), interpreter.failed_at, interpreter.stuck, str(error) or type(error).__name__
+        )
         why = f"with the sizes that one rank has over {over(self.plan)}, failed in {path!r}: {error}"
         why += f"{described(self.plan, reason)}{self._loop_hint()}"
         return Unserved(f"apply: a run of the forward without data, {why}", reason)
 
-    def _fails_in(self, adjust: Adjustments, world: World) -> str:
-        """Where and why the forward cannot be run without data in one world; empty when it can."""
-        alone = self._variance(world)
+    def _fails_in(self, adjust: Adjustments, side: Side) -> str:
+        """Where and why the forward cannot be run without data on one side; empty when it can."""
+        alone = self._interpreter(side)
         try:
             self._left(adjust, alone)
         except Exception as error:
@@ -385,7 +393,7 @@ class Trial:
             "without gradients."
         )
 
-    def _weight(self, run: Variance, name: str) -> Tensor:
+    def _weight(self, run: Interpreter, name: str) -> Tensor:
         """A weight without data, in the shape that modules compute with, tagged by the axes that split it."""
         layout, sizes = self.plan.layouts[name], self.plan.axes
         keep = (*self.plan.roles.compute, *layout.kept)
@@ -430,21 +438,21 @@ def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
     return None
 
 
-def _name_all(numbers: Numbers | None, tree: Any, kind: str) -> None:
+def _name_all(numbers: ValueNumbers | None, tree: Any, kind: str) -> None:
     """Say of every tensor of a tree that it is one of a kind, by its place."""
     for at, leaf in enumerate(pytree.tree_leaves(tree)):
         if isinstance(leaf, Tensor) and numbers is not None:
             numbers.name(leaf, kind, at)
 
 
-def _not_in_one(run: Variance, path: str, moves: Around) -> Around:
+def _not_in_one(run: Interpreter, path: str, moves: Around) -> Around:
     """What goes around a forward, but for one process."""
 
     def around(inner: Forward) -> Forward:
         moved = moves(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if run.worlds.at != "one":
+            if run.sides.at != "one":
                 return moved(*args, **kwargs)
             with run.inside(path):
                 return inner(*args, **kwargs)
@@ -461,7 +469,9 @@ def _decisions(decided: Sequence[Decision]) -> list[Problem]:
     return [Problem(f"in {at.path or '(the model)'!r}: {text}", "sizes", at=at.path) for at, text in what]
 
 
-def _noting(run: Variance, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None) -> Around:
+def _noting(
+    run: Interpreter, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None
+) -> Around:
     """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do.
 
     The calls of one that drops something are noted in `drops`.

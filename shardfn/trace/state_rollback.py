@@ -34,7 +34,7 @@ _TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compi
 Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
 
 
-class Reached:
+class ReachableState:
     """What a model's forwards and hooks, and other values, can reach and change; and what it holds now."""
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:

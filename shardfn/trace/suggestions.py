@@ -11,7 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.layout import MAPPINGS, OUT_DIM, Layout, ModuleInfo, Plan, Policy, Problem, Stuck, first_match, starred
+from shardfn.layout import (
+    MAPPINGS,
+    OUT_DIM,
+    FailedOperation,
+    Layout,
+    ModuleInfo,
+    Plan,
+    Policy,
+    Problem,
+    first_match,
+    starred,
+)
 from shardfn.notation import Dim, ShardError, parse
 
 _Side = tuple[ModuleInfo, int]  # a linear, and a dim of its weight
@@ -49,7 +60,7 @@ class Failure:
 
     problems: tuple[Problem, ...] = ()
     path: str = ""
-    stuck: Stuck | None = None
+    stuck: FailedOperation | None = None
     raised: str = ""
 
     @property
@@ -147,7 +158,7 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
         yield Policy(acts=acts)
 
 
-def _rules_alike(plan: Plan, path: str, stuck: Stuck) -> dict[str, str]:
+def _rules_alike(plan: Plan, path: str, stuck: FailedOperation) -> dict[str, str]:
     """Rules for linears that are whole and meet split values, such as those of an adapter beside a linear."""
     inside, rules = _linear(plan, path), dict[str, str]()
     for shape, tag in stuck.inputs:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.layout import MeshSpec, Plan, Policy, class_of, planning
-from shardfn.trace.shape_trace import Trial
+from shardfn.trace.shape_trace import ShapeTrace
 
 
 def plan(
@@ -52,7 +52,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError("plan: an example needs the nn.Module, not a mapping of tensors")
     calls = [("", *_arguments(model, example))]
-    trial = Trial(model, planned, MeshSpec(**planned.axes), dict(model.named_buffers()), "__call__", calls)
+    trial = ShapeTrace(model, planned, MeshSpec(**planned.axes), dict(model.named_buffers()), "__call__", calls)
     trial.adjustments()
     return replace(planned, activation_bytes=trial.bytes_moved)
 

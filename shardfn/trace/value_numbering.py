@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn._torch import base_of, holds_data, pytree, storage_number
-from shardfn.trace.meta_values import Values
-from shardfn.trace.paired_sizes import Paired, local_of, of_world
+from shardfn.trace.meta_values import MetaValues
+from shardfn.trace.paired_sizes import Paired, local_of, of_side
 
 # Of what they are given only shape and dtype count.
 _OF_SHAPES = {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
@@ -41,12 +41,12 @@ _MOST = 2**20  # elements of a tensor from elsewhere
 _UNWRITTEN = -1
 
 
-class Numbers:
+class ValueNumbers:
     """The numbers of the values of one run."""
 
-    def __init__(self, other: "Numbers | None" = None, on_cpu: bool = True) -> None:
-        """`other`: those of a run that they are compared with; `on_cpu`: see `Values`."""
-        self.values = Values(on_cpu)  # which are known in this run
+    def __init__(self, other: "ValueNumbers | None" = None, on_cpu: bool = True) -> None:
+        """`other`: those of a run that they are compared with; `on_cpu`: see `MetaValues`."""
+        self.values = MetaValues(on_cpu)  # which are known in this run
         self._known: dict[Hashable, int] = other._known if other is not None else {}
         self._of = WeakIdKeyDictionary()  # tensor -> its number, and what had been written to its memory by then
         self._written: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storage, what has been written to it
@@ -129,7 +129,7 @@ class Numbers:
 
 
 def _plain(leaf: Any) -> Hashable:
-    leaf = of_world(leaf, "rank")
+    leaf = of_side(leaf, "rank")
     if isinstance(leaf, slice):
         return tuple(map(_plain, (leaf.start, leaf.stop, leaf.step)))
     if isinstance(leaf, float):

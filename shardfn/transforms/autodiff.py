@@ -16,7 +16,7 @@ from shardfn import _torch
 from shardfn.comm import BucketOnGrid, FreshBuffers, into_losses, leaf_spec, pmean_of_losses, pvary
 from shardfn.context import active_transforms
 from shardfn.engine import Gradients
-from shardfn.layout import Grid, Plan, grid, has_derivatives, may_be_differentiated
+from shardfn.layout import Grid, Plan, grid_of, has_derivatives, may_be_differentiated
 from shardfn.layout import Reduction as PlanReduction
 from shardfn.notation import ShardError
 from shardfn.params import Mean, Params, data_axes_of, entered, is_tree, map_local
@@ -420,7 +420,7 @@ def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
     if collected.keys() == tree.keys() and all(gradient is None for gradient in gradients.values()):  # the usual case
         reduced = _torch.with_locals(list(tree.values()), [collected[name] for name in tree])
         return Params(zip(tree, reduced, strict=True), plan, tree.mesh, tree.buffers)
-    places, leaves = grid(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
+    grid, leaves = grid_of(tree.mesh, tree.plan.roles.storage), dict[str, Tensor]()
     for name, leaf in tree.items():
         gradient, local = gradients.get(id(leaf)), collected.get(name)
         if local is not None:
@@ -430,9 +430,9 @@ def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
             continue
         pending = reduction is None and leaf.requires_grad
         # A leaf may be stacked, of which the plan knows nothing.
-        spec = leaf_spec(plan, places, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
+        spec = leaf_spec(plan, grid, name, leaf.dtype, pending) if pending else _torch.spec_of(leaf)
         if gradient is None:
-            leaves[name] = _zeros(plan, places, leaf, name, spec, pending)
+            leaves[name] = _zeros(plan, grid, leaf, name, spec, pending)
         elif not isinstance(gradient, DTensor) or tuple(gradient.placements) != spec.placements:
             leaves[name] = _placed(name, gradient, spec, reduction)
         else:
@@ -440,16 +440,16 @@ def _as_tree(tree: Params, gradients: dict[int, Tensor | None]) -> Params:
     return Params(leaves, plan, tree.mesh, tree.buffers)
 
 
-def _zeros(plan: Plan, places: Grid, leaf: Tensor, name: str, spec: _torch.DTensorSpec, pending: bool) -> Tensor:
+def _zeros(plan: Plan, grid: Grid, leaf: Tensor, name: str, spec: _torch.DTensorSpec, pending: bool) -> Tensor:
     """The gradient of a leaf that the loss does not depend on; that of a frozen one takes no memory."""
     stacked = tuple(spec.shape[: len(spec.shape) - len(plan.leaves[name][1].shape)])
     bucket = replace(plan.bucket_of(name), leaves=(name,))
-    spot = BucketOnGrid(plan, places, bucket, FreshBuffers(places.device), stacked)
+    on_grid = BucketOnGrid(plan, grid, bucket, FreshBuffers(grid.device), stacked)
 
     def zeros(shape: Sequence[int], **kind: Any) -> Tensor:
         return torch.zeros(shape if leaf.requires_grad else (), **kind).expand(shape)
 
-    return _torch.wrap_local(spot.new_shards(zeros, leaf.dtype, spot.computed if pending else None)[0], spec)
+    return _torch.wrap_local(on_grid.new_shards(zeros, leaf.dtype, on_grid.computed if pending else None)[0], spec)
 
 
 def _placed(name: str, gradient: Tensor, spec: _torch.DTensorSpec, reduce: PlanReduction | None) -> Tensor:

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
-from shardfn.binding import Around, Forward, InnerCall, Place, Wiring, call_now, escaped
+from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, call_now, escaped
 from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
 from shardfn.context import asks, derivatives_asked_for, note_tree, recording
 from shardfn.engine import Borrowed, Session, recomputed
-from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid, submodule, unwrapped
+from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
 from shardfn.notation import ShardError, did_you_mean
 from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
 from shardfn.params import Params
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
-from shardfn.trace import Guards, Structure, Trial, Watch, is_cache, signature, snapshot, tensors_in
+from shardfn.trace import Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
 from shardfn.transforms.forward_mode import as_now
 
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
 _TRIES = 2  # how many of these are asked whether they are about a call with other numbers
-_WAYS = 64  # of one kind of call that are remembered
+_MOST_TRACES = 64  # of one kind of call that are remembered
 _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the compute axes
 _LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 
@@ -102,7 +102,7 @@ class _Call:
         self.model, self.params, self.method = model, params, method
         self.loops = method in _LOOPS
         self.plan = params.plan
-        self.grid = grid(params.mesh, self.plan.roles.storage)
+        self.grid = grid_of(params.mesh, self.plan.roles.storage)
         self.kept = kept_of(model, self.plan, self.grid)
         held = params.in_place
         self.held = held if held is not None and held.is_of(model) else None  # when leaves are the model's parameters
@@ -184,39 +184,39 @@ class _Call:
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
         derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
         key = (self.method, derived, str(structure), *self.kept.structure.hooks(), *kinds)
-        ways = self.kept.ways.setdefault(key, [])
+        candidates = self.kept.traces.setdefault(key, [])
         # What a filled cache holds, only the run of the call that has filled it knows, whatever sizes that had.
         sizes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)] if caches else None
         goes_on = any(map(_filled, caches))
-        for at, way in enumerate(ways):
-            if (goes_on or way.sizes == sizes) and way.guards.hold(leaves):
+        for at, traced in enumerate(candidates):
+            if (goes_on or traced.sizes == sizes) and traced.guards.hold(leaves):
                 if at:
-                    ways.insert(0, ways.pop(at))
-                return way.adjust
-        return self._new_way(key, ways, sizes, args, kwargs)
+                    candidates.insert(0, candidates.pop(at))
+                return traced.adjust
+        return self._trace(key, candidates, sizes, args, kwargs)
 
-    def _new_way(self, key: Any, known: "list[_Way]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
+    def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a shape-only trace finds, or that one of those before is about this call too; see [Note: guards]."""
         leaves = _torch.pytree.tree_leaves((args, kwargs))
-        ways = [way for way in known if way.sizes == sizes]
+        candidates = [traced for traced in known if traced.sizes == sizes]
         calls = [("", args, kwargs)]
-        trial = Trial(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
-        broken = [way.guards.broken(leaves) for way in ways]
-        asked = {place for way in ways for place in way.asked}
-        for way, places in zip(ways[:_TRIES], broken, strict=False):
+        trace = ShapeTrace(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
+        broken = [traced.guards.broken(leaves) for traced in candidates]
+        asked = {place for traced in candidates for place in traced.asked}
+        for traced, places in zip(candidates[:_TRIES], broken, strict=False):
             unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
-            if not way.guards.answered(leaves) or any(True for _ in unwatched):
+            if not traced.guards.answered(leaves) or any(True for _ in unwatched):
                 continue
-            more = [*places, *(place for place, _ in way.guards.loose.values())]
-            watch = trial.watched(way.adjust, more)
+            more = [*places, *(place for place, _ in traced.guards.loose.values())]
+            watch = trace.watched(traced.adjust, more)
             asked |= {place.key for place in more} if watch is None else watch.asked
-            if watch is not None and way.guards.relaxed(watch):
-                return way.adjust
+            if watch is not None and traced.guards.relaxed(watch):
+                return traced.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for other, adjust in reversed(self.kept.adjustments.items()) if other[:2] == key[:2])
-        adjust = self.kept.adjustments[key] = trial.adjustments(next(same, None), blanks)
-        known.insert(0, _Way(adjust, Guards(leaves, list(trial.reads.values())), asked, sizes))
-        del known[_WAYS:]
+        adjust = self.kept.adjustments[key] = trace.adjustments(next(same, None), blanks)
+        known.insert(0, _Traced(adjust, Guards(leaves, list(trace.reads.values())), asked, sizes))
+        del known[_MOST_TRACES:]
         return adjust
 
     def run(self, adjust: Adjustments, args: Any, kwargs: Any) -> Any:
@@ -228,9 +228,9 @@ class _Call:
         parameters = held is not None and not (self.grid.pure or _torch.in_transform() or _torch.is_traced())
         session = Session(self.params, self.grid, (self.method, self.model.training), parameters)
         session.masks = masks
-        place = self._begin(session, adjust)
+        binding = self._begin(session, adjust)
         try:
-            with place.computes(session), session.hooks(traced=place.compiles):
+            with binding.computes(session), session.hooks(traced=binding.compiles):
                 output = getattr(self.module, self.method)(*args, **kwargs)
                 output = leaving(output, adjust, self.grid, self.plan)
         except RuntimeError as error:
@@ -244,21 +244,21 @@ class _Call:
         if held is not None:
             held.end(self.model, self.params)
         if not _torch.in_transform():
-            place.wait(session, output)
+            binding.wait(session, output)
         return output
 
-    def _begin(self, session: Session, adjust: Adjustments) -> Place:
+    def _begin(self, session: Session, adjust: Adjustments) -> ModelBinding:
         """What modules do in a call, with the buffers of the tree or, where these are theirs, their own."""
         if self.held is None:
             session.buffers = self.params.buffers
         else:
             self.held.begin(self.model, self.params)
-        places, key = self.kept.places, (adjust, session.masks is not None)
-        place = places.get(key)
-        if place is None or not place.is_there:
-            place = places[key] = _place(self.model, self.plan, self.grid, self.kept.names, *key)
-        place.prepare()
-        return place
+        bindings, key = self.kept.bindings, (adjust, session.masks is not None)
+        binding = bindings.get(key)
+        if binding is None or not binding.is_there:
+            binding = bindings[key] = _bind(self.model, self.plan, self.grid, self.kept.names, *key)
+        binding.prepare()
+        return binding
 
     def _loop(self, args: Any, kwargs: Any) -> Any:
         """A method that calls the model as often as its tokens say.
@@ -283,11 +283,13 @@ class _Call:
             return lambda _: step
 
         model = self.module
-        place = Place(model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()}))
+        binding = ModelBinding(
+            model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()})
+        )
         if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
             vars(model)["get_compiled_call"] = lambda compile_config: model
         try:
-            with place.for_now(), place.computes(session):
+            with binding.for_now(), binding.computes(session):
                 return getattr(model, self.method)(*args, **kwargs)
         finally:
             session.close()
@@ -300,7 +302,9 @@ class _Call:
         key = (self.method, training, *history.note(path, args, kwargs))
         if key not in self.kept.adjustments:
             calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
-            adjust = Trial(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False).adjustments()
+            adjust = ShapeTrace(
+                self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False
+            ).adjustments()
             if adjust.kept:
                 where = repr(path) if path else "the model"
                 why = f"'{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...)"
@@ -356,7 +360,12 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
 
     def run(saved: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         drops = session.masks.given(saved[len(leaves) :]) if session.masks is not None else nullcontext()
-        with call.place.computes(session), session.only(unit, dict(zip(leaves, saved, strict=False))), drops, formulas:
+        with (
+            call.binding.computes(session),
+            session.only(unit, dict(zip(leaves, saved, strict=False))),
+            drops,
+            formulas,
+        ):
             return inner(*args, **kwargs)
 
     way = unit, module.training, _torch.kinds_of_transforms()
@@ -380,7 +389,7 @@ def _scores(path: str, x: Tensor, p: float, axes: Sequence[str], grid: Grid) -> 
 
 
 @dataclass
-class _Way:
+class _Traced:
     """What shape-only traces found, what has to be as it was, and which changes of that need a new run at once."""
 
     adjust: Adjustments
@@ -390,7 +399,7 @@ class _Way:
 
 
 @dataclass
-class _Kept:
+class _CallCache:
     """What is remembered between calls about a model with a plan on a grid."""
 
     structure: Structure
@@ -400,13 +409,13 @@ class _Kept:
     ranks_of_sequences: int  # between how many ranks `Policy.acts` splits activations
     calls: int = 0
     adjustments: dict[Any, Adjustments] = field(default_factory=dict)
-    places: dict[tuple[Adjustments, bool], Place] = field(default_factory=dict)
-    ways: dict[Any, list[_Way]] = field(default_factory=dict)
+    bindings: dict[tuple[Adjustments, bool], ModelBinding] = field(default_factory=dict)
+    traces: dict[Any, list[_Traced]] = field(default_factory=dict)
 
 
-def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _Kept:
+def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _CallCache:
     """It goes with the plan, to which it refers, or with the model; of a model that has changed it is made anew."""
-    known: dict[int, tuple[Any, _Kept]] = plan.home.once(("models", grid), dict)
+    known: dict[int, tuple[Any, _CallCache]] = plan.home.once(("models", grid), dict)
     key = id(model)
     had = known[key][1] if key in known else None
     if had is None or not had.structure.is_of(model):
@@ -418,7 +427,7 @@ def kept_of(model: nn.Module, plan: Plan, grid: Grid) -> _Kept:
         frozen = [p for name, p in named if name in plan.layouts and not plan.layouts[name].trainable]
         calls = 0 if had is None else had.calls  # maybe changed on one rank only, which must not ask the others again
         acts = wiring.ranks_of_acts(plan)
-        had = _Kept(Structure(model), wiring.owned_names(model, plan), frozen, compute, acts, calls)
+        had = _CallCache(Structure(model), wiring.owned_names(model, plan), frozen, compute, acts, calls)
         known[key] = weakref.ref(model, lambda _: known.pop(key, None)), had
     return had
 
@@ -447,7 +456,7 @@ def _origin(plan: Plan) -> str:
     return f"Policy(acts={{{written}}}) leaves the output of {' and '.join(map(repr, entries))} split"
 
 
-def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> Place:
+def _bind(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustments, seeded: bool) -> ModelBinding:
     """What modules do in calls of a plan, to which shape-only traces have added; `seeded`: a `dropout_seed` goes on."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if not (isinstance(p, DTensor) or name in plan.canonical or name in plan.info.ignored):
@@ -462,7 +471,7 @@ def _place(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustm
     around |= {name: wiring.chained(cast, around[name]) for name, cast in wiring.unit_casts(plan).items()}
     paths = dropout_modules(model) if seeded else ()
     dropouts = {path: _dropout(path, partial(offsets_of_call, path, plan, grid, adjust.splits)) for path in paths}
-    return Place(model, names, wiring.wire(plan, names, axes, adjust, around, dropouts))
+    return ModelBinding(model, names, wiring.wire(plan, names, axes, adjust, around, dropouts))
 
 
 class _History:

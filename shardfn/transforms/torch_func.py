@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import _torch
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, require_same, weighed
 from shardfn.context import in_forward_mode, is_asked_for, is_under_way, mapped_over
-from shardfn.layout import grid
+from shardfn.layout import grid_of
 from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, entered, is_tree, left, lower, over_params, trees_in
 from shardfn.random import lane, part_over, stream
@@ -315,7 +315,7 @@ def _lanes(pairs: _Pairs, ready: Sequence[Any], axes: Sequence[str]) -> tuple[Te
     tree = next((leaf for leaf, _ in pairs if is_tree(leaf)), None)
     if tree is None:
         return numbers, size, True
-    index, ranks = part_over(grid(tree.mesh, tree.plan.roles.storage), axes)
+    index, ranks = part_over(grid_of(tree.mesh, tree.plan.roles.storage), axes)
     return index * size + numbers, ranks * size, False
 
 
@@ -402,12 +402,12 @@ def _ranks(tree: Params, axes: Sequence[str]) -> int:
 
 def _whole(tree: Params) -> dict[str, Tensor]:
     """The leaves, plain and whole over the data axes: one gather a bucket, differentiable."""
-    places = grid(tree.mesh, tree.plan.roles.storage)
+    grid = grid_of(tree.mesh, tree.plan.roles.storage)
     out: dict[str, Tensor] = {}
     for bucket in tree.plan.buckets_in({name: leaf.dtype for name, leaf in tree.items()}):
         axes = tuple(axis for axis in tree.plan.roles.data if axis in (*bucket.axes, *bucket.kept))
-        spot = BucketOnGrid(tree.plan, places, replace(bucket, axes=axes, kept=()), FreshBuffers(places.device))
-        wholes = GatherBucket.apply(spot, *(tree[name] for name in bucket.leaves))
+        on_grid = BucketOnGrid(tree.plan, grid, replace(bucket, axes=axes, kept=()), FreshBuffers(grid.device))
+        wholes = GatherBucket.apply(on_grid, *(tree[name] for name in bucket.leaves))
         out |= zip(bucket.leaves, wholes, strict=True)
     return {name: out[name] for name in tree}
 
@@ -418,7 +418,7 @@ def _leaving(tree: Params, axes: Sequence[str]) -> Params:
         return tree
     local = next(iter(tree.values())).shape[0]
     if not _torch.in_transform():
-        require_same("vmap: the number of samples", local, grid(tree.mesh, tree.plan.roles.storage), axes)
+        require_same("vmap: the number of samples", local, grid_of(tree.mesh, tree.plan.roles.storage), axes)
     total = local * prod(tree.plan.axes[axis] for axis in axes)
     plan = tree.plan.stacked(total, axes).in_vmaps(tree.plan.vmaps - 1)
     stacked = Params(tree, plan, tree.mesh, tree.buffers)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.engine.runtime import runtime_of
-from shardfn.layout.mesh import grid
+from shardfn.layout.mesh import grid_of
 from shardfn.testing import on_meshes
 
 WIDTH = 8
@@ -136,7 +136,7 @@ def test_saved_weights_of_compiled_units_are_freed(mesh: DeviceMesh, how: str) -
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
     tree = sf.Params(leaves, params.plan, params.mesh, params.buffers)
     out = sf.apply(model, tree, x)
-    pool = runtime_of(params.plan, grid(mesh, params.plan.roles.storage)).pool
+    pool = runtime_of(params.plan, grid_of(mesh, params.plan.roles.storage)).pool
     largest = max(buffer.flat.numel() for buffer in pool.buffers())
     time.sleep(0.5)  # the backend may hold a buffer for a moment
     found = [buffer.free for buffer in pool.buffers() if buffer.flat.numel() == largest]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
 from shardfn.comm.agreement import agree, check_batch, wrong_inputs
-from shardfn.layout.mesh import grid
+from shardfn.layout.mesh import grid_of
 from shardfn.testing import count_collectives, run
 
 
@@ -54,7 +54,7 @@ def test_a_mesh_of_some_ranks_agrees_too() -> None:
 def compare_batches(what: str) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    places = grid(mesh, ("tp", "fsdp"))
+    places = grid_of(mesh, ("tp", "fsdp"))
     batch = {"x": torch.arange(4) + rank // 2, "n": 3}
     if what == "differs" and rank == 3:
         batch["x"] = batch["x"] + 1
@@ -80,7 +80,7 @@ def test_batches_along_compute_axes_must_be_equal() -> None:
 
 def two_compute_axes(odd: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    check_batch(grid(mesh, ("cp", "tp")), ("cp", "tp"), torch.tensor(float(dist.get_rank() == odd)), None)
+    check_batch(grid_of(mesh, ("cp", "tp")), ("cp", "tp"), torch.tensor(float(dist.get_rank() == odd)), None)
 
 
 def test_batches_along_two_compute_axes() -> None:

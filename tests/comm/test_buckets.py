@@ -16,9 +16,9 @@ from shardfn._torch import unwrap_local, wrap_local
 from shardfn.comm import packing
 from shardfn.comm.buckets import BucketOnGrid, GatherBucket, ReduceBucket, gather_leaves, leaf_spec
 from shardfn.comm.flat_memory import BufferPool, FreshBuffers
-from shardfn.comm.packing import Crossing
-from shardfn.comm.raw_collectives import Flight
-from shardfn.layout.mesh import Grid, grid
+from shardfn.comm.packing import AxisCollective
+from shardfn.comm.raw_collectives import AsyncCollective
+from shardfn.layout.mesh import Grid, grid_of
 from shardfn.testing import count_collectives, run
 
 SHAPES = {"a": (5, 3), "b": (4, 2), "c": (1, 7), "d": (2, 0), "e": (9, 2), "f": (3,)}
@@ -31,20 +31,20 @@ def make_params(mesh: DeviceMesh, dtype: torch.dtype | None = None) -> tuple[sf.
         for i, (n, s) in enumerate(SHAPES.items())
     }
     params = sf.shard(model, mesh, sf.Policy(rules=RULES, compute_dtype=dtype))
-    places = grid(mesh, params.plan.roles.storage)
+    places = grid_of(mesh, params.plan.roles.storage)
     bucket = params.plan.units[0].buckets[0]
     return params, places, BucketOnGrid(params.plan, places, bucket, BufferPool(places.device))
 
 
 def move_on_a_rank(message: int | None) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    params, _, spot = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
-    names = spot.bucket.leaves
+    params, _, on_grid = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
+    names = on_grid.bucket.leaves
     shards = [unwrap_local(params[name]) for name in names]
     in_place(message)
     try:
         with count_collectives() as counts:
-            wholes = spot.gather(shards)
+            wholes = on_grid.gather(shards)
         if message is None:
             assert counts.as_dict() == {"all_gather": 1}, "one for all leaves"
         else:
@@ -54,13 +54,13 @@ def move_on_a_rank(message: int | None) -> None:
         assert len({whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}) == 1, "one buffer"
         scaled: list[Tensor | None] = [whole * (rank + 1) for whole in wholes]
         with count_collectives() as counts:
-            back = spot.reduce(scaled, [torch.float64] * len(names), "sum")
+            back = on_grid.reduce(scaled, [torch.float64] * len(names), "sum")
         assert message is not None or counts.total == 1
         total = sum(range(1, size + 1))
         for shard, got in zip(shards, back, strict=True):
             assert_same_bits(got, shard * total)
         for wide, narrow in ((torch.float64, torch.float32), (torch.float64, torch.bfloat16)):
-            part = spot.reduce([None, *scaled[1:]], [narrow] * len(names), "mean")
+            part = on_grid.reduce([None, *scaled[1:]], [narrow] * len(names), "mean")
             for i, (shard, got) in enumerate(zip(shards, part, strict=True)):
                 expected = shard * total / size if i else torch.zeros_like(shard)
                 assert_same_bits(got, expected.to(wide).to(narrow), names[i])
@@ -75,17 +75,17 @@ def test_leaves_travel_together_or_in_place(ranks: int, message: int | None) -> 
     run(move_on_a_rank, message, ranks=ranks)
 
 
-def spot_of(rule: str, dtype: torch.dtype) -> tuple[Tensor, BucketOnGrid]:
+def bucket_of(rule: str, dtype: torch.dtype) -> tuple[Tensor, BucketOnGrid]:
     """A weight of 4 x 4 and the bucket that it is alone in, over two ranks."""
     weight = torch.arange(16).view(4, 4).to(dtype)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     params = sf.shard({"w": weight}, mesh, sf.Policy(rules={"w": rule}))
-    places = grid(mesh, params.plan.roles.storage)
+    places = grid_of(mesh, params.plan.roles.storage)
     return weight, BucketOnGrid(params.plan, places, params.plan.units[0].buckets[0], BufferPool(places.device))
 
 
 def sent_on_a_rank(dtype: torch.dtype, travels_as: torch.dtype) -> None:
-    weight, spot = spot_of("x@fsdp _", dtype)
+    weight, on_grid = bucket_of("x@fsdp _", dtype)
     sent: list[torch.dtype] = []
     gathers = packing.all_gather_single
 
@@ -95,7 +95,7 @@ def sent_on_a_rank(dtype: torch.dtype, travels_as: torch.dtype) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "all_gather_single", noting)
-        (whole,) = spot.gather([weight.chunk(2)[dist.get_rank()].clone()])
+        (whole,) = on_grid.gather([weight.chunk(2)[dist.get_rank()].clone()])
     assert sent == [travels_as, travels_as]
     assert whole.dtype == dtype and torch.equal(whole.view(torch.uint8), weight.view(torch.uint8))
 
@@ -110,9 +110,9 @@ def test_what_every_backend_takes_is_sent_as_it_is_and_the_rest_as_bytes(dtype: 
 
 
 def reduced_on_a_rank(rule: str, dim: int) -> None:
-    weight, spot = spot_of(rule, torch.float32)
+    weight, on_grid = bucket_of(rule, torch.float32)
     with count_collectives() as counts:
-        (got,) = spot.reduce([weight], [torch.float32], "sum")
+        (got,) = on_grid.reduce([weight], [torch.float32], "sum")
     assert counts.total == 1
     assert_same_bits(got, 2 * weight.chunk(2, dim)[dist.get_rank()])
 
@@ -124,9 +124,9 @@ def test_a_gradient_is_cut_along_the_dim_that_is_split(rule: str, dim: int) -> N
 
 
 def nothing_to_send_on_a_rank() -> None:
-    params, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    empty = [leaf for leaf in spot.leaves if leaf.name == "d"]
-    alone = spot.part([name == "d" for name in spot.bucket.leaves])
+    params, places, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    empty = [leaf for leaf in on_grid.leaves if leaf.name == "d"]
+    alone = on_grid.part([name == "d" for name in on_grid.bucket.leaves])
     for message in (None, 0):
         in_place(message)
         with count_collectives() as counts:
@@ -142,13 +142,15 @@ def test_nothing_to_send() -> None:
 
 
 def one_rank_on_a_rank() -> None:
-    params, places, spot = make_params(init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
-    shards = [unwrap_local(params[name]) for name in spot.bucket.leaves]
+    params, places, on_grid = make_params(init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+    shards = [unwrap_local(params[name]) for name in on_grid.bucket.leaves]
     with count_collectives() as counts:
-        assert all(a is b for a, b in zip(gather_leaves(spot.leaves, shards, ("fsdp",), places), shards, strict=True))
-        for shard, got in zip(shards, spot.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
+        assert all(
+            a is b for a, b in zip(gather_leaves(on_grid.leaves, shards, ("fsdp",), places), shards, strict=True)
+        )
+        for shard, got in zip(shards, on_grid.reduce(shards, [torch.float64] * len(shards), "mean"), strict=True):
             assert_same_bits(got, shard)
-    assert counts.total == 0 and not spot.moves
+    assert counts.total == 0 and not on_grid.moves_data
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -156,10 +158,10 @@ def test_one_rank_moves_nothing() -> None:
 
 
 def side_by_side_on_a_rank() -> None:
-    _, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    even = spot.part([name in ("a", "e", "f") for name in spot.bucket.leaves])
-    crossing_ = even.crossings[0]
-    assert isinstance(crossing_, Crossing)
+    _, places, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    even = on_grid.part([name in ("a", "e", "f") for name in on_grid.bucket.leaves])
+    crossing_ = even.axis_collectives[0]
+    assert isinstance(crossing_, AxisCollective)
     if dist.get_rank():  # has less of each: padding lies between, and they are copied together
         assert crossing_.side_by_side(even.empty_shards(torch.float64)) is None
         return
@@ -191,12 +193,12 @@ def test_shards_of_a_bucket_lie_side_by_side() -> None:
 
 
 def flights_on_a_rank() -> None:
-    params, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    shards = [unwrap_local(params[name]) for name in spot.bucket.leaves]
-    first, second = Flight(spot.gather_steps(shards)), Flight(spot.gather_steps(shards))
+    params, _, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    shards = [unwrap_local(params[name]) for name in on_grid.bucket.leaves]
+    first, second = AsyncCollective(on_grid.gather_steps(shards)), AsyncCollective(on_grid.gather_steps(shards))
     second.advance()
-    wholes = (spot.wholes_of(flight.finish()[0]) for flight in (second, first))
-    for a, b, name in zip(*wholes, spot.bucket.leaves, strict=True):
+    wholes = (on_grid.wholes_of(flight.finish()[0]) for flight in (second, first))
+    for a, b, name in zip(*wholes, on_grid.bucket.leaves, strict=True):
         assert_same_bits(a, b)
         assert_same_bits(a, as_dtensor(params[name]).full_tensor())
     assert first.finish() is first.finish(), "a result stays"
@@ -208,13 +210,13 @@ def test_several_gathers_at_a_time() -> None:
 
 def derivatives_on_a_rank() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    params, places, spot = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
-    specs = [leaf_spec(params.plan, places, name) for name in spot.bucket.leaves]
+    params, places, on_grid = make_params(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)))
+    specs = [leaf_spec(params.plan, places, name) for name in on_grid.bucket.leaves]
     leaves = {
         n: wrap_local(unwrap_local(params[n]), s, requires_grad=n != "b")
-        for n, s in zip(spot.bucket.leaves, specs, strict=True)
+        for n, s in zip(on_grid.bucket.leaves, specs, strict=True)
     }
-    wholes = dict(zip(leaves, GatherBucket.apply(spot, *leaves.values()), strict=True))
+    wholes = dict(zip(leaves, GatherBucket.apply(on_grid, *leaves.values()), strict=True))
     loss = (rank + 1) * (wholes["a"] ** 3).sum() + wholes["d"].sum()  # c takes no part
     wanted = [leaves["a"], leaves["c"], leaves["d"]]
     grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -238,21 +240,21 @@ def test_gather_and_reduce_are_transposes() -> None:
 
 
 def pending_on_a_rank() -> None:
-    params, places, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    names = spot.bucket.leaves
+    params, places, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    names = on_grid.bucket.leaves
     grads = [torch.ones(SHAPES[name], dtype=torch.float64) for name in names]
     dtypes = [torch.float64] * len(names)
-    kept = ReduceBucket.apply(spot, None, dtypes, grads[0], None, *grads[2:])
+    kept = ReduceBucket.apply(on_grid, None, dtypes, grads[0], None, *grads[2:])
     assert kept[0].placements == (Partial(),) and kept[0].shape == SHAPES[names[0]]
     assert unwrap_local(kept[1]).shape == SHAPES[names[1]], "a missing gradient is zeros"
     assert not unwrap_local(kept[1]).any()
     for op, value in (("sum", 2.0), ("mean", 1.0)):
-        reduced = ReduceBucket.apply(spot, op, dtypes, *grads)
+        reduced = ReduceBucket.apply(on_grid, op, dtypes, *grads)
         assert reduced[0].placements == (Shard(0),) and (unwrap_local(reduced[0]) == value).all()
-    half = ReduceBucket.apply(spot, "mean", [torch.float32] * len(names), *grads)
+    half = ReduceBucket.apply(on_grid, "mean", [torch.float32] * len(names), *grads)
     assert half[0].dtype == torch.float32 and unwrap_local(half[0]).dtype == torch.float32
-    some = spot.part([name in "ad" for name in names])
-    assert set(some.bucket.leaves) == {"a", "d"} and spot.part([True] * len(names)) is spot
+    some = on_grid.part([name in "ad" for name in names])
+    assert set(some.bucket.leaves) == {"a", "d"} and on_grid.part([True] * len(names)) is on_grid
     spec = leaf_spec(params.plan, places, "a", torch.bfloat16)
     assert spec.placements == (Shard(0),) and spec.tensor_meta is not None and spec.tensor_meta.dtype == torch.bfloat16
     plain = sf.shard({"s": torch.tensor(1.0)}, params.mesh, sf.Policy())
@@ -264,10 +266,10 @@ def test_pending_and_reduced_gradients() -> None:
 
 
 def cast_on_a_rank() -> None:
-    _, _, spot = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), dtype=torch.bfloat16)
-    params, _, _ = make_params(spot.grid.mesh)
+    _, _, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), dtype=torch.bfloat16)
+    params, _, _ = make_params(on_grid.grid.mesh)
     with count_collectives() as counts:
-        wholes = spot.gather([unwrap_local(params[name]) for name in spot.bucket.leaves])
+        wholes = on_grid.gather([unwrap_local(params[name]) for name in on_grid.bucket.leaves])
     numel = sum(unwrap_local(leaf).numel() for leaf in params.values())
     assert all(whole.dtype == torch.bfloat16 for whole in wholes) and counts.bytes < 4 * (numel + 16), (
         "cast before it is sent"

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 import shardfn as sf
-from shardfn.comm.packing import Crossing
+from shardfn.comm.packing import AxisCollective
 from shardfn.testing import assert_parity, on_meshes, run
 
 LAYERS, WIDTH = 12, 64
@@ -21,9 +21,9 @@ def _largest_live_bytes(regather: bool, transform: str) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     params = sf.shard(model, mesh, sf.Policy(regather=regather))
     peak = 0
-    original = Crossing.gather
+    original = AxisCollective.gather
 
-    def counted(self: Crossing, shards: Any, dtype: torch.dtype, buffers: Any) -> Any:
+    def counted(self: AxisCollective, shards: Any, dtype: torch.dtype, buffers: Any) -> Any:
         nonlocal peak
         made = yield from original(self, shards, dtype, buffers)
         peak = max(peak, sum(b.storage.nbytes() for b in buffers.buffers() if not b.free))
@@ -33,7 +33,7 @@ def _largest_live_bytes(regather: bool, transform: str) -> tuple[int, int]:
         return sf.apply(model, p, x).square().mean()
 
     x = torch.randn(3, WIDTH)
-    Crossing.gather = counted
+    AxisCollective.gather = counted
     try:
         for _ in range(2):
             if transform == "grad":
@@ -41,7 +41,7 @@ def _largest_live_bytes(regather: bool, transform: str) -> tuple[int, int]:
             else:
                 sf.hvp(loss, (params, x), params)
     finally:
-        Crossing.gather = original
+        AxisCollective.gather = original
     return peak, WIDTH * WIDTH * 4 + 256 + 64  # weight, bias, a gap
 
 

@@ -24,7 +24,7 @@ import shardfn as sf
 from shardfn.comm import flat_memory
 from shardfn.engine import reductions, runtime
 from shardfn.engine.runtime import runtime_of
-from shardfn.layout.mesh import grid
+from shardfn.layout.mesh import grid_of
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 WIDTH = 6
@@ -71,7 +71,7 @@ def unwrap(tensor: Any) -> Tensor:
 
 
 def shared_by_calls(params: sf.Params) -> Any:
-    return runtime_of(params.plan, grid(params.mesh, params.plan.roles.storage))
+    return runtime_of(params.plan, grid_of(params.mesh, params.plan.roles.storage))
 
 
 def make(mesh: DeviceMesh, **fields: Any) -> tuple[Stack, sf.Params, Any, Tensor]:
@@ -131,10 +131,10 @@ def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) ->
             with pytest.raises(ArithmeticError, match="bomb"):
                 step(params, x, None, (kind, place))
             if kind == "forward":
-                assert not runtime.in_the_air
+                assert not runtime.in_flight
             for _ in range(2):
                 loss, grads = step(params, x)
-                assert not runtime.in_the_air
+                assert not runtime.in_flight
                 assert float(loss) == float(expected[0])
                 same(grads, expected[1])
 
@@ -295,11 +295,11 @@ def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
     model, params, step, x = make(mesh)
     _, want = step(params, x)
     tree = working(params)
-    in_the_air: list[int] = []
+    in_flight: list[int] = []
     reduce = reductions.Reductions.reduce
 
     def noted(self: Any, *args: Any) -> None:
-        in_the_air.append(len(self._flights))
+        in_flight.append(len(self._flights))
         reduce(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +309,7 @@ def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
             for name, leaf in tree.items():
                 assert leaf.grad is not None and leaf.grad.placements == leaf.placements
                 torch.testing.assert_close(unwrap(leaf.grad), times * unwrap(want[name]), rtol=1e-12, atol=1e-12)
-    assert len(in_the_air) == 10 and max(in_the_air) >= 1
+    assert len(in_flight) == 10 and max(in_flight) >= 1
     assert not shared_by_calls(params).accumulations
 
 
@@ -753,7 +753,7 @@ def test_copies_of_a_model_go_with_it(mesh: DeviceMesh) -> None:
         sf.apply(Stack().double(), params, x)
         sf.apply(model, params, x)
     gc.collect()
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     assert list(params.plan.home.once(("models", places), dict)) == [id(model)]
 
 

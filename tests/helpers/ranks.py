@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn.comm import packing
 
-_WAY_OF = packing.way_of
+_WAY_OF = packing.transfer_of
 
 
 @contextmanager
@@ -45,4 +45,4 @@ def zeroed(model: nn.Module) -> None:
 
 def in_place(message: int | None) -> None:
     """Let all buckets travel rank to rank, alone from `message` bytes on; None brings the usual limits back."""
-    packing.way_of = _WAY_OF if message is None else partial(_WAY_OF, total=0, message=message)
+    packing.transfer_of = _WAY_OF if message is None else partial(_WAY_OF, total=0, message=message)

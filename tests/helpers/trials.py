@@ -11,7 +11,7 @@ from shardfn.transforms import module_call
 _FOUND: "WeakKeyDictionary[nn.Module, list[Adjustments]]" = WeakKeyDictionary()
 
 
-class _Noting(module_call.Trial):
+class _Noting(module_call.ShapeTrace):
     """A shape-only trace that says what it has found."""
 
     def adjustments(self, *args: Any, **kwargs: Any) -> Adjustments:
@@ -26,4 +26,4 @@ def found_of(model: nn.Module) -> Adjustments:
     return _FOUND[model][0]
 
 
-module_call.Trial = _Noting  # in each process that runs such tests
+module_call.ShapeTrace = _Noting  # in each process that runs such tests

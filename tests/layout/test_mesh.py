@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
-from shardfn.layout.mesh import axes_of, chunk, grid, nested_chunk, roles
+from shardfn.layout.mesh import axes_of, chunk, grid_of, nested_chunk, roles
 from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import run
 
@@ -98,25 +98,25 @@ def test_what_is_no_mesh() -> None:
 
 def grids_on_a_rank() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    places = grid(mesh, ("tp", "fsdp"))
+    places = grid_of(mesh, ("tp", "fsdp"))
     rank = dist.get_rank()
     assert places.coords == {"fsdp": rank // 2, "tp": rank % 2} and places.sizes == {"fsdp": 2, "tp": 2}
     assert places.storage.mesh_dim_names == ("tp", "fsdp") and places.storage.mesh.tolist() == [[0, 2], [1, 3]]
     assert places.storage.get_group("tp") is mesh.get_group("tp") is places.groups["tp"], "no communicator is added"
     assert places.ranks() == [0, 1, 2, 3] and places.device == torch.device("cpu")
-    assert grid(mesh, ("tp", "fsdp")) is places, "made once"
-    assert grid(mesh, ("fsdp", "tp")).storage is mesh, "already in storage order"
+    assert grid_of(mesh, ("tp", "fsdp")) is places, "made once"
+    assert grid_of(mesh, ("fsdp", "tp")).storage is mesh, "already in storage order"
     twin = copy.deepcopy(mesh)
-    assert grid(twin, ("tp", "fsdp")) is not places and twin == mesh
+    assert grid_of(twin, ("tp", "fsdp")) is not places and twin == mesh
     part = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
     if rank in (0, 2):
-        assert grid(part, ("tp",)).coords == {"tp": int(rank == 2)}
+        assert grid_of(part, ("tp",)).coords == {"tp": int(rank == 2)}
     else:
         with pytest.raises(sf.ShardError, match=rf"rank {rank} is not part of the mesh \(tp=2\) over ranks \[0, 2\]"):
-            grid(part, ("tp",))
+            grid_of(part, ("tp",))
     mixed = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("fsdp", "tp"))
     with pytest.raises(sf.ShardError, match=r"descending order along 'fsdp': \[\[3, 0\], \[1, 2\]\]; torch orders"):
-        grid(mixed, ("tp", "fsdp"))
+        grid_of(mixed, ("tp", "fsdp"))
 
 
 def test_storage_meshes() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardfn.layout.partition import Lost, Part, even, reshaped, sliced
+from shardfn.layout.partition import NotRankByRank, Part, even, reshaped, sliced
 
 FUSED = Part("split", 0, ((3, 2),))  # (3 x@tp): three blocks of two
 
@@ -28,7 +28,7 @@ def test_a_view(part: Part, shape: tuple[int, ...], new: tuple[int, ...], dims: 
     [(FUSED, (6, 4), (2, 3, 4)), (Part("split", 1, ((1, 4), (1, 2))), (2, 6), (12,)), (even(0, 0), (0, 4), (0,))],
 )
 def test_a_view_that_cuts_between_parts(part: Part, shape: tuple[int, ...], new: tuple[int, ...]) -> None:
-    with pytest.raises(Lost):
+    with pytest.raises(NotRankByRank):
         reshaped(part, shape, new)
 
 
@@ -36,7 +36,7 @@ def test_a_slice() -> None:
     assert sliced(FUSED, 2, 4).runs == ((2, 2),)
     assert sliced(Part("split", 0, ((1, 4), (1, 2))), 4, 2).runs == ((1, 2),)
     for start, length in ((1, 2), (0, 3)):
-        with pytest.raises(Lost, match="cuts through"):
+        with pytest.raises(NotRankByRank, match="cuts through"):
             sliced(FUSED, start, length)
 
 

@@ -19,7 +19,7 @@ from shardfn._torch import unwrap_local, version_of, with_local, wrap_local
 from shardfn.comm.buckets import leaf_spec
 from shardfn.comm.flat_memory import empty_flat, merged
 from shardfn.layout.layout import local_slice, to_leaves
-from shardfn.layout.mesh import grid
+from shardfn.layout.mesh import grid_of
 from shardfn.optim import elementwise, torch_classes
 from shardfn.optim.base import Optimizer
 from shardfn.testing import assert_parity, assert_trees_close, count_collectives, on_meshes
@@ -77,7 +77,7 @@ def draw_grads(dtype: torch.dtype, seed: int, scale: float = 1.0) -> dict[str, T
 
 def sharded_like(params: sf.Params, full: Mapping[str, Tensor]) -> sf.Params:
     """Full tensors in the parameters' layouts, cut without communication."""
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     leaves: dict[str, Tensor] = {}
     for layout in params.plan.layouts.values():
         for leaf, whole in zip(layout.leaves, to_leaves(layout, full[layout.name]), strict=True):
@@ -246,7 +246,7 @@ def test_what_does_not_train_has_no_state_and_stays(mesh: DeviceMesh) -> None:
 
 def assert_zero_padding(params: sf.Params) -> None:
     """The padded row of the vocabulary is still zero."""
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     start, length = params.plan.leaves["emb.weight"][1].local_range(places.sizes, places.coords)[0]
     row = 11 - start
     if 0 <= row < length:
@@ -574,7 +574,7 @@ def second_order(opt: Optimizer, params: Any, grads: Any) -> dict[str, tuple[Ten
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_trees_that_do_not_go_together(mesh: DeviceMesh) -> None:
     params = sf.shard(make_model(), mesh, POLICY)
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     spec = leaf_spec(params.plan, places, "norm.weight", pending=True)
     pending = params.like({**params, "norm.weight": wrap_local(unwrap_local(params["norm.weight"]), spec)})
     moved = sf.reshard(params, replace(POLICY, rules={**POLICY.rules, "head.*": "..."}))

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import shardfn as sf
 from shardfn.parallel import wiring
 from shardfn.testing import assert_parity, count_collectives, on_meshes
-from shardfn.trace.interpreter import Variance
+from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.traced_axes import TracedAxes
 
 MESHES = ({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
@@ -348,7 +348,7 @@ def test_a_block_costs_an_all_reduce_each_way(mesh: DeviceMesh) -> None:
 
 
 def test_an_input_is_a_source_within_its_module_only() -> None:
-    variance = Variance({"tp": 2})
+    variance = Interpreter({"tp": 2})
     axes = TracedAxes(sf.MeshSpec(tp=2), {"tp": 2}, {"tp": 0}, variance)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     axes.note_source(x, "module first")

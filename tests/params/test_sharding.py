@@ -29,7 +29,7 @@ from shardfn._torch import unwrap_local, wrap_local
 from shardfn.comm import buckets
 from shardfn.comm.buckets import leaf_spec
 from shardfn.layout.layout import compute_view, local_slice, to_leaves
-from shardfn.layout.mesh import Grid, grid
+from shardfn.layout.mesh import Grid, grid_of
 from shardfn.layout.policy import BATCH_AXES
 from shardfn.testing import count_collectives, on_meshes, run
 
@@ -99,7 +99,7 @@ def reduced_full(case: Case, plan: sf.Plan, op: str) -> dict[str, Tensor]:
 def reduce_grads_adds_once(case: Case) -> None:
     layouts = case.layouts[0]
     params = sf.shard(case.whole_numbers(99), layouts.mesh(), layouts.policy())
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     exact = all(dtype in FLOATS for dtype in case.dtypes)
     for op in ("mean", "sum") if exact else ("sum",):
         want = sf.shard(reduced_full(case, params.plan, op), layouts.mesh(), layouts.policy())
@@ -118,7 +118,7 @@ def test_reduce_grads_adds_once() -> None:
 def gather_is_differentiable(case: Case) -> None:
     layouts = case.layouts[0]
     params = sf.shard(case.whole_numbers(99), layouts.mesh(), layouts.policy())
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     leaves = {
         n: wrap_local(unwrap_local(x), leaf_spec(params.plan, places, n), requires_grad=True) for n, x in params.items()
     }
@@ -495,7 +495,7 @@ def counts_on_a_rank(fsdp: int, tp: int) -> dict[str, Any]:
         sf.gather(params)
     out["gather"] = counts.as_dict()
     pending = {n: torch.ones_like(x) for n, x in params.items()}
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     for name in pending:
         spec = leaf_spec(params.plan, places, name, pending=True)
         leaf = params.plan.leaves[name][1]
@@ -620,7 +620,7 @@ def test_reduce_dtype() -> None:
 
 def pending_tree_on_a_rank(verb: str) -> None:
     params = sf.shard({"w": torch.zeros(4, 2)}, make_mesh(fsdp=2), sf.Policy())
-    places = grid(params.mesh, params.plan.roles.storage)
+    places = grid_of(params.mesh, params.plan.roles.storage)
     tree = params.like({"w": wrap_local(torch.zeros(4, 2), leaf_spec(params.plan, places, "w", pending=True))})
     sf.gather(tree) if verb == "gather" else sf.reshard(tree, sf.Policy(default="replicate"))
 

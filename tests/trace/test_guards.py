@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.testing import assert_parity, on_meshes
-from shardfn.trace.shape_trace import Trial
+from shardfn.trace.shape_trace import ShapeTrace
 
 RULES = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
 
@@ -171,17 +171,17 @@ def test_a_number_that_chooses_another_way_through_a_tensor_of_the_forwards_own(
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How often shape-only traces look for what to add, and what is asked of numbers."""
-    found, finds, watches = [0, 0], Trial.adjustments, Trial.watched
+    found, finds, watches = [0, 0], ShapeTrace.adjustments, ShapeTrace.watched
 
-    def adjustments(self: Trial, *args: Any) -> Any:
+    def adjustments(self: ShapeTrace, *args: Any) -> Any:
         found[0] += 1
         return finds(self, *args)
 
-    def watched(self: Trial, *args: Any) -> Any:
+    def watched(self: ShapeTrace, *args: Any) -> Any:
         found[1] += 1
         return watches(self, *args)
 
-    kind: Any = Trial
+    kind: Any = ShapeTrace
     kind.adjustments, kind.watched = adjustments, watched
     try:
         yield found

@@ -9,20 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from shardfn.testing import assert_close, assert_trees_close, on_meshes
-from shardfn.trace.function_mode import Functions
-from shardfn.trace.interpreter import Variance
-from shardfn.trace.meta_values import Values, to_meta
+from shardfn.trace.function_mode import PairedFunctionMode
+from shardfn.trace.interpreter import Interpreter
+from shardfn.trace.meta_values import MetaValues, to_meta
 
 
-def _run() -> tuple[Variance, Tensor]:
+def _run() -> tuple[Interpreter, Tensor]:
     """A run, and integers without data that it knows."""
-    run = Variance({})
+    run = Interpreter({})
     return run, to_meta(torch.tensor([3, 1, 2]), run.values)
 
 
 def test_integers_become_lists_and_lists_become_integers() -> None:
     run, x = _run()
-    with run.worlds.run(), run, Functions(run):
+    with run.sides.run(), run, PairedFunctionMode(run):
         assert (2 * x).tolist() == [6, 2, 4]
         assert torch.tensor([4, 5], device="meta").add(1).tolist() == [5, 6]
         assert len(torch.repeat_interleave(x)) == 6
@@ -57,7 +57,7 @@ def test_what_is_drawn_is_not_known_and_draws_nothing() -> None:
 
 def test_what_fails_with_values_is_done_without() -> None:
     """Not every operation takes integers of the CPU."""
-    values = Values()
+    values = MetaValues()
     x = to_meta(torch.tensor([3, 1], dtype=torch.int32), values)
     out = values.run(torch.ops.aten.histc.default, (x, 4), {})
     assert out.shape == (4,) and values.as_list(out) is None
@@ -148,13 +148,13 @@ def test_what_is_written_into_a_tensor_with_data_is_refused(written: Callable[[T
 def test_a_tensor_with_data_counts_as_it_is_where_it_meets_others() -> None:
     run, x = _run()
     own = torch.tensor([1, 0, 2])
-    with run.worlds.run(), run, Functions(run):
+    with run.sides.run(), run, PairedFunctionMode(run):
         assert (x + own).tolist() == [4, 1, 4]
         own.add_(1)
         assert (x + own).tolist() == [5, 2, 5]
 
 
 def test_a_tensor_on_the_cpu_meets_no_other_of_another_device() -> None:
-    run = Variance({}, on_cpu=False)
-    with run.worlds.run(), run, Functions(run), pytest.raises(RuntimeError, match="device"):
+    run = Interpreter({}, on_cpu=False)
+    with run.sides.run(), run, PairedFunctionMode(run), pytest.raises(RuntimeError, match="device"):
         _ = torch.empty(3, device="meta") + torch.ones(3)

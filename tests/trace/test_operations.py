@@ -17,8 +17,8 @@ from shardfn.comm.collective_autograd import watched
 from shardfn.layout.partition import SAME, SUM, Part, Tag, even
 from shardfn.testing import on_meshes
 from shardfn.trace import operations
-from shardfn.trace.function_mode import Functions
-from shardfn.trace.interpreter import Variance
+from shardfn.trace.function_mode import PairedFunctionMode
+from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.paired_sizes import Paired, local_of, whole_of
 
 RANKS = 2
@@ -321,13 +321,13 @@ def test_each_rank_has_the_part_that_is_said(name: str) -> None:
     results: list[Tensor] = []
     said: Part | None = None
     for rank in range(case.ranks):
-        run = Variance({"tp": case.ranks})
-        with run.worlds.run():
+        run = Interpreter({"tp": case.ranks})
+        with run.sides.run():
             pairs = [(_taken(x, part, rank, case.ranks), x) for x, part in zip(inputs, case.parts, strict=True)]
             given = [x if own.shape == x.shape else Paired(own, x) for own, x in pairs]
             for x, part in zip(given, case.parts, strict=True):
                 run.mark(x, Tag({"tp": part} if part is not None else {}))
-            with run, Functions(run), watched(run.note_collective):
+            with run, PairedFunctionMode(run), watched(run.note_collective):
                 made = case.fn(*given)
         results.append(local_of(made))
         said = run.tag(made).parts.get("tp")
@@ -412,12 +412,12 @@ def _made_by_ranks(fn: Callable[[Tensor], Tensor], x: Tensor, part: Part) -> tup
     """What each of two ranks makes of its part of `x`, or of half of it for a sum, and what is said of that."""
     results, said = list[Tensor](), SAME
     for rank in range(RANKS):
-        run = Variance({"tp": RANKS})
-        with run.worlds.run():
+        run = Interpreter({"tp": RANKS})
+        with run.sides.run():
             own = _taken(x, part, rank) if part.split else (x * 0.25 if rank else x * 0.75)
             given = Paired(own, x) if own.shape != x.shape else own
             run.mark(given, Tag({"tp": part}))
-            with run, Functions(run), watched(run.note_collective):
+            with run, PairedFunctionMode(run), watched(run.note_collective):
                 made = fn(given)
         results.append(local_of(made))
         said = run.tag(made).parts["tp"]
@@ -470,7 +470,7 @@ def test_what_dtensor_computes_without_communication_is_not_refused(mesh: Device
 
 def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
     """A lost value stays lost, whatever is done with it."""
-    run = Variance({"tp": RANKS})
+    run = Interpreter({"tp": RANKS})
     x = _rand(3, 4)
     run.mark(x, Tag({"tp": Part("lost", why="of a reason")}))
     done: Any = None
@@ -483,7 +483,7 @@ def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
 @pytest.mark.parametrize("summed", [lambda x: x.sum(-1), lambda x: (x[:, 0] * x[:, 1]).sum(-1), lambda x: x @ x.mT])
 def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], summed: Callable[..., Tensor]) -> None:
     """What is there is zero in a weight, and anything after an exponential function."""
-    run = Variance({"tp": RANKS}, "rank", padded=padded)
+    run = Interpreter({"tp": RANKS}, "rank", padded=padded)
     x, weight = _rand(2, 4, 3), _rand(4, 3)
     run.mark(x, Tag({"tp": even(2, 3)}))
     run.mark(weight, Tag({"tp": even(1, 3)}, weight=True))
@@ -493,7 +493,7 @@ def test_a_sum_over_a_padded_dim_is_lost(padded: tuple[tuple[int, int], ...], su
     assert run.tag(row).parts["tp"] == SUM, "a row-parallel linear"
 
 
-def test_what_nothing_is_known_of_says_so_where_it_is_done_in_each_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nothing_is_known_of_says_so_where_it_is_done_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(operations.RULES, "upsample_nearest2d")
     _, said = _made_by_ranks(ALONG["nearest2d"], _rand(4, 4, 4, 4), even(1, 2))
     assert said.kind == "lost" and said.why == "nothing is known of upsample_nearest2d on split values"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn.comm.packing import Crossing
+from shardfn.comm.packing import AxisCollective
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
 
 TRACE = {path.stem for path in (Path(sf.__file__).parent / "trace").glob("*.py")}
@@ -197,22 +197,22 @@ def _largest_live_bytes(regather: bool) -> tuple[int, int, int]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
     params = sf.shard(model, mesh, sf.Policy(regather=regather))
     peak = 0
-    original = Crossing.gather
+    original = AxisCollective.gather
 
-    def counted(self: Crossing, shards: Any, dtype: torch.dtype, buffers: Any) -> Any:
+    def counted(self: AxisCollective, shards: Any, dtype: torch.dtype, buffers: Any) -> Any:
         nonlocal peak
         made = yield from original(self, shards, dtype, buffers)
         peak = max(peak, sum(b.storage.nbytes() for b in buffers.buffers() if not b.free))
         return made
 
-    Crossing.gather = counted
+    AxisCollective.gather = counted
     try:
         # The first unit has a gradient of its input too; asked for outside, the result would keep a graph.
         step = sf.value_and_grad(lambda p, x: sf.apply(model, p, x.detach().requires_grad_()).square().mean())
         for _ in range(3):
             step(params, torch.randn(3, 64))
     finally:
-        Crossing.gather = original
+        AxisCollective.gather = original
     whole = 64 * 64 * 4 + 256 + 64  # weight, bias, a gap
     return peak, whole, 16 * whole
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._init_utils import _get_device_from_device_id, _is_v
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardfn._torch import move_to_mesh
-from shardfn.layout import default_device_type, device_of, grid, roles, shards_in, use_part
+from shardfn.layout import default_device_type, device_of, grid_of, roles, shards_in, use_part
 from shardfn.notation import ShardError
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -102,7 +102,7 @@ def spread(module: nn.Module, before: DeviceMesh, now: DeviceMesh) -> bool:
     more = tuple(axis for axis in now.mesh_dim_names or () if axis not in theirs)
     if not more or any(ranks_of(before, axis) != ranks_of(now, axis) for axis in theirs):
         return False
-    storage, wider = grid(before, theirs).storage, grid(now, (*more, *theirs)).storage
+    storage, wider = grid_of(before, theirs).storage, grid_of(now, (*more, *theirs)).storage
     ours = shards_in(module)
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and id(parameter) in ours and parameter.device_mesh == storage:

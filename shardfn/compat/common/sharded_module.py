@@ -28,7 +28,7 @@ from shardfn.compat.common.meshes import spread
 from shardfn.layout import OWN, Policy, Reduction, exactly, mesh, planning, shards_in, unwrapped
 from shardfn.notation import ShardError
 from shardfn.params import initialize
-from shardfn.stateful import Held, adopt, bound, install
+from shardfn.stateful import ModuleShards, adopt, bound, install
 
 RECORD = f"{OWN}record"  # the key of a `Sharded` in the dict of each of its modules
 _TREES = f"{OWN}trees"  # the key of the plans of the tree below a module, by whether they are in full precision
@@ -111,7 +111,7 @@ class Tree:
     """A plan of the tree below a module, and the units that it is made from, by name."""
 
     units: dict[str, Sharded]
-    held: Held
+    held: ModuleShards
     versions: list[int]
 
     @property
@@ -193,7 +193,7 @@ def put_shards(
     install(module, params)
 
 
-def held_now(module: nn.Module) -> Held:
+def current_shards(module: nn.Module) -> ModuleShards:
     """The leaves of the tree below a sharded module, as one plan; see `_tree_now`."""
     return _tree_now(module, exact=False).held
 

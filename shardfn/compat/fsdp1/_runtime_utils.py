@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.compat.common import held_now
+from shardfn.compat.common import current_shards
 
 
 def _lazy_init(state: nn.Module, root_module: nn.Module) -> Any:
     """Make `root_module`, which is the same as `state`, the root of its tree now instead of at its first forward."""
-    held_now(root_module)
+    current_shards(root_module)
     return state

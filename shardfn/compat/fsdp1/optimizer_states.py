@@ -279,10 +279,10 @@ def _from_first(state: Mapping[str, Any], record: Instance) -> dict[str, Any]:
     box: list[Any] = [described]
     for group in record.mesh.get_all_groups():
         dist.broadcast_object_list(box, group=group, group_src=0, device=record.device)
-    places = mesh.grid(record.mesh, record.mesh.mesh_dim_names or ())
+    grid = mesh.grid_of(record.mesh, record.mesh.mesh_dim_names or ())
 
     def sent(x: Tensor) -> Tensor:
-        value = initialize.from_src(x, record.first_rank, places)
+        value = initialize.from_src(x, record.first_rank, grid)
         return value if value.dim() else value.cpu()
 
     return pytree.tree_map_only(Tensor, sent, box[0] if described is None else dict(state))

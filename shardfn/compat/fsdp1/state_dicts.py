@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local, with_local
 from shardfn.checkpoint import directories
-from shardfn.compat.common import CopiesIntoShards, held_now, laid_out, own_modules, whole_of
+from shardfn.compat.common import CopiesIntoShards, current_shards, laid_out, own_modules, whole_of
 from shardfn.compat.fsdp1.instance import Instance, as_before, state_dict_settings
 from shardfn.context import having, holding
 from shardfn.layout import WRAPPED, unwrapped
@@ -192,7 +192,7 @@ def kind_wanted(record: Instance) -> StateDictType:
 
 def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
     """The values of a collected state dict in the flavour that is wanted."""
-    record, held = Instance.of(module), held_now(module)
+    record, held = Instance.of(module), current_shards(module)
     kind, config = kind_wanted(record), record.state_dicts.state_dict_config
     if kind == StateDictType.LOCAL_STATE_DICT and record.given_mesh:
         why = "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT"
@@ -230,7 +230,7 @@ def _as_shards(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     kind = kind_wanted(Instance.of(module))
     with holding(_collecting, True):
         template: dict[str, Any] = type(module.__dict__[WRAPPED]).state_dict(module, keep_vars=True)
-    shards = set(map(id, held_now(module).leaves().values()))
+    shards = set(map(id, current_shards(module).leaves().values()))
     problems: list[str] = []
     flat = [key for key in state if key.rpartition(".")[2] == _FLAT]
     new_state: dict[str, Any] = OrderedDict(state)
@@ -404,7 +404,7 @@ def _whole_parameters(
     module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, to: Any, with_grads: bool
 ) -> Iterator[None]:
     """Whole parameters in an instance, and with `recurse` in those inside it."""
-    held = held_now(module)
+    held = current_shards(module)
     params = held.params(module)
     tree = params.like((name, x) for name, x in params.items() if recurse or not held.plan.leaves[name][0].unit)
     full = _full(tree, to)

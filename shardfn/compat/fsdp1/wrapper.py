@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import unwrap_local
 from shardfn.binding import is_computing
-from shardfn.compat.common import RECORD, compile_units, held_now, meshes, run
+from shardfn.compat.common import RECORD, compile_units, current_shards, meshes, run
 from shardfn.compat.fsdp1 import instance
 from shardfn.compat.fsdp1.instance import NOT_GIVEN, Instance, Settings
 from shardfn.compat.fsdp1.optimizer_states import OptimizerStates
@@ -373,7 +373,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether no other instance holds this one."""
-        held_now(self)
+        current_shards(self)
         return not self.__dict__[RECORD].inner
 
     def _require_idle_root(self, words: str) -> None:
@@ -442,7 +442,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         grads: list[Any] = [parameter.grad for parameter in self.params_with_grad]
         refuse_held_back("clip_grad_norm_", grads)
         wide = torch.float64 if any(x.dtype == torch.float64 for x in self.parameters()) else torch.float32
-        plan = held_now(self).plan
+        plan = current_shards(self).plan
         split = {axis for _, leaf in plan.leaves.values() for axis in leaf.axes}
         axes = [axis for axis, size in plan.axes.items() if axis in split and size > 1]  # alike on every rank
         first_along = [axis for axis in axes if record.mesh.get_local_rank(axis) == 0]

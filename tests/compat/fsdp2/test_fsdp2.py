@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardfn as sf
 from shardfn.comm.buckets import whole
-from shardfn.compat.common.sharded_module import held_now
+from shardfn.compat.common.sharded_module import current_shards
 from shardfn.compat.fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, on_meshes, run
 
@@ -663,7 +663,7 @@ def test_a_setting_that_changes_after_a_forward_counts(mesh: DeviceMesh) -> None
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(torch.ones(2, 4))
-    assert [unit.regather for unit in held_now(model).plan.units if unit.name] == [True, True]
+    assert [unit.regather for unit in current_shards(model).plan.units if unit.name] == [True, True]
     model[0].set_reshard_after_forward(False)
     model(torch.ones(2, 4))
-    assert [unit.regather for unit in held_now(model).plan.units if unit.name] == [False, True]
+    assert [unit.regather for unit in current_shards(model).plan.units if unit.name] == [False, True]

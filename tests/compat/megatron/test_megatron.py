@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn.comm import buckets
-from shardfn.compat.common.sharded_module import held_now
+from shardfn.compat.common.sharded_module import current_shards
 from shardfn.compat.fsdp2 import FSDPModule
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
 from shardfn.testing import assert_trees_close, run
@@ -108,7 +108,7 @@ def _nested() -> None:
     whole, tied = _model(), _model()
     whole.layers[1] = _Nested().double()
     model: Any = TorchFullyShardedDataParallel(CONFIG, SimpleNamespace(), whole, WRAP)
-    units = [unit.name for unit in held_now(model.module).plan.units]
+    units = [unit.name for unit in current_shards(model.module).plan.units]
     assert units == ["layers.0", "layers.1", "layers.1.inner", "special", "output_layer"]
     tied.layers[1] = nested = _Nested().double()
     nested.inner.up.weight = nested.up.weight
