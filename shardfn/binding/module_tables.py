@@ -61,9 +61,8 @@ class Call:
         self.binding, self.session, self.tables, self.outer = binding, session, binding.tables, CALL.get()
         self.thread = get_ident()
         # The gathered parameter of a name, as modules see it.
-        self.weight: Callable[[str], Any] = (
-            session.weight if binding.vary is None else partial(_varied, binding, session)
-        )
+        varied = session.weight if binding.vary is None else partial(_varied, binding, session)
+        self.weight: Callable[[str], Any] = varied
         # By table and attribute: what `torch.func.functional_call` in a forward has put in the place of a weight.
         self.instead: dict[tuple[int, str], Any] = {}
 
@@ -545,12 +544,9 @@ def as_usual(module: nn.Module) -> Iterator[None]:
 def _reduced(module: nn.Module) -> Any:
     """What makes a copy of a module: that has a forward of its own, not the one that stands for the original's."""
     reduced = module.__reduce_ex__(4)
-    if (
-        len(reduced) > 2
-        and isinstance(reduced[2], dict)
-        and isinstance(stand := reduced[2].get("forward"), ForwardStandIn)
-    ):
-        state = {key: value for key, value in reduced[2].items() if key != "forward"}
+    had = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
+    if isinstance(stand := had.get("forward"), ForwardStandIn):
+        state = {key: value for key, value in had.items() if key != "forward"}
         if stand.original is not None:
             state["forward"] = stand.original
         reduced = (*reduced[:2], state, *reduced[3:])

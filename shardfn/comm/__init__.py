@@ -18,12 +18,5 @@ from shardfn.comm.collectives import axis_index, axis_size, into_losses, pmean, 
 from shardfn.comm.collectives import psum_scatter, pvary, shard_slice
 from shardfn.comm.flat_memory import BufferPool, Buffers, FreshBuffers, map_runs, merged, portions
 from shardfn.comm.packing import host_of
-from shardfn.comm.raw_collectives import (
-    Explain,
-    AsyncCollective,
-    Steps,
-    accumulation_dtype,
-    backend_of,
-    gather_flat,
-    sum_flat_,
-)
+from shardfn.comm.raw_collectives import Explain, AsyncCollective, Steps, accumulation_dtype, backend_of, gather_flat
+from shardfn.comm.raw_collectives import sum_flat_

@@ -60,10 +60,10 @@ Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat ten
 
 
 def gather_steps(
-    axis_collectives: Sequence[AnyAxisCollective], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
+    collectives: Sequence[AnyAxisCollective], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
 ) -> Steps:
     """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
-    *inner, last = axis_collectives
+    *inner, last = collectives
     tensors = shards
     for collective in inner:
         (flat,) = yield from collective.gather(tensors, dtype, buffers)
@@ -79,27 +79,26 @@ def gather_leaves(
     `axes` are the innermost splits of every leaf, once those over the `undone` axes are undone. One all-gather an axis
     larger than one; axes of one rank cost nothing: the shards themselves come back.
     """
-    axis_collectives = _axis_collectives(leaves, axes, grid, undone)
-    if not axis_collectives or not shards:
+    collectives = _collectives(leaves, axes, grid, undone)
+    if not collectives or not shards:
         return list(shards)
-    (flat,) = AsyncCollective(
-        gather_steps(axis_collectives, shards, shards[0].dtype, FreshBuffers(grid.device))
-    ).finish()
-    return axis_collectives[-1].wholes_of(flat)
+    steps = gather_steps(collectives, shards, shards[0].dtype, FreshBuffers(grid.device))
+    (flat,) = AsyncCollective(steps).finish()
+    return collectives[-1].wholes_of(flat)
 
 
-def _axis_collectives(
+def _collectives(
     leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
 ) -> list[AnyAxisCollective]:
     """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
-    axis_collectives: list[AnyAxisCollective] = []
+    collectives: list[AnyAxisCollective] = []
     for axis in reversed(axes):
         kept = tuple(other for other in kept if other != axis)
-        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not axis_collectives):
-            kind = PureAxisCollective if grid.pure else partial(AxisCollective, host=None if axis_collectives else host)
-            axis_collectives.append(kind(leaves, grid, axis, kept))
-    return axis_collectives
+        if grid.sizes[axis] > 1 or (host is not None and axis == axes[0] and not collectives):
+            kind = PureAxisCollective if grid.pure else partial(AxisCollective, host=None if collectives else host)
+            collectives.append(kind(leaves, grid, axis, kept))
+    return collectives
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -174,19 +173,19 @@ class BucketOnGrid:
         return host_of(self.plan.policy, self.grid.device)
 
     @cached_property
-    def axis_collectives(self) -> list[AnyAxisCollective]:
+    def collectives(self) -> list[AnyAxisCollective]:
         """One for each axis to gather over, in the order of gathering."""
-        return _axis_collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
+        return _collectives(self.leaves, self.bucket.axes, self.grid, host=self.host)
 
     @cached_property
     def moves_data(self) -> bool:
         """Whether gathering moves data; otherwise the gathered tensors are the shards themselves, or copies of them."""
-        return bool(self.axis_collectives)
+        return bool(self.collectives)
 
     @cached_property
     def idle(self) -> bool:
         """Whether no axis has a part in either direction: leaves are used, and gradients passed on, as they are."""
-        return not (self.axis_collectives or self._sum_axes or self._padded or self.host is not None)
+        return not (self.collectives or self._sum_axes or self._padded or self.host is not None)
 
     def unmoved(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """What gathering gives when it moves nothing: the shards, in the bucket's dtype and on the device."""
@@ -225,7 +224,7 @@ class BucketOnGrid:
     @cached_property
     def reduces_twice(self) -> bool:
         """Whether a reduce-scatter is followed by an all-reduce."""
-        return bool(self.axis_collectives and self._sum_axes)
+        return bool(self.collectives and self._sum_axes)
 
     def part(self, wanted: Sequence[bool]) -> "BucketOnGrid":
         """The same bucket with some of its leaves only."""
@@ -242,29 +241,27 @@ class BucketOnGrid:
         if self.grid.pure:
             return self.new_shards(torch.empty, dtype, None)
         memory = self.host.buffers if self.host is not None else FreshBuffers(self.grid.device)
-        if self.axis_collectives:
-            collective = self.axis_collectives[0]
+        if self.collectives:
+            collective = self.collectives[0]
             assert isinstance(collective, AxisCollective)
             return collective.shards_of(memory.tensor(collective.numel, dtype))
         return split_flat(memory.tensor(sum(map(prod, self._shard_shapes)), dtype), self._shard_shapes)
 
     def gather_steps(self, shards: Sequence[Tensor]) -> Steps:
         """Local shards -> one flat tensor, whole over the data axes, in the bucket's dtype; for `wholes_of`."""
-        if len(self.axis_collectives) == 1:
-            return self.axis_collectives[0].gather(shards, self.bucket.dtype, self.buffers)
-        return gather_steps(self.axis_collectives, shards, self.bucket.dtype, self.buffers)
+        if len(self.collectives) == 1:
+            return self.collectives[0].gather(shards, self.bucket.dtype, self.buffers)
+        return gather_steps(self.collectives, shards, self.bucket.dtype, self.buffers)
 
     def wholes_of(self, flat: Tensor) -> list[Tensor]:
         """The leaves in what `gather_steps` makes."""
-        return self.axis_collectives[-1].wholes_of(flat)
+        return self.collectives[-1].wholes_of(flat)
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local shards -> tensors whole over the data axes, in the bucket's dtype; without a collective, the shards."""
-        return (
-            self.unmoved(shards)
-            if not self.moves_data
-            else self.wholes_of(AsyncCollective(self.gather_steps(shards)).finish()[0])
-        )
+        if not self.moves_data:
+            return self.unmoved(shards)
+        return self.wholes_of(*AsyncCollective(self.gather_steps(shards)).finish())
 
     def reduce_steps(self, wholes: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], op: Reduction) -> Steps:
         """Pending gradients, whole over the data axes -> this rank's shards of their sum or mean, in `dtypes`.
@@ -279,8 +276,8 @@ class BucketOnGrid:
             return (yield from self._finished_shards(flat, shards, dtypes))
         tensors: Sequence[Tensor | None] = wholes
         shards: Cut
-        if self.axis_collectives:
-            *outer, last = reversed(self.axis_collectives)
+        if self.collectives:
+            *outer, last = reversed(self.collectives)
             for collective in outer:
                 (flat,) = yield from collective.reduce(tensors, dtype, self.buffers, self.buffers)
                 tensors, dtype = collective.shards_of(flat), flat.dtype
@@ -301,13 +298,13 @@ class BucketOnGrid:
         self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Cut]:
         """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
-        if self.grid.pure or len(self.axis_collectives) > 1 or (self.axis_collectives and self._sum_axes):
+        if self.grid.pure or len(self.collectives) > 1 or (self.collectives and self._sum_axes):
             raise ShardError("a reduction of your own works over one data axis, on real ranks")
-        if not self.axis_collectives:
+        if not self.collectives:
             flat, shards = self._unmoved_gradients(wholes, dtype)
             reduce(flat, None)
             return flat, shards
-        collective = self.axis_collectives[0]
+        collective = self.collectives[0]
         assert isinstance(collective, AxisCollective)
         flat = self._results.tensor(collective.numel, dtype)
         reduce(collective.parts_for_ranks(wholes, dtype, self._results), flat)

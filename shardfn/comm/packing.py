@@ -186,9 +186,8 @@ class FlatLayout:
         self.starts = list(accumulate((split.numel for split in splits), initial=0))  # of each shard in the flat tensor
         self.numel = self.starts[-1]  # n
         self.contiguous = all(prod(split.shard[: split.dim]) <= 1 or split.shard == split.chunk for split in splits)
-        self.full = all(
-            split.shard == split.chunk and split.numel for split in splits
-        )  # no shard is padded, none empty
+        # Whether no shard is padded, and none empty.
+        self.full = all(split.shard == split.chunk and split.numel for split in splits)
         chunks = apart_again(torch.empty(self.numel, device="meta"), [split.chunk for split in splits])
         pairs = zip(splits, chunks, strict=True)
         self.shards = [view_of(chunk.narrow(split.dim, 0, split.shard[split.dim])) for split, chunk in pairs]
@@ -482,9 +481,8 @@ class PureAxisCollective:
         """[W, n]: row i is for rank i."""
         zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._moves_at(coords), wholes, strict=True)
         gradients = [(zeros(split.whole, dtype=dtype) if x is None else x.to(dtype), split) for split, x in pairs]
-        return [
-            torch.cat([_rows(x, split, self.ranks).reshape(self.ranks, split.numel) for x, split in gradients], dim=1)
-        ]
+        rows = [_rows(x, split, self.ranks).reshape(self.ranks, split.numel) for x, split in gradients]
+        return [torch.cat(rows, dim=1)]
 
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n]."""

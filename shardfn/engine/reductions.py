@@ -59,9 +59,8 @@ def hold_back(on_grid: BucketOnGrid, leaves: Sequence[Tensor], pending: Grads) -
         whole = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format).copy_(grad)
         if had is not None:
             # It counts more than those of all ranks, whose mean is still to be taken.
-            ranks = prod(
-                on_grid.grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in on_grid.leaves[index].axes
-            )
+            axes = on_grid.leaves[index].axes
+            ranks = prod(on_grid.grid.sizes[axis] for axis in on_grid.plan.roles.data if axis in axes)
             _own_part(on_grid, index, whole).add_(unwrap_local(had), alpha=ranks)
         leaf.grad = wrap_local(whole, on_grid.spec(index, dtype, True))
 
@@ -119,15 +118,13 @@ class Reductions:
         op = on_grid.plan.reduction
         assert op is not None
         # Hybrid sharding has one more: the last bucket goes on from its reduce-scatter to its all-reduce.
-        while len(self._in_flight) >= _IN_FLIGHT + on_grid.reduces_twice + (
-            _TO_THE_HOST if on_grid.host is not None else 0
-        ):
+        most = _IN_FLIGHT + on_grid.reduces_twice + (_TO_THE_HOST if on_grid.host is not None else 0)
+        while len(self._in_flight) >= most:
             self._land()
         if self._in_flight:
             self._in_flight[-1][1].advance()
-        self._in_flight.append(
-            (on_grid.bucket.leaves, AsyncCollective(on_grid.reduce_steps(pending, dtypes, op), explain))
-        )
+        begun = AsyncCollective(on_grid.reduce_steps(pending, dtypes, op), explain)
+        self._in_flight.append((on_grid.bucket.leaves, begun))
 
     def settle(self) -> dict[str, Tensor]:
         """Wait for all; this rank's part of the gradient of every leaf that got one."""

@@ -78,7 +78,7 @@ class Gathered:
         """Wait for the gather: the whole leaves."""
         collective, self._collective = self._collective, None
         if collective is not None:
-            return self.on_grid.axis_collectives[-1].wholes_of(self._runtime.finish(collective))
+            return self.on_grid.collectives[-1].wholes_of(self._runtime.finish(collective))
         return [whole.detach() for whole in self.on_grid.unmoved(self._shards)]
 
     def note(self, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:

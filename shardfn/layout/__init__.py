@@ -11,36 +11,15 @@ from shardfn.layout import mesh, planning
 from shardfn.layout.layout import Axes, Box, Layout, Leaf, blocks, clear_padding_, compute_view, compute_view_shape
 from shardfn.layout.layout import from_compute_view, local_boxes, local_slice, narrowed, own_parts, parts_of, runs
 from shardfn.layout.layout import to_leaves
-from shardfn.layout.mesh import (
-    Grid,
-    MeshSpec,
-    Roles,
-    axes_of,
-    chunk,
-    default_device_type,
-    device_of,
-    grid_of,
-    index_along,
-)
+from shardfn.layout.mesh import Grid, MeshSpec, Roles, axes_of, chunk, default_device_type, device_of, grid_of
+from shardfn.layout.mesh import index_along
 from shardfn.layout.mesh import make_mesh, nested_chunk, nested_index, not_in_mesh, part_of, per_rank, roles, use_part
 from shardfn.layout.model_info import BIAS_DIM, CLASS, OUT_DIM, OWN, WRAPPED, ModuleInfo, StandIn, by_all_names
 from shardfn.layout.model_info import calls_own, class_name, class_of, declares, describe, has_derivatives, kind_of
 from shardfn.layout.model_info import may_be_differentiated, named_buffers, named_parameters, note_shard
 from shardfn.layout.model_info import patched_forward, register, shallow_copy, shards_in, submodule, unwrapped
-from shardfn.layout.partition import (
-    BY_ACTS,
-    SAME,
-    SUM,
-    Cure,
-    Kind,
-    NotRankByRank,
-    Part,
-    Problem,
-    Runs,
-    Shape,
-    FailedOperation,
-    Tag,
-)
+from shardfn.layout.partition import BY_ACTS, SAME, SUM, Cure, Kind, NotRankByRank, Part, Problem, Runs, Shape
+from shardfn.layout.partition import FailedOperation, Tag
 from shardfn.layout.partition import after_collective, even, in_two_dims, reshaped, sliced
 from shardfn.layout.plan import Bucket, Plan, Reduction, Unit
 from shardfn.layout.planning import decide, plan, replace_units

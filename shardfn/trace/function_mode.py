@@ -99,45 +99,45 @@ def _of_tensors(index: Any) -> Any:
 # -- what leaves a run ------------------------------------------------------------------------------------------------
 
 
-def check_kept(interpreter: Interpreter, values: Any) -> None:
+def check_kept(run: Interpreter, values: Any) -> None:
     """Note what has to be done with the parts in values that modules keep after `apply`."""
-    _check_numbers(interpreter, values)
+    _check_numbers(run, values)
     for tensor in tensors_in(values, depth=4):
-        tag, shape = interpreter.tag(tensor), tuple(local_of(tensor).shape)
+        tag, shape = run.tag(tensor), tuple(local_of(tensor).shape)
         for axis, part in tag.parts.items():
             if part.kind != "same":
-                _check_output(interpreter, tag, axis, part, None, shape, ())
+                _check_output(run, tag, axis, part, None, shape, ())
             elif tag.wants or tensor.requires_grad:
                 what = (
                     f"a value of shape {shape} that ranks of '{axis}' use in shares is kept, "
                     "where its gradient would be a part of a sum: return it, or detach it"
                 )
-                interpreter.problems.append(Problem(what, "gradient"))
+                run.problems.append(Problem(what, "gradient"))
 
 
-def check_outputs(interpreter: Interpreter, output: Any, kept: Collection[str] = ()) -> None:
+def check_outputs(run: Interpreter, output: Any, kept: Collection[str] = ()) -> None:
     """Note what has to be done with the parts that leave `apply`; modules in `kept` may leave theirs split."""
-    _check_numbers(interpreter, output)
+    _check_numbers(run, output)
     for at, leaf in enumerate(pytree.tree_leaves(output)):
         for inner, tensor in enumerate(tensors_in(leaf, depth=4)):
-            tag, shape, expected = interpreter.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
+            tag, shape, expected = run.tag(tensor), tuple(local_of(tensor).shape), tuple(whole_of(tensor).shape)
             for axis, part in tag.parts.items():
                 direct = isinstance(leaf, Tensor) and not inner
                 if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
-                    if tag.source is None and tag.whole_shape(shape, interpreter.sizes) == expected:
-                        interpreter.found |= Adjustments(joined={(at, axis, part.dim)})
+                    if tag.source is None and tag.whole_shape(shape, run.sizes) == expected:
+                        run.found |= Adjustments(joined={(at, axis, part.dim)})
                         continue
-                _check_output(interpreter, tag, axis, part, at if direct else None, shape, kept)
+                _check_output(run, tag, axis, part, at if direct else None, shape, kept)
 
 
-def _check_numbers(interpreter: Interpreter, values: Any) -> None:
+def _check_numbers(run: Interpreter, values: Any) -> None:
     """Refuse sizes of this rank that outlive the forward."""
     for leaf in pytree.tree_leaves(values):
         for size in leaf if isinstance(leaf, tuple) else (leaf,):
             if type(size) is Size:
                 rank, one = size.node.rank, size.node.one
                 what = f"{rank!r} leaves the forward, which is {one!r} on one rank: it is made of this rank's sizes"
-                interpreter.problems.append(Problem(what, "sizes"))
+                run.problems.append(Problem(what, "sizes"))
 
 
 def same_values(mine: tuple[ValueNumbers, Any], other: tuple[ValueNumbers, Any]) -> bool:
@@ -163,48 +163,42 @@ def _is_even_part(tag: Tag, axis: str) -> bool:
 
 
 def _check_output(
-    interpreter: Interpreter,
-    tag: Tag,
-    axis: str,
-    part: Part,
-    at: int | None,
-    shape: tuple[int, ...],
-    kept: Collection[str],
+    run: Interpreter, tag: Tag, axis: str, part: Part, at: int | None, shape: tuple[int, ...], kept: Collection[str]
 ) -> None:
     asked = bool(tag.split_by) and tag.split_by <= set(kept)
     if asked and part.alone and at is not None:
-        interpreter.found |= Adjustments(kept={(at, axis, part.dim)})
+        run.found |= Adjustments(kept={(at, axis, part.dim)})
     elif asked:
         modules = ", ".join(sorted(tag.split_by))
         what = (
             f"{modules}: Policy.acts leaves its output split over '{axis}', and what is made of it within the model "
             f"is not the same as of the whole output ({part.why or part.kind})"
         )
-        interpreter.problems.append(Problem(what, "acts", tag.split_by))
+        run.problems.append(Problem(what, "acts", tag.split_by))
     elif tag.by_acts and part.alone and at is not None:
-        interpreter.found |= Adjustments(joined={(at, axis, part.dim)})
+        run.found |= Adjustments(joined={(at, axis, part.dim)})
     elif tag.by_acts:
-        interpreter.found |= Adjustments(whole=tag.by_acts)
+        run.found |= Adjustments(whole=tag.by_acts)
     elif part.kind == "same" and at is not None:
-        interpreter.found |= Adjustments(shared={(at, axis)})
+        run.found |= Adjustments(shared={(at, axis)})
     elif tag.split_by:
-        interpreter.found |= Adjustments(gather=tag.split_by)
+        run.found |= Adjustments(gather=tag.split_by)
     else:
         why = f": {part.why}" if part.why else ""
         why += f" (in {part.where!r})" if part.where else ""
         kind = part.cure if part.kind == "lost" else "sums" if part.kind == "sum" else "rules"
         what = f"an output of shape {shape} differs over '{axis}' ({part.kind}){why}"
-        interpreter.problems.append(Problem(what, kind, at=part.where or ""))
+        run.problems.append(Problem(what, kind, at=part.where or ""))
 
 
-def check_backwards(interpreter: Interpreter, output: Any) -> None:
+def check_backwards(run: Interpreter, output: Any) -> None:
     """Note what users' backwards make of parts of gradients; the forward has ended, see [Note: backwards of users]."""
-    interpreter.note_backwards(tensors_of(pytree.tree_leaves(output)))
-    for x, path in interpreter.with_backwards.values():
-        axes = ", ".join(axis for axis, part in interpreter.tag(x).parts.items() if part.in_shares)
+    run.note_backwards(tensors_of(pytree.tree_leaves(output)))
+    for x, path in run.with_backwards.values():
+        axes = ", ".join(axis for axis, part in run.tag(x).parts.items() if part.in_shares)
         if why := why_not_linear(x):
-            with interpreter.inside(path):
-                interpreter.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
+            with run.inside(path):
+                run.refuse(f"each rank of '{axes}' has a part of a gradient, and {why}", "backward")
 
 
 def acts_on_gradient(x: Tensor) -> bool:

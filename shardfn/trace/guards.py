@@ -172,9 +172,8 @@ class Guards:
             if _equal(now, held, self.held):
                 self.held[key] = value, now
             elif not isinstance(value, dict | list | set) and held.keys() == now.keys():
-                changed += [
-                    ValuePath(vars(value), name) for name in held if not _equal(now[name], held[name], self.held)
-                ]
+                names = [name for name in held if not _equal(now[name], held[name], self.held)]
+                changed += [ValuePath(vars(value), name) for name in names]
             else:
                 changed += self._owners(value) or [ValuePath({0: None}, 0)]
         self._list()
@@ -184,9 +183,8 @@ class Guards:
         """The places that hold a container."""
         places = [place for place, held in zip(self.places, self.values, strict=True) if held is value]
         tables = [(_table(v), held) for v, held in self.held.values() if isinstance(held, dict)]
-        return places + [
-            ValuePath(t, key) for t, held in tables for key, x in held.items() if x is value and t is not None
-        ]
+        entries = ((t, key) for t, held in tables for key, x in held.items() if x is value and t is not None)
+        return places + [ValuePath(table, key) for table, key in entries]
 
     def relaxed(self, watch: "Watch") -> bool:
         """From now on ask the watched places only what the watch has seen; False if the known run went another way."""

@@ -320,9 +320,8 @@ class Interpreter(_torch.TorchDispatchMode):
             if pairs and side == "both":
                 whole = self.values.run(operation, *taken(inputs, "one"))
         except Exception:
-            self.stuck = FailedOperation(
-                name, tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs))
-            )
+            given = tuple((tuple(local_of(x).shape), self.tag(x)) for x in tensors_of(inputs))
+            self.stuck = FailedOperation(name, given)
             raise
         if pairs:
             out = paired_sizes.paired(local, whole, {id(local_of(x)): x for x in tensors_of(inputs)}, self.values.agree)

@@ -234,14 +234,8 @@ class ShapeTrace:
             modules.prepare()
             draws = torch.random.fork_rng([])  # random numbers go on from where they were, and Python's
             noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.sides.run()
-            for mode in (
-                modules.computes(weights),
-                draws,
-                *noted,
-                run,
-                beside.PairedFunctionMode(run),
-                torch.enable_grad(),
-            ):
+            functions = beside.PairedFunctionMode(run)
+            for mode in (modules.computes(weights), draws, *noted, run, functions, torch.enable_grad()):
                 around.enter_context(mode)
             if self._watch is not None:
                 leaves, structure = pytree.tree_flatten(calls)
@@ -261,18 +255,18 @@ class ShapeTrace:
 
     def _run(self, adjust: Adjustments) -> Interpreter:
         """One forward, which has found what is missing."""
-        interpreter = self._interpreter("both")
-        kept = self._left(adjust, interpreter)
+        run = self._interpreter("both")
+        kept = self._left(adjust, run)
         if kept is None:
-            return interpreter
+            return run
         output, *others = kept
-        beside.check_backwards(interpreter, output)
-        beside.check_outputs(interpreter, output, kept_by_acts(self.plan))
+        beside.check_backwards(run, output)
+        beside.check_outputs(run, output, kept_by_acts(self.plan))
         for values in others:
-            beside.check_kept(interpreter, values)
+            beside.check_kept(run, values)
         self._axes.agree()
-        self._decided, self.bytes_moved = interpreter.sides.decided, self._axes.bytes_moved
-        return interpreter
+        self._decided, self.bytes_moved = run.sides.decided, self._axes.bytes_moved
+        return run
 
     def _require_values_of_a_rank(self, adjust: Adjustments, ended: Adjustments) -> None:
         """Check that a rank, which goes other ways than one process, makes the same values of what it has.
@@ -299,7 +293,7 @@ class ShapeTrace:
         padded = {pair for leaf in stored for pair in zip(leaf.extent, leaf.shape, strict=True) if pair[0] != pair[1]}
         return Interpreter(sizes, side, others_forwards(self.plan), padded, self._asked_for, numbers, self._on_cpu)
 
-    def _left(self, adjust: Adjustments, interpreter: Interpreter, follows: bool = True) -> tuple[Any, ...] | None:
+    def _left(self, adjust: Adjustments, run: Interpreter, follows: bool = True) -> tuple[Any, ...] | None:
         """What a forward returns and keeps; None when it failed, and another run may do better.
 
         `follows`: which collectives are missing; or takes those that `adjust` says, as a real call does.
@@ -307,29 +301,29 @@ class ShapeTrace:
         place = self.mesh, self.plan.axes, dict.fromkeys(self.plan.axes, 0)
         axes = ComputeAxes(*place)
         if follows:
-            axes = self._axes = TracedAxes(*place, interpreter)
+            axes = self._axes = TracedAxes(*place, run)
         owners = {path for path, names in self.names.items() if names}
         above = layout.modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
         self._drops, drops = list[_Drop](), dropout_modules(self.model)
         around = {
-            path: _noting(interpreter, axes, path, path in noted, path in above, self._drops if path in drops else None)
+            path: _noting(run, axes, path, path in noted, path in above, self._drops if path in drops else None)
             for path in self.names
         }
-        flow = StepFinder(self.plan, interpreter, self._axes, adjust, self._several)
+        flow = StepFinder(self.plan, run, self._axes, adjust, self._several)
         steps = flow.around() if follows else {}
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
-        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), interpreter)
+        wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
-            return self._forward(wired, interpreter, flow.begin)
+            return self._forward(wired, run, flow.begin)
         except ShardError:
             raise
         except Exception as error:
-            if interpreter.sides.at != "both":
+            if run.sides.at != "both":
                 raise
-            if flow.failed(interpreter.failed_at):
+            if flow.failed(run.failed_at):
                 return None
-            raise self._failed(adjust, interpreter, error) from error
+            raise self._failed(adjust, run, error) from error
 
     def _of_both(self, wired: Wiring, run: Interpreter) -> Wiring:
         """The same for a run on both sides: in one process, modules with parallel forwards run their own ones."""
@@ -353,24 +347,22 @@ class ShapeTrace:
                 sizes[name] = have if have == size or run.sides.at == "one" else Size(size, have)
         return sizes
 
-    def _failed(self, adjust: Adjustments, interpreter: Interpreter, error: Exception) -> ShardError:
-        decided = interpreter.sides.decided
+    def _failed(self, adjust: Adjustments, run: Interpreter, error: Exception) -> ShardError:
+        decided = run.sides.decided
         if decided and not self._fails_in(adjust, "rank"):  # as it does the way of one process
             return self._unserved(_decisions(decided))
         if not (why := self._fails_in(adjust, "one")):
-            return self._stopped(interpreter, error)
+            return self._stopped(run, error)
         return ShardError(
             f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
             "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "
             f"must not depend on values that depend on weights.{self._loop_hint()}"
         )
 
-    def _stopped(self, interpreter: Interpreter, error: Exception) -> Unserved:
+    def _stopped(self, run: Interpreter, error: Exception) -> Unserved:
         """What is said of a run with the sizes of a rank that failed."""
-        path = interpreter.failed_at or type(self.model).__name__
-        reason = Failure(
-            tuple(interpreter.losses), interpreter.failed_at, interpreter.stuck, str(error) or type(error).__name__
-        )
+        path = run.failed_at or type(self.model).__name__
+        reason = Failure(tuple(run.losses), run.failed_at, run.stuck, str(error) or type(error).__name__)
         why = f"with the sizes that one rank has over {over(self.plan)}, failed in {path!r}: {error}"
         why += f"{described(self.plan, reason)}{self._loop_hint()}"
         return Unserved(f"apply: a run of the forward without data, {why}", reason)
@@ -415,6 +407,7 @@ class ShapeTrace:
 
 # A call of a dropout module, by path and number: how many dims its input has, and what that is.
 _Drop = tuple[str, int, int, Tag]
+_Drops = list[_Drop] | None
 
 
 class _WithoutData:
@@ -469,9 +462,7 @@ def _decisions(decided: Sequence[Decision]) -> list[Problem]:
     return [Problem(f"in {at.path or '(the model)'!r}: {text}", "sizes", at=at.path) for at, text in what]
 
 
-def _noting(
-    run: Interpreter, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: list[_Drop] | None
-) -> Around:
+def _noting(run: Interpreter, axes: ComputeAxes, path: str, owns: bool, above: bool, drops: _Drops) -> Around:
     """Name the module in errors, and as the source of its output when it owns parameters; `above` others that do.
 
     The calls of one that drops something are noted in `drops`.

@@ -32,10 +32,10 @@ class TracedAxes(ComputeAxes):
     follows = True
 
     def __init__(
-        self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], interpreter: Interpreter
+        self, mesh: DeviceMesh | MeshSpec, sizes: Mapping[str, int], coords: Mapping[str, int], run: Interpreter
     ) -> None:
         super().__init__(mesh, sizes, coords)
-        self._interpreter, self._part = interpreter, interpreter.part
+        self._run, self._part = run, run.part
         self.bytes_moved = 0  # received by each rank in a forward and a backward
         self._not_ready: dict[tuple[str, str], list[Tensor]] = {}  # by module and axis: inputs that came unvaried
 
@@ -46,7 +46,7 @@ class TracedAxes(ComputeAxes):
             return self.varied_once(x, axis, reader)
         why = f" ({part.why})" if part.why else ""
         what = f"an input that is already split over '{axis}' meets a weight that splits its output over it{why}"
-        self._interpreter.refuse(what, "rules", x)
+        self._run.refuse(what, "rules", x)
         return x
 
     def varied_once(self, x: Tensor, axis: str, reader: str) -> Tensor:
@@ -54,7 +54,7 @@ class TracedAxes(ComputeAxes):
         if self._part(x, axis) is None:
             self._not_ready.setdefault((reader, axis), []).append(x)
             return self.vary(x, axis)
-        self._interpreter.found |= Adjustments(ready={(reader, axis)})
+        self._run.found |= Adjustments(ready={(reader, axis)})
         return x
 
     def own(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
@@ -65,9 +65,9 @@ class TracedAxes(ComputeAxes):
             if part is None:
                 self._not_ready.setdefault((path, axis), []).append(x)
             elif part.kind == "same":
-                self._interpreter.found |= Adjustments(ready={(path, axis)})
+                self._run.found |= Adjustments(ready={(path, axis)})
             else:  # a sum, maybe, that the next run has added up
-                self._interpreter.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
+                self._run.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
             return self._taken(x, axis, wanted, part is not None or (path, axis) in self.adjust.ready)
         if x.shape[wanted.dim] == size:
             self.require(x, axis, wanted)
@@ -76,74 +76,72 @@ class TracedAxes(ComputeAxes):
     def agree(self) -> None:
         """The run ends: all calls of a module get inputs that were varied before, or none does."""
         for (path, axis), inputs in self._not_ready.items():
-            for x in inputs if (path, axis) in self._interpreter.found.ready else ():
-                self._interpreter.require_varied(x, axis, path)
+            for x in inputs if (path, axis) in self._run.found.ready else ():
+                self._run.require_varied(x, axis, path)
 
     def leaf_total(self, leaves: list[Any], at: int, axis: str, path: str) -> Any:
         """As in a real call; a leaf that is no sum in this call is refused."""
         x = leaves[at] if at < len(leaves) else None
         if not isinstance(x, Tensor) or (part := self._part(x, axis)) is None or part.kind in ("same", "split"):
             what = f"output {at} is a sum over '{axis}' that is still pending in one call, and in another one it is not"
-            self._interpreter.refuse(
-                f"{what}: write sf.collectives.psum(x, mesh, '{axis}') where it is one", "gradient"
-            )
+            self._run.refuse(f"{what}: write sf.collectives.psum(x, mesh, '{axis}') where it is one", "gradient")
         elif part.kind == "lost":
             what = f"output {at} is a sum over '{axis}' in one call, and in another one it cannot be told: {part.why}"
-            self._interpreter.refuse(what, "whole", x)
+            self._run.refuse(what, "whole", x)
         return super().leaf_total(leaves, at, axis, path)
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
     def hidden(self) -> AbstractContextManager[Any]:
         """Operations within are not the model's own."""
-        return self._interpreter.hidden()
+        return self._run.hidden()
 
     @contextmanager
     def seen_from(self, sources: Mapping[str, Any], but: Collection[str]) -> Iterator[None]:
         """As in a real call."""
-        interpreter, before = self._interpreter, list[tuple[Tensor, frozenset[str]]]()
+        run, before = self._run, list[tuple[Tensor, frozenset[str]]]()
         for source, x in sources.items():
-            if isinstance(x, Tensor) and x.requires_grad and not interpreter.tag(x).sources & set(but):
-                before.append((x, interpreter.tag(x).sources))
+            if isinstance(x, Tensor) and x.requires_grad and not run.tag(x).sources & set(but):
+                before.append((x, run.tag(x).sources))
                 self.note_source(x, source)
         try:
             yield
         finally:
             for x, known in reversed(before):
-                interpreter.mark(x, replace(interpreter.tag(x), sources=known))
+                run.mark(x, replace(run.tag(x), sources=known))
 
     def note_part(self, x: Tensor, axis: str, part: Part | None, of: Tensor | None = None) -> Tensor:
         """What x is over an axis; one process has `of` in its place."""
-        tag = self._interpreter.tag(x)
+        tag = self._run.tag(x)
         parts = {a: p for a, p in tag.parts.items() if a != axis} | ({axis: part} if part is not None else {})
-        self._interpreter.mark(x, replace(tag, parts=parts))
-        return x if of is None else self._interpreter.beside(x, of)
+        self._run.mark(x, replace(tag, parts=parts))
+        return x if of is None else self._run.beside(x, of)
 
     def note_source(self, out: Any, source: str, split_by: str | None = None) -> Any:
         """Where a module's output comes from."""
         if isinstance(out, Tensor):
-            tag = self._interpreter.tag(out)
+            tag = self._run.tag(out)
             added = frozenset([split_by]) if split_by is not None else frozenset()
-            self._interpreter.mark(out, replace(tag, sources=frozenset([source]), split_by=tag.split_by | added))
+            self._run.mark(out, replace(tag, sources=frozenset([source]), split_by=tag.split_by | added))
         return out
 
     def note_acts(self, x: Tensor, path: str) -> Tensor:
         """An entry of `Policy.acts` splits x."""
-        self._interpreter.mark(x, replace(self._interpreter.tag(x), split_by=frozenset([f"{BY_ACTS}{path}"])))
+        self._run.mark(x, replace(self._run.tag(x), split_by=frozenset([f"{BY_ACTS}{path}"])))
         return x
 
     def require(self, x: Tensor, axis: str, wanted: Part) -> None:
         """An x that is something else over an axis is refused."""
         part = self._part(x, axis)
         if part != wanted:
-            self._interpreter.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
+            self._run.refuse(_not_its_part(x, axis, part, wanted), "rules", x)
 
     def require_whole(self, x: Tensor, axis: str, what: str) -> None:
         """An x that is not the same on all ranks of an axis is refused."""
         part = self._part(x, axis)
         if part is not None and part.kind != "same":
             why = f" ({part.why})" if part.why else ""
-            self._interpreter.refuse(f"{what} differ over '{axis}', as a {part.kind} value{why}", "whole", x)
+            self._run.refuse(f"{what} differ over '{axis}', as a {part.kind} value{why}", "whole", x)
 
     def received(self, count: int) -> None:
         """Bytes that a rank receives in a forward and its backward."""
@@ -166,22 +164,14 @@ class _Call:
 class StepFinder:
     """Decides, in a shape-only trace, which steps the inputs and outputs of modules need; see [Note: steps]."""
 
-    def __init__(
-        self, plan: Plan, interpreter: Interpreter, axes: TracedAxes, adjust: Adjustments, several: bool
-    ) -> None:
+    def __init__(self, plan: Plan, run: Interpreter, axes: TracedAxes, adjust: Adjustments, several: bool) -> None:
         """`several`: whether more inputs of a module in acts than its first one may be split."""
-        self._plan, self._interpreter, self._axes, self._adjust, self._several = (
-            plan,
-            interpreter,
-            axes,
-            adjust,
-            several,
-        )
-        self._part, self._rules = interpreter.part, wiring.boundaries(plan)
+        self._plan, self._run, self._axes, self._adjust, self._several = (plan, run, axes, adjust, several)
+        self._part, self._rules = run.part, wiring.boundaries(plan)
         if self._rules.keys() <= adjust.entries:  # all of them compute with whole values: nothing is split
             self._rules = {}
         if self._rules:
-            axes.scatters, interpreter.sides.needs_whole = self._scatters, self.needs_whole
+            axes.scatters, run.sides.needs_whole = self._scatters, self.needs_whole
         self._split, self._linears = self._split_modules()
         above = {path.rpartition(".")[0] for path in self._split if self._linears.get(path) != "row"}
         self._entries = above - self._rules.keys() | self._split | adjust.entries
@@ -207,7 +197,7 @@ class StepFinder:
     def begin(self) -> None:
         """Another call begins: those before it filled caches, and what they decided is not for this one."""
         self._decided.clear()
-        self._interpreter.found = replace(self._interpreter.found, **dict.fromkeys(_OF_A_CALL, frozenset[Any]()))
+        self._run.found = replace(self._run.found, **dict.fromkeys(_OF_A_CALL, frozenset[Any]()))
 
     def around(self) -> dict[str, Around]:
         """Module path -> what finds and takes its steps."""
@@ -216,7 +206,7 @@ class StepFinder:
         return {path: wiring.stepping(self._axes, *(partial(self._of_rank, of, path) for of in both)) for path in paths}
 
     def _of_rank(self, steps: Callable[[str, list[Any]], list[Step]], path: str, leaves: list[Any]) -> list[Step]:
-        with self._interpreter.hidden():  # sizes are those of a rank
+        with self._run.hidden():  # sizes are those of a rank
             return steps(path, leaves)
 
     @property
@@ -232,12 +222,12 @@ class StepFinder:
         asked = asked + more if path in self._adjust.several else asked
         steps = [step for at, axis, dim in asked if (step := self._slice(path, at, axis, dim, leaves))]
         call = _Call(path, self._rules.get(path) if path not in self._adjust.entries else None)
-        self._sources.setdefault(path, set()).update(*(self._interpreter.tag(x).by_acts for _, x in _floats(leaves)))
+        self._sources.setdefault(path, set()).update(*(self._run.tag(x).by_acts for _, x in _floats(leaves)))
         if path in self._entries:
             # What is used in shares only: by a linear, or as a run before has seen.
             how = "gather" if path in self._linears or path in self._adjust.in_shares else "join"
             for at, x in _floats(leaves):
-                tag = self._interpreter.tag(x)
+                tag = self._run.tag(x)
                 for axis, part in tag.parts.items() if tag.by_acts else ():
                     if part.split:
                         steps.append(Step(path, at, axis, part.dim, how))
@@ -269,10 +259,8 @@ class StepFinder:
             if path in self._adjust.whole:
                 steps += [Step(path, at, axis, dim, "join")] if part is not None and part.split else []
             elif part is not None and part.split:
-                known = self._interpreter.tag(leaves[at])
-                self._interpreter.mark(
-                    leaves[at], Tag(known.parts, known.wants, split_by=frozenset([f"{BY_ACTS}{path}"]))
-                )
+                known = self._run.tag(leaves[at])
+                self._run.mark(leaves[at], Tag(known.parts, known.wants, split_by=frozenset([f"{BY_ACTS}{path}"])))
             elif step := self._slice(path, at, axis, dim, leaves):
                 steps.append(step)
         return steps
@@ -334,9 +322,9 @@ class StepFinder:
 
     def _may_scatter(self, path: str, x: Tensor, axis: str, dim: int) -> None:
         """Note what a second run may try."""
-        source = (self._interpreter.tag(x).source or "").removeprefix("module ")
+        source = (self._run.tag(x).source or "").removeprefix("module ")
         if source.rpartition(".")[0] == path and source in self._linears:
-            self._interpreter.found |= Adjustments(may_scatter={(source, axis, dim)})
+            self._run.found |= Adjustments(may_scatter={(source, axis, dim)})
 
     def _scatters(self, path: str, axis: str, x: Tensor) -> int | None:
         """Over which dim the sum that a module makes is scattered, if it is."""
@@ -351,7 +339,7 @@ class StepFinder:
             known = [dim for dim, axes in enumerate(split) if axis in axes and x.shape[dim] % ranks == 0]
         if not known:
             return None
-        self._interpreter.found |= Adjustments(scattered={(path, axis, known[0])})
+        self._run.found |= Adjustments(scattered={(path, axis, known[0])})
         return known[0]
 
     def needs_whole(self, sources: Collection[str], path: str) -> None:
@@ -365,17 +353,17 @@ class StepFinder:
         if region is None:
             linears = {source.rpartition(".")[2] for source in sources if source in self._linears}
             alike = {rule for rule in self._rules if rule in self._linears and rule.rpartition(".")[2] in linears}
-            self._interpreter.found |= Adjustments(whole=alike | set(sources))
+            self._run.found |= Adjustments(whole=alike | set(sources))
             return
         same = self._structure(region)  # it will be found in each layer alike
         alike = {rule for rule in self._rules if self._structure(rule) == same}
         child = self._child(region, path)
         if not child and self._several and region in self._beside and not alike <= self._adjust.several:
-            self._interpreter.found |= Adjustments(several=alike)
+            self._run.found |= Adjustments(several=alike)
         elif new := {f"{rule}{child}" for rule in alike} - self._adjust.entries or alike - self._adjust.entries:
-            self._interpreter.found |= Adjustments(entries=new)
+            self._run.found |= Adjustments(entries=new)
         else:
-            self._interpreter.found |= Adjustments(whole=set(sources))
+            self._run.found |= Adjustments(whole=set(sources))
 
     def _child(self, region: str, path: str) -> str:
         """The outermost module within that of an entry that leads to a path, and is called itself: no mere list."""
@@ -394,12 +382,12 @@ class StepFinder:
 
     def _has_news(self) -> bool:
         """Whether another run has more to leave whole than this one."""
-        found, known = self._interpreter.found, self._adjust
+        found, known = self._run.found, self._adjust
         return not (found.entries <= known.entries and found.whole <= known.whole and found.several <= known.several)
 
     def failed(self, path: str) -> bool:
         """The forward of a module failed; whether another run may do better."""
-        if self._rules and (any(self._decided.values()) or self._interpreter.found.scattered):
+        if self._rules and (any(self._decided.values()) or self._run.found.scattered):
             self.needs_whole([self._last], path)
             self.needs_whole(self._rules, path)  # if that was known
         return self._has_news()
@@ -408,16 +396,16 @@ class StepFinder:
         """Every call of a module takes the same steps: what only some get split is made whole where it comes from."""
         taken = frozenset(steps)
         if self._decided.setdefault((side, path), taken) != taken:
-            self._interpreter.refuse(
+            self._run.refuse(
                 f"{path!r} is called with values that Policy.acts splits, and with whole ones: its {side} cannot be "
                 "both; take the module out of acts, or call another one"
             )
             self._not_both(path)
-        self._interpreter.found |= Adjustments(inputs=taken) if side == "inputs" else Adjustments(outputs=taken)
+        self._run.found |= Adjustments(inputs=taken) if side == "inputs" else Adjustments(outputs=taken)
         if side == "inputs" and any(step.how == "join" for step in steps):
             children = {other for other in self._split if other.rpartition(".")[0] == path}
             if children and children <= self._linears.keys() and path not in self._split:
-                self._interpreter.found |= Adjustments(in_shares={path})
+                self._run.found |= Adjustments(in_shares={path})
 
     def _not_both(self, path: str) -> None:
         """Note what makes the calls of a module alike: whole outputs of what they come from, then whole inputs."""
@@ -426,7 +414,7 @@ class StepFinder:
             self.needs_whole(sources, path)
         elif not self._has_news():
             more = sources - self._adjust.whole
-            self._interpreter.found |= Adjustments(whole=more) if more else Adjustments(whole={path}, entries={path})
+            self._run.found |= Adjustments(whole=more) if more else Adjustments(whole={path}, entries={path})
 
 
 def _floats(leaves: list[Any]) -> list[tuple[int, Tensor]]:

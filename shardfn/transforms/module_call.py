@@ -283,9 +283,8 @@ class _Call:
             return lambda _: step
 
         model = self.module
-        binding = ModelBinding(
-            model, self.kept.names, Wiring(around={path: entry(path) for path, _ in model.named_modules()})
-        )
+        around = {path: entry(path) for path, _ in model.named_modules()}
+        binding = ModelBinding(model, self.kept.names, Wiring(around=around))
         if hasattr(model, "get_compiled_call"):  # generate compiles the model for static caches; the policy, units
             vars(model)["get_compiled_call"] = lambda compile_config: model
         try:
@@ -302,9 +301,8 @@ class _Call:
         key = (self.method, training, *history.note(path, args, kwargs))
         if key not in self.kept.adjustments:
             calls, mesh, buffers = history.calls(), self.grid.mesh, self.params.buffers
-            adjust = ShapeTrace(
-                self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False
-            ).adjustments()
+            trace = ShapeTrace(self.model, self.plan, mesh, buffers, "forward", calls, differentiates=False)
+            adjust = trace.adjustments()
             if adjust.kept:
                 where = repr(path) if path else "the model"
                 why = f"'{self.method}' needs whole outputs of {where}, and one stays split by Policy(acts=...)"
@@ -360,12 +358,8 @@ def _recomputed(unit: str, module: nn.Module, inner: Forward, args: Any, kwargs:
 
     def run(saved: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         drops = session.masks.given(saved[len(leaves) :]) if session.masks is not None else nullcontext()
-        with (
-            call.binding.computes(session),
-            session.only(unit, dict(zip(leaves, saved, strict=False))),
-            drops,
-            formulas,
-        ):
+        only = session.only(unit, dict(zip(leaves, saved, strict=False)))
+        with call.binding.computes(session), only, drops, formulas:
             return inner(*args, **kwargs)
 
     way = unit, module.training, _torch.kinds_of_transforms()

@@ -160,31 +160,31 @@ def test_one_rank_moves_nothing() -> None:
 def side_by_side_on_a_rank() -> None:
     _, places, on_grid = make_params(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
     even = on_grid.part([name in ("a", "e", "f") for name in on_grid.bucket.leaves])
-    crossing_ = even.axis_collectives[0]
-    assert isinstance(crossing_, AxisCollective)
+    collective = even.collectives[0]
+    assert isinstance(collective, AxisCollective)
     if dist.get_rank():  # has less of each: padding lies between, and they are copied together
-        assert crossing_.side_by_side(even.empty_shards(torch.float64)) is None
+        assert collective.side_by_side(even.empty_shards(torch.float64)) is None
         return
     shards = even.empty_shards(torch.float64)
     for i, shard in enumerate(shards):
         shard.fill_(i)
-    flat, _ = crossing_.packed(shards, torch.float64, FreshBuffers(places.device))
+    flat, _ = collective.packed(shards, torch.float64, FreshBuffers(places.device))
     assert flat.data_ptr() == shards[0].data_ptr(), "no copy"
     versions = [shard._version for shard in shards]
     shards[1].add_(1)
     assert [shard._version - v for shard, v in zip(shards, versions, strict=True)] == [0, 1, 0]
     moved = [shards[0], shards[1].clone(), shards[2]]
-    copied, _ = crossing_.packed(moved, torch.float64, FreshBuffers(places.device))
+    copied, _ = collective.packed(moved, torch.float64, FreshBuffers(places.device))
     assert copied.data_ptr() != shards[0].data_ptr(), "a leaf that was replaced is copied in"
-    swapped = crossing_.side_by_side([shards[1], shards[0], shards[2]])
+    swapped = collective.side_by_side([shards[1], shards[0], shards[2]])
     assert swapped is None
     assert all(shard.untyped_storage().nbytes() == shard.numel() * 8 for shard in shards), "storages of their own"
-    assert crossing_.side_by_side([shards[0], shards[1], shards[2].to(torch.float32)]) is None
+    assert collective.side_by_side([shards[0], shards[1], shards[2].to(torch.float32)]) is None
     where, shards_too = shards[0].data_ptr(), shards
     del shards
     assert torch.equal(shards_too[2], torch.full((2,), 2.0, dtype=torch.float64)) and shards_too[0].data_ptr() == where
     shards = shards_too
-    cast, _ = crossing_.packed(shards, torch.bfloat16, FreshBuffers(places.device))
+    cast, _ = collective.packed(shards, torch.bfloat16, FreshBuffers(places.device))
     assert cast.dtype == torch.bfloat16 and cast.shape == flat.shape
 
 
