@@ -114,7 +114,7 @@ class ComputeAxes:
 
     entered = varied_once  # the input of a column-parallel linear, the reader, which must not be split
 
-    def own(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
+    def own_part(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
         """Of an input that may be whole, this rank's part of dim `wanted.dim`, such as [.., in@axis] of [.., in]."""
         size = sum(outer * inner for outer, inner in wanted.runs)
         whole = x.shape[wanted.dim] == size * self.sizes[axis]

@@ -45,10 +45,10 @@ class _Routed(NamedTuple):
 class _Here:
     """The experts of this rank, which have numbers from 0 on, among those of all ranks of an axis.
 
-    `local` has their weights, and their module `own` is called with `others` besides what is routed.
+    `local` has their weights, and their `module` is called with `others` besides what is routed.
     """
 
-    own: Any
+    module: Any
     local: Mapping[str, Tensor]
     grouped: Grouped | None
     others: tuple[Any, ...]
@@ -73,7 +73,7 @@ class _Here:
     def chosen(self, routed: _Routed) -> Tensor:
         """The weighted sum of what experts make of the tokens that chose them: [n, c]."""
         if self.grouped is None:
-            return class_of(self.own).forward(self.own, *routed, *self.others)
+            return class_of(self.module).forward(self.module, *routed, *self.others)
         tokens, ids, weights = routed
         pairs = ids.reshape(-1)  # [n * k]
         order = pairs.argsort(stable=True)
@@ -221,17 +221,17 @@ class Experts:
         """The axes over which weights stay split in the computation, whatever part they have in a mesh."""
         return (self.axis,)
 
-    def without_data(self, own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def without_data(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Tensor:
         """What stands for the module in a shape-only trace: which experts are used depends on values."""
-        routed, _ = _given(own, args, kwargs)
+        routed, _ = _given(module, args, kwargs)
         return torch.empty_like(routed.tokens)
 
     def __call__(
-        self, own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+        self, module: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, /, *args: Any, **kwargs: Any
     ) -> Tensor:
         """See the class."""
-        routed, others = _given(own, args, kwargs)
-        experts = _experts_of(own, self.axis, local, layouts)
+        routed, others = _given(module, args, kwargs)
+        experts = _experts_of(module, self.axis, local, layouts)
         # Shares of the same tokens are taken of what is the same; all else that ranks do with them differs.
         within = [axis for axis in layouts.axes if not (self.dispatch and axis == self.axis)]
         for axis in within:
@@ -244,7 +244,7 @@ class Experts:
                 layouts.received(_most_bytes(routed, collectives.axis_size(mesh, self.axis), shared))
         else:
             assert not isinstance(mesh, MeshSpec)
-            here = _Here(own, local, self.grouped, others, mesh, self.axis, experts)
+            here = _Here(module, local, self.grouped, others, mesh, self.axis, experts)
             flat = _Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
             out = self._computed(flat, here, shared).view(routed.tokens.shape)
         for axis in within:
@@ -275,17 +275,17 @@ class Experts:
         return here.of_tokens(routed)
 
 
-def _given(own: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Routed, tuple[Any, ...]]:
+def _given(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Routed, tuple[Any, ...]]:
     """Tokens, experts and weights among the arguments of a call; what else there is.
 
     Raises:
         ShardError: the first three are no tensors, or of shapes that do not fit.
     """
-    bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    bound = inspect.signature(class_of(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     _, *values = bound.args
     routed, others = values[:3], tuple(values[3:])
-    name = class_of(own).__name__
+    name = class_of(module).__name__
     if len(routed) < 3 or not all(isinstance(x, Tensor) for x in routed) or bound.kwargs:
         raise ShardError(
             f"Experts: {name} has to be called with tokens [.., c], experts [.., k] and their weights [.., k], all "
@@ -314,7 +314,7 @@ def _most_bytes(routed: _Routed, ranks: int, shared: bool) -> int:
     return received
 
 
-def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int:
+def _experts_of(module: nn.Module, axis: str, local: Mapping[str, Tensor], layouts: Layouts) -> int:
     """How many experts there are over all ranks of the axis; 0 when each rank has all of them.
 
     Raises:
@@ -336,11 +336,11 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
                 f"Experts: '{layout.name}' {layout.shape} has the rule '{layout.rule}'; all parameters of the module "
                 f"need the experts as their first dim, split over '{axis}' alone: 'experts@{axis} ...'"
             )
-    inside = [name for name, child in own.named_modules() if name and parameters_of(child)] if shared else []
+    inside = [name for name, child in module.named_modules() if name and parameters_of(child)] if shared else []
     if inside:
         raise ShardError(
-            f"Experts: {class_of(own).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use for "
-            f"their own tokens, so that its gradients would be parts of a sum. Put '{axis}' into Policy.batch"
+            f"Experts: {class_of(module).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use "
+            f"for their own tokens, so that its gradients would be parts of a sum. Put '{axis}' into Policy.batch"
         )
     return experts
 
@@ -349,19 +349,19 @@ def _experts_of(own: nn.Module, axis: str, local: Mapping[str, Tensor], layouts:
 
 
 def identity_expert(
-    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
+    module: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, x: Tensor, *args: Any, axis: str
 ) -> Tensor:
     """An expert that returns its input: a rank's share of it, since the outputs of experts are added up over ranks."""
     return x / collectives.axis_size(layouts.mesh, axis)
 
 
-def or_without_data(shaped: Callable[..., Any], own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def or_without_data(shaped: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, or what stands for it in a shape-only trace."""
     without = any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values()))
-    return (shaped if without else class_of(own).forward)(own, *args, **kwargs)
+    return (shaped if without else class_of(module).forward)(module, *args, **kwargs)
 
 
-def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _probed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Tensor:
     """What experts return, without data: that of two tokens and the first expert, for all of them.
 
     Which experts are used depends on values; what one of them does with its part of the weights does not. Experts that
@@ -369,8 +369,10 @@ def _probed(own: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """
     rows = args[0].shape[0]
     if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-        return class_of(own).forward(own, *args, **kwargs)
-    out = inspect.unwrap(class_of(own).forward)(own, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()})
+        return class_of(module).forward(module, *args, **kwargs)
+    out = inspect.unwrap(class_of(module).forward)(
+        module, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()}
+    )
     return out[:1].expand(rows, *out.shape[1:]).contiguous()
 
 
@@ -384,7 +386,7 @@ def _of_two(value: Any) -> Any:
 
 @declares(calls_own=True, without_data=_probed)
 def tensor_parallel_experts(
-    own: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, **kwargs: Any
+    module: nn.Module, local: Mapping[str, Tensor], layouts: Layouts, /, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of experts of which each rank has a part within: `forward(hidden [tokens, c], ids, weights)`.
 
@@ -395,7 +397,7 @@ def tensor_parallel_experts(
             layouts.entered(x, axis, at) if isinstance(x, Tensor) and x.is_floating_point() else x
             for at, x in enumerate(args)
         )
-    out = or_without_data(_probed, own, *args, **kwargs)
+    out = or_without_data(_probed, module, *args, **kwargs)
     for axis in layouts.axes:
         layouts.require(out, axis, SUM)
         out = collectives.psum(out, layouts.mesh, axis)

@@ -62,9 +62,9 @@ def _convolution(layer: Layer) -> Forward:
             raise layer.refuse("'output_size' and a split kernel are not served; split channels only")
         w, bias = layer.weight(layout.name), layer.local("bias")
         dim, groups = x.dim() - space - 1, module.groups
-        x = layer.own(x, {axis: parts[axis].at(dim) for axis in rows})
+        x = layer.own_part(x, {axis: parts[axis].at(dim) for axis in rows})
         if groups > 1:
-            x, groups = layer.own(x, _grouped(layer, module, columns, rows, dim)), groups // layer.ways(columns)
+            x, groups = layer.own_part(x, _grouped(layer, module, columns, rows, dim)), groups // layer.ways(columns)
             layer.check_channels(x, dim, groups * w.shape[1])
         else:
             layer.check_channels(x, dim, w.shape[1 - out])
@@ -118,7 +118,7 @@ def _norm(normed: Norm) -> Callable[[Layer], Forward]:
 
         def forward(module: Any, x: Tensor) -> Tensor:
             w, bias = layer.weight(layer.layout("weight").name), layer.local("bias")
-            x = layer.own(x, {axis: part.at(1) for axis, part in parts.items()})
+            x = layer.own_part(x, {axis: part.at(1) for axis, part in parts.items()})
             layer.check_channels(x, 1, w.shape[0])
             return layer.made(normed(layer, module, parts, x, w, bias), list(parts), 1, parts)
 
@@ -132,7 +132,7 @@ def _batch_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w:
     mean, var = module.running_mean, module.running_var  # [ch], whole on every rank
     writes = module.training and module.track_running_stats and mean is not None
     known: list[Any] = [mean, var] if writes or not module.training else [None, None]
-    local: list[Any] = [None if s is None else layer.own(s.detach(), parts, " statistics").clone() for s in known]
+    local: list[Any] = [None if s is None else layer.own_part(s.detach(), parts, " statistics").clone() for s in known]
     momentum, batches = module.momentum, module.num_batches_tracked
     if writes and batches is not None:
         batches.add_(1)
@@ -288,7 +288,7 @@ def _merged(
         merged = _added(mask, q.dtype)
         if mask.dim() == 3:  # [b * heads, t, s]
             merged = merged.unflatten(0, (-1, module.num_heads))
-            merged = layer.own(
+            merged = layer.own_part(
                 merged, {a: even(1, module.num_heads // layer.plan.axes[a]) for a in split}, " attn_mask"
             )
         elif mask.is_floating_point():

@@ -88,10 +88,10 @@ class Layer:
             x = self.axes.entered(x, axis, f"{self.name}{of}")
         return x
 
-    def own(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
+    def own_part(self, x: Tensor, wanted: Mapping[str, Part], of: str = "") -> Tensor:
         """This rank's part of an input, of one that may be whole."""
         for axis, part in wanted.items():
-            x = self.axes.own(x, axis, f"{self.name}{of}", part)
+            x = self.axes.own_part(x, axis, f"{self.name}{of}", part)
         return x
 
     def total(self, y: Tensor, rows: Sequence[str]) -> Tensor:
@@ -145,8 +145,8 @@ class _ByAttribute(dict[str, _Value]):
         if path in plan.canonical:
             child, inner = path.rpartition(".")[0], key.rpartition(".")[0]
             remedy = (
-                f". '{path}' is owned by {child!r}: call that child, own.{inner}(x), which computes with its part by "
-                f"itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
+                f". '{path}' is owned by {child!r}: call that child, module.{inner}(x), which computes with its part "
+                f"by itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
             )
         raise ShardError(
             f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given "
@@ -186,10 +186,10 @@ def custom_forward(layer: Layer, fn: Forward) -> Forward:
     """A declared parallel forward, as the forward of a module."""
     layouts, weight = Layouts(layer), layer.weight
 
-    def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         local = _ByAttribute({attribute: weight(layout.name) for attribute, layout in layouts.items()})
         local.layer = layer
-        return fn(own, local, layouts, *args, **kwargs)
+        return fn(module, local, layouts, *args, **kwargs)
 
     return forward
 
@@ -202,7 +202,7 @@ def _linear(layer: Layer) -> Forward:
     def forward(module: nn.Module, x: Tensor) -> Any:
         w, bias = layer.weight(layout.name), layer.local("bias")
         w = w if out == 0 else w.t()  # [out/columns, in/rows]
-        x = layer.own(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
+        x = layer.own_part(x, {axis: parts[axis].at(x.dim() - 1) for axis in rows})
         if x.shape[-1] != w.shape[1]:
             why = f" over {', '.join(rows)}" if rows else ""
             raise ShardError(
@@ -286,9 +286,9 @@ def _own_lookup(layer: Layer) -> Forward:
     """The forward of a subclass of `nn.Embedding`, which does something with the ids or the rows."""
     lookup = _lookup(layer)
 
-    def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Lookups(lookup, own):
-            return class_of(own).forward(own, *args, **kwargs)
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with _Lookups(lookup, module):
+            return class_of(module).forward(module, *args, **kwargs)
 
     return forward
 

@@ -232,11 +232,11 @@ _POINTWISE = frozenset(
 class SplitLogits(DTensor):
     """A `DTensor` split over one axis, of which operations see the part that this rank has, or nothing.
 
-    `own` is that part, a part of `split_dim`, with its history in autograd and in transforms; the `DTensor` around has
-    none. `origin` names the module and the rule that left it split.
+    `local` is that part, a part of `split_dim`, with its history in autograd and in transforms; the `DTensor` around
+    has none. `origin` names the module and the rule that left it split.
     """
 
-    own: Tensor
+    local: Tensor
     split_dim: int
     origin: Callable[[], str]
 
@@ -246,18 +246,18 @@ class SplitLogits(DTensor):
         shape = (*local.shape[:dim], local.shape[dim] * mesh.size(), *local.shape[dim + 1 :])
         split = wrap_local(local.detach(), dtensor_spec(mesh, [Shard(dim)], shape, local.dtype), kind=cls)
         assert isinstance(split, cls)
-        split.own, split.split_dim, split.origin = local, dim, origin
+        split.local, split.split_dim, split.origin = local, dim, origin
         return split
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's part."""
-        return self.own if grad_placements is None else self._plain().to_local(grad_placements=grad_placements)
+        return self.local if grad_placements is None else self._plain().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """All of it, on every rank: one all-gather."""
         if grad_placements is not None:
             return self._plain().full_tensor(grad_placements=grad_placements)
-        return collectives.all_gather_invariant(self.own, self.device_mesh, axis_of(self), self.split_dim)
+        return collectives.all_gather_invariant(self.local, self.device_mesh, axis_of(self), self.split_dim)
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
         """An ordinary `DTensor` laid out otherwise."""
@@ -266,7 +266,7 @@ class SplitLogits(DTensor):
     def _plain(self) -> DTensor:
         where = self.device_mesh, self.placements
         return DTensor.from_local(
-            self.own.contiguous(), *where, run_check=False, shape=self.shape, stride=self.stride()
+            self.local.contiguous(), *where, run_check=False, shape=self.shape, stride=self.stride()
         )
 
     def __tensor_flatten__(self) -> Any:
@@ -282,7 +282,7 @@ class SplitLogits(DTensor):
         kwargs, name = kwargs or {}, _name(func)
         x = next(leaf for leaf in (*args, *kwargs.values(), *_inner(args)) if isinstance(leaf, SplitLogits))
         if name in _OF_PART and x is args[0]:
-            return func(x.own, *args[1:], **kwargs)
+            return func(x.local, *args[1:], **kwargs)
         pointwise = name.strip("_") in _POINTWISE
         if name in _WHOLE or name.lstrip("_").startswith("is_") or (_is_property(func) and not pointwise):
             return super().__torch_function__(func, types, args, kwargs)
@@ -290,9 +290,9 @@ class SplitLogits(DTensor):
         if adapted is None:
             raise _refusal(x, name)
         out = func(*adapted, **kwargs)
-        if not isinstance(out, Tensor) or out.device != x.own.device:
+        if not isinstance(out, Tensor) or out.device != x.local.device:
             raise _refusal(x, name)
-        if out is x.own:
+        if out is x.local:
             return x
         return SplitLogits.of(out, x.device_mesh, x.split_dim if pointwise else out.dim() - 1, x.origin)
 
@@ -327,7 +327,7 @@ def _inner(args: Any) -> list[Any]:
 
 
 def _refusal(x: SplitLogits, name: str) -> ShardError:
-    dim, here = x.split_dim, x.own.shape[x.split_dim]
+    dim, here = x.split_dim, x.local.shape[x.split_dim]
     return ShardError(
         f"{name}: {x.origin()}: each rank has {here} of {x.shape[dim]} along dim {dim}, and '{name}' needs all of "
         "them or mixes them with whole tensors. Compute the loss by sf.cross_entropy(logits, targets), gather them by "
@@ -342,12 +342,12 @@ def _adapted(x: SplitLogits, name: str, args: Any, kwargs: Any) -> "tuple[Any, .
             alike = isinstance(other, SplitLogits) and (other.shape, other.device_mesh) == (x.shape, x.device_mesh)
             if isinstance(other, Tensor) and not alike:
                 return None
-        return tuple(arg.own if isinstance(arg, SplitLogits) else arg for arg in args)
+        return tuple(arg.local if isinstance(arg, SplitLogits) else arg for arg in args)
     change = _CHANGES.get(name)
     if change is None or args[0] is not x or x.split_dim != x.dim() - 1:
         return None
     changed = change(x, args[1:], kwargs)
-    return None if changed is None else (x.own, *changed)
+    return None if changed is None else (x.local, *changed)
 
 
 def _index(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None":
@@ -380,7 +380,7 @@ def _reshape(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None"
     *others, last = shape
     if last == -1 and prod(others) * x.shape[-1] == x.numel():
         last = x.shape[-1]
-    return ((*others, x.own.shape[-1]),) if last == x.shape[-1] else None
+    return ((*others, x.local.shape[-1]),) if last == x.shape[-1] else None
 
 
 def _flatten(x: SplitLogits, args: Any, kwargs: Any) -> "tuple[Any, ...] | None":

@@ -480,28 +480,28 @@ def _lists_of_blocks(model: nn.Module) -> list[str]:
 
 @declares(calls_own=True)
 def bloom_attention(
-    own: Any, local: Mapping[str, Tensor], layouts: Layouts, *args: Any, axis: str, **kwargs: Any
+    module: Any, local: Mapping[str, Tensor], layouts: Layouts, /, *args: Any, axis: str, **kwargs: Any
 ) -> Any:
     """BLOOM's attention with the position biases [b * heads, 1, s] of this rank's heads."""
-    bound = inspect.signature(class_of(own).forward).bind(own, *args, **kwargs)
+    bound = inspect.signature(class_of(module).forward).bind(module, *args, **kwargs)
     alibi, batch = bound.arguments["alibi"], bound.arguments["hidden_states"].shape[0]
     with layouts.hidden():
         alibi = alibi.view(batch, -1, *alibi.shape[1:])
-        padding = own.num_heads * axis_size(layouts.mesh, axis) - alibi.shape[1]
+        padding = module.num_heads * axis_size(layouts.mesh, axis) - alibi.shape[1]
         heads = shard_slice(F.pad(alibi, (0, 0, 0, 0, 0, padding)), layouts.mesh, axis, 1)
         own_alibi, part = heads.flatten(0, 1), Part("split", 0, ((batch, heads.shape[1]),))
     bound.arguments["alibi"] = layouts.note_part(own_alibi, axis, part, bound.arguments["alibi"])
-    return class_of(own).forward(*bound.args, **bound.kwargs)
+    return class_of(module).forward(*bound.args, **bound.kwargs)
 
 
-def _picked_pools(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _picked_pools(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Which keys GLM-5's indexer picks, without data: indices [b, s, keys]."""
-    tail = own.index_kpool - 1 if own.index_kpool_always_select_tail else 0
-    return hidden_states.new_empty(*hidden_states.shape[:2], own.index_topk + tail, dtype=torch.int32)
+    tail = module.index_kpool - 1 if module.index_kpool_always_select_tail else 0
+    return hidden_states.new_empty(*hidden_states.shape[:2], module.index_topk + tail, dtype=torch.int32)
 
 
 def _picked_blocks(
-    own: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, *args: Any, **kwargs: Any
+    module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Which keys Qwen4's indexer picks, without data: a mask [b, 1, s, keys]."""
     return torch.empty_like(attention_mask, dtype=torch.bool)
@@ -516,8 +516,8 @@ class _IndexerForward:
 
     without_data: Callable[..., Any]
 
-    def __call__(self, own: nn.Module, local: object, layouts: Layouts, *args: Any, **kwargs: Any) -> Any:
-        return or_without_data(self.without_data, own, *args, **kwargs)
+    def __call__(self, module: nn.Module, local: object, layouts: Layouts, /, *args: Any, **kwargs: Any) -> Any:
+        return or_without_data(self.without_data, module, *args, **kwargs)
 
 
 # By the name of a class: a forward of a module with whole weights whose own needs values that depend on them.

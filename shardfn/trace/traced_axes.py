@@ -57,7 +57,7 @@ class TracedAxes(ComputeAxes):
         self._run.found |= Adjustments(ready={(reader, axis)})
         return x
 
-    def own(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
+    def own_part(self, x: Tensor, axis: str, path: str, wanted: Part) -> Tensor:
         """As in a real call; an input that is neither whole nor the wanted part is refused."""
         part = self._part(x, axis)
         size = sum(outer * inner for outer, inner in wanted.runs)
