@@ -219,7 +219,7 @@ def transfer_of(
             transfer.leaves.append(index)
             transfer.parts.append(view_of(from_))
             transfer.in_leaf.append(place)
-            transfer.in_whole.append(place._replace(offset=wholes[index] + place.offset, end=wholes[index] + place.end))
+            transfer.in_whole.append(place.moved(wholes[index]))
     return transfer
 
 

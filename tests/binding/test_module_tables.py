@@ -1243,7 +1243,8 @@ def test_a_checkpoint_finds_sizes_of_a_rank(mesh: DeviceMesh) -> None:
         model = OfSized(way).double()
         params = sf.shard(model, mesh, policy)
         gradient = sf.grad(lambda p, model=model: sf.apply(model, p, x).square().sum())
-        found.append(sf.gather(gradient(params)))
+        gradient(params)
+        found.append(sf.gather(gradient(params)))  # of a second backward, since each gives modules their sizes again
         assert model.inner.heads == 4
     for name, g in found[0].items():
         assert_close(found[1][name], g)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from shardfn._torch import version_of
-from shardfn.comm.flat_memory import empty_flat, map_runs, merged, split_flat
+from shardfn.comm.flat_memory import empty_flat, map_runs, merged, split_flat, view_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)
@@ -233,3 +233,11 @@ def test_a_run_may_be_given_in_any_order() -> None:
         (c, a, b), map_runs(lambda flats: [x.fill_(2) + 1 for x in flats], [c, a, b]), strict=True
     ):
         assert result.shape == tensor.shape and bool(result.eq(3).all())
+
+
+def test_a_view_says_where_it_is() -> None:
+    flat = torch.arange(24.0)
+    view = view_of(flat[4:16].view(3, 4)[1:, ::2])
+    assert view == ((2, 2), (4, 2), 8, 15)
+    assert view.moved(6) == ((2, 2), (4, 2), 14, 21)
+    assert view_of(flat[5:5]) == ((0,), (1,), 5, 5)

@@ -68,6 +68,20 @@ def _output(folder: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
+def test_a_script_is_run_with_the_switch_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])
+    try:
+        command.main([str(tmp_path / "script.py"), "a"])
+        assert sys.path[0] == str(tmp_path)
+    finally:
+        switch.off()
+    assert capsys.readouterr().out.strip() == f"{FOUND} ['a'] __main__"
+
+
 @pytest.mark.slow
 @pytest.mark.everyday(1)
 def test_three_ways_to_turn_it_on(tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_public_name_has_an_example(name: str) -> None:
     assert ">>>" in docstring or "```" in docstring, f"the docstring of shardfn.{name} has no example"
 
 
+def test_testing_is_imported_at_need_and_nothing_else_is() -> None:
+    package = importlib.import_module("shardfn")
+    assert package.__getattr__("testing") is importlib.import_module("shardfn.testing")
+    with pytest.raises(AttributeError, match="module 'shardfn' has no attribute 'testings'"):
+        getattr(package, "testing" + "s")
+
+
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_help_lists_what_a_module_has(name: str) -> None:
     """It goes by `__all__`: of a module without one it leaves out what is defined elsewhere."""

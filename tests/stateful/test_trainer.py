@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 import shardfn as sf
 from shardfn._torch import pytree, unwrap_locals
-from shardfn.comm.flat_memory import merged
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from shardfn.compat.fsdp2 import fully_shard
 from shardfn.testing import assert_parity, count_collectives, on_meshes, run, run_raises
@@ -361,18 +360,6 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path, second: dict[str, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003"]
 
 
-@on_meshes({"fsdp": 2, "tp": 2})
-def test_loaded_shards_lie_as_those_they_are_like(mesh: DeviceMesh) -> None:
-    """Side by side, so that the next gather and the next update take them in one piece."""
-    params = sf.shard(decoder(), mesh, policy())
-    pieces = len(merged([unwrap_locals([*params.values()])])[0])
-    with folder() as at:
-        path = sf.checkpoint.save(at / "step-1", {"params": params})
-        loaded = sf.checkpoint.load(path, {"params": params})["params"]
-    assert len(merged([unwrap_locals([*loaded.values()])])[0]) == pieces < len(params)
-    assert all(leaf.to_local().equal(params[name].to_local()) for name, leaf in loaded.items())
-
-
 def _load_bad(directory: str, kind: str) -> None:
     mesh = sf.make_mesh("cpu", fsdp=2)
     model = _Fused() if kind == "other model" else decoder()
@@ -554,15 +541,6 @@ def test_bad_checkpoints_change_nothing(tmp_path: Path) -> None:
     # a save that was killed before its rename is not taken for a checkpoint
     shutil.move(tmp_path / "step-00000000", tmp_path / ".writing-step-00000007")
     run_raises(FileNotFoundError, _load_bad, str(tmp_path), "none", match="no checkpoint in", ranks=2)
-
-
-def test_latest_takes_the_newest_whole_one(tmp_path: Path) -> None:
-    for name in ("step-00000002", "step-00000010", "step-x", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
-    (tmp_path / "step-00000011").mkdir()
-    found = sf.checkpoint.latest(tmp_path)
-    assert found is not None and found.name == "step-00000010"
 
 
 @pytest.mark.parametrize(
