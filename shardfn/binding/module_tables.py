@@ -216,7 +216,7 @@ class WeightTable(_LookupTable):
         name = names.get(attribute)
         if name is None:
             parameter = super().__getitem__(attribute)
-            return parameter if parameter is None else call.session.own(parameter)
+            return parameter if parameter is None else call.session.not_in_tree(parameter)
         instead = call.instead.get((id(self), attribute)) if call.instead else None
         return call.weight(name) if instead is None else instead
 

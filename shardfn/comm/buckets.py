@@ -62,7 +62,7 @@ Cut = Callable[[Tensor], list[Tensor]]  # how shards are taken out of a flat ten
 def gather_steps(
     collectives: Sequence[AnyAxisCollective], shards: Sequence[Tensor], dtype: torch.dtype, buffers: Buffers
 ) -> Steps:
-    """shards -> one flat tensor of whole leaves in `dtype`; the first crossing undoes the innermost split."""
+    """shards -> one flat tensor of whole leaves in `dtype`; the first collective undoes the innermost split."""
     *inner, last = collectives
     tensors = shards
     for collective in inner:
@@ -90,7 +90,7 @@ def gather_leaves(
 def _collectives(
     leaves: Sequence[Leaf], axes: Sequence[str], grid: Grid, undone: Sequence[str] = (), host: Host | None = None
 ) -> list[AnyAxisCollective]:
-    """The crossings that undo `axes`, innermost first. From a `host` there is one at least, which brings the shards."""
+    """The collectives that undo `axes`, innermost first; from a `host` at least one, which brings the shards."""
     kept = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes if axis not in undone))
     collectives: list[AnyAxisCollective] = []
     for axis in reversed(axes):

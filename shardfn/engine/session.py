@@ -95,7 +95,7 @@ class Session:
         self._regathered: list[weakref.ref[Gathered]] = []
         self._backwards: set[int] = set()  # under way; one that failed is never over
         self.ref = weakref.ref(self)
-        self.place: Any = None  # what the modules do, when they may compute again
+        self.binding: Any = None  # what the modules do, when they may compute again
         self.made: list[tuple[int, int, int]] = []  # numbers of the nodes of graphs made by it, and their thread
         self.buffers: dict[str, Tensor] | None = None  # of the tree; None: the modules' own
         self.varied: dict[str, WeakIdKeyDictionary] = {}  # see `ComputeAxes.vary`
@@ -128,7 +128,7 @@ class Session:
             weight = self._weights[name]
         return weight
 
-    def own(self, value: Any) -> Any:
+    def not_in_tree(self, value: Any) -> Any:
         """What a module has in the place of a parameter that is not in the tree: its own."""
         return value
 

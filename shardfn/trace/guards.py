@@ -29,7 +29,7 @@ from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.layout import StandIn, class_of, unwrapped
 from shardfn.trace.meta_values import MetaValues, is_cache
 from shardfn.trace.paired_sizes import methods
-from shardfn.trace.state_rollback import Held, alike, reach, read, users_classes
+from shardfn.trace.state_rollback import Contents, alike, reach, read, users_classes
 
 _NOTHING = object()
 _dict_of = attrgetter("__dict__")
@@ -229,7 +229,7 @@ def _only_table(value: Any) -> Any:
     return None if slotted or isinstance(value, dict | list | set) else getattr(value, "__dict__", None)
 
 
-def _equal(a: Any, b: Any, held: Held) -> bool:
+def _equal(a: Any, b: Any, held: Contents) -> bool:
     """Whether two values are alike for a forward."""
     if a is b:
         return True

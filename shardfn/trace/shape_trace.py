@@ -416,7 +416,7 @@ class _WithoutData:
     def __init__(self, weight: Callable[[str], Tensor], buffers: dict[str, Tensor]) -> None:
         self.weight, self.buffers = weight, buffers
         self.made, self.varied = list[Any](), dict[str, Any]()  # which a session has
-        self.own = cache(partial(torch.empty_like, device="meta"))  # of a parameter that is not in the tree
+        self.not_in_tree = cache(partial(torch.empty_like, device="meta"))  # of a parameter that is not in the tree
 
 
 def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:

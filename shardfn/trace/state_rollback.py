@@ -31,14 +31,14 @@ _CONTAINERS = (OrderedDict, dict, list, deque, set)  # read and written as such:
 
 _TORCHS = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_compiled_call_impl"}  # attributes of its own
 
-Held = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
+Contents = dict[int, tuple[Any, Any]]  # by identity, what can be changed in place, and what it holds
 
 
 class ReachableState:
     """What a model's forwards and hooks, and other values, can reach and change; and what it holds now."""
 
     def __init__(self, model: nn.Module, *roots: Any) -> None:
-        self._found: Held = {}
+        self._found: Contents = {}
         # What the last run has put into it that outlives a forward: tensors, whole numbers, words, attributes.
         self.collected: list[Any] = []
         modules = [unwrapped(module) for module in model.modules()]
@@ -53,7 +53,7 @@ class ReachableState:
         for hooks in forward_hooks(model):
             _follow(tuple(hooks.values()), _DEPTH, self._found)
         _follow(roots, _DEPTH, self._found)
-        self._of_caches: Held = {}  # which keep parts for the next call
+        self._of_caches: Contents = {}  # which keep parts for the next call
         for value, _ in list(self._found.values()):
             if is_cache(value):
                 _follow(value, _DEPTH, self._of_caches)
@@ -78,15 +78,15 @@ class ReachableState:
                     _write(value, held)
 
 
-def reach(values: Iterable[Any]) -> Held:
+def reach(values: Iterable[Any]) -> Contents:
     """What these values lead to that can be changed in place, and what is in it; functions are not followed."""
-    reached: Held = {}
+    reached: Contents = {}
     for value in values:
         _follow(value, _NEAR, reached, _ENDS)
     return reached
 
 
-def _follow(value: Any, depth: int, reached: Held, ends: tuple[type, ...] = _PLAIN) -> None:
+def _follow(value: Any, depth: int, reached: Contents, ends: tuple[type, ...] = _PLAIN) -> None:
     """Note what can be changed in place, and what it leads to; not what is at the ends."""
     if not depth or isinstance(value, ends) or id(value) in reached:
         return

@@ -299,7 +299,7 @@ def test_backward_adds_to_grad_while_it_goes_on(mesh: DeviceMesh) -> None:
     reduce = reductions.Reductions.reduce
 
     def noted(self: Any, *args: Any) -> None:
-        in_flight.append(len(self._flights))
+        in_flight.append(len(self._in_flight))
         reduce(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -192,7 +192,7 @@ class _Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("q.weight", r"owns itself: 'scale'. '0.q.weight' is owned by '0.q': call that child, own.q\(x\)"),
+        ("q.weight", r"owns itself: 'scale'. '0.q.weight' is owned by '0.q': call that child, module.q\(x\)"),
         ("scales", "owns itself: 'scale'; did you mean 'scale'"),
     ],
 )
