@@ -55,10 +55,10 @@ def mapped_over(axes: Iterable[str]) -> AbstractContextManager[None]:
 
 # -- losses that run to be differentiated ------------------------------------------------------------------------------
 
-asks: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
+requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")  # whether anybody differentiates by a tensor
 
 
-def leaves_that_ask(trees: Sequence[Any]) -> list[Tensor]:
+def leaves_requiring_grad(trees: Sequence[Any]) -> list[Tensor]:
     """What a differentiation is with respect to: of trees of shards, and of tensors."""
     flat = [leaf for tree in trees for leaf in ([tree] if isinstance(tree, Tensor) else tree.values())]
     return [leaf for leaf in flat if leaf.requires_grad]
@@ -79,12 +79,12 @@ class Differentiation:
     @cached_property
     def wanted(self) -> set[Any]:
         """What gradients are asked for of: ids of leaves, and the nodes that made leaves which are made of others."""
-        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in leaves_that_ask(self.trees)}
+        return {id(leaf) if leaf.grad_fn is None else leaf.grad_fn for leaf in leaves_requiring_grad(self.trees)}
 
     @cached_property
     def _fresh(self) -> list[Tensor]:
-        of_others = set(map(id, leaves_that_ask(self._others)))
-        return [leaf for leaf in leaves_that_ask(self.trees) if id(leaf) not in of_others]
+        of_others = set(map(id, leaves_requiring_grad(self._others)))
+        return [leaf for leaf in leaves_requiring_grad(self.trees) if id(leaf) not in of_others]
 
     def own(self) -> set[int]:
         """Ids of the leaves that nobody else asks for."""

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfn import _torch
 from shardfn.comm import BucketOnGrid, GatherBucket, Gathers, ReduceBucket, all_gather
-from shardfn.context import asks, having
+from shardfn.context import having, requires_grad
 from shardfn.engine import reductions
 from shardfn.engine.reductions import Grads
 from shardfn.engine.remat import Borrowed
@@ -348,7 +348,7 @@ class Session:
         self._note_backward()
         if not self._depth.get(unit):  # what a recomputation gathered in it, no `leave` frees
             self._free(unit)
-        needed, on_grid, leaves = [*map(asks, gathered.leaves)], gathered.on_grid, gathered.leaves
+        needed, on_grid, leaves = [*map(requires_grad, gathered.leaves)], gathered.on_grid, gathered.leaves
         # As the collectives take them: that of an embedding may be sparse.
         pending = [x if x is None or x.layout is torch.strided else x.to_dense() for x in grads]
         if not all(needed):

@@ -237,7 +237,7 @@ def grad(
 
 def _is_asked_for(tree: Any) -> bool:
     """Whether somebody else differentiates with respect to a leaf: an outer differentiation, or a `backward` later."""
-    return any(map(active_transforms.asks, tree.values() if isinstance(tree, Params) else _tensors(tree)))
+    return any(map(active_transforms.requires_grad, tree.values() if isinstance(tree, Params) else _tensors(tree)))
 
 
 def _differentiable(tree: Any, reduce: Reduction) -> Any:
@@ -367,7 +367,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _gradients(loss: Tensor, trees: Sequence[Any], outer: bool, used: bool) -> list[Any]:
     """What autograd finds for each tree; `used`: one of their leaves must have a part in the loss."""
-    wanted = active_transforms.leaves_that_ask(trees)
+    wanted = active_transforms.leaves_requiring_grad(trees)
     if not wanted:
         raise TypeError(_NOTHING)
     grads: list[Tensor | None] = [None] * len(wanted)

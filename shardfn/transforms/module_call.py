@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardfn import _torch
 from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, call_now, escaped
 from shardfn.comm import all_gather_invariant, check_batch, random_numbers_of_first, weighed, wrong_inputs
-from shardfn.context import asks, derivatives_asked_for, note_tree, recording
+from shardfn.context import derivatives_asked_for, note_tree, recording, requires_grad
 from shardfn.engine import Borrowed, Session, recomputed
 from shardfn.layout import Grid, Plan, class_of, decide, first_match, grid_of, submodule, unwrapped
 from shardfn.notation import ShardError, did_you_mean
@@ -160,7 +160,7 @@ class _Call:
         if not self.plan.leaves.keys() <= self.params.keys():
             missing = [name for name in self.plan.leaves if name not in self.params]
             raise ShardError(f"apply: the tree lacks {len(missing)} leaves, the first is {missing[0]!r}")
-        if torch.is_grad_enabled() and any(map(asks, self.kept.frozen)):
+        if torch.is_grad_enabled() and any(map(requires_grad, self.kept.frozen)):
             why = "parameters that asked for no gradient when sf.shard made the tree do now, and would get none"
             raise ShardError(f"apply: {why}. Write model.load_state_dict(sf.gather(params)), and shard the model again")
         several = inside and any(self.plan.axes[axis] > 1 for axis in self.plan.roles.data)
