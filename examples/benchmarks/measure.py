@@ -98,13 +98,18 @@ def finish(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
         dist.destroy_process_group()
 
 
+def worker(script: str, options: Mapping[str, Any], path: Path) -> list[str]:
+    """What starts one process of a case, after the interpreter and the launcher; it writes what it found to `path`."""
+    flags = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in options.items()]
+    return [script, "--worker", f"--json={path}", *flags]
+
+
 def launch(script: str, ranks: int, options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Any:
     """Run `script` as a worker, one process or (`ranks` > 0) under torchrun, and return what it found."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={ranks}"]
-    flags = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in options.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        command = [sys.executable, *(torchrun if ranks else []), script, "--worker", f"--json={path}", *flags]
+        command = [sys.executable, *(torchrun if ranks else []), *worker(script, options, path)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         # With its result handed over a worker has succeeded, even if gloo aborts it on its way out: about 1 in 30 does,

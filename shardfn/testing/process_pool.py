@@ -305,7 +305,7 @@ _this_rank: list[int] = []  # in a worker: its rank
 # The parent: teams of workers
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the process from which ranks are forked, with what they all import, unless it runs already."""
     used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
     spec = PathFinder.find_spec("shardfn", [os.getcwd(), str(_ROOT)])  # as the server looks for it
@@ -322,7 +322,7 @@ class _Team:
 
     def __init__(self, ranks: int) -> None:
         ctx = multiprocessing.get_context("forkserver")
-        _start_server()
+        start_server()
         self.directory = tempfile.mkdtemp(prefix="shardfn-ranks-")
         self.processes: list[ForkServerProcess] = []
         self.conns: list[multiprocessing.connection.Connection] = []

@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
+from launch import run_script
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -29,7 +31,6 @@ TOLERANCES = {
     "haiscale_gpt": 1e-4,
 }
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
-TIMEOUT = 240
 # How processes of torch 2.13 may end on gloo, after everything: scripts of torch alone did in 5 of 27 runs here.
 ENDS_BADLY = "terminate called without an active exception"
 
@@ -42,16 +43,6 @@ def _with_our_imports(source: str) -> str:
 def _changed_line(line: str) -> str:
     door = next((door for door in DOORS if line.startswith((f"from {door}", f"import {door}"))), None)
     return line if door is None else line.replace(door, DOORS[door], 1)
-
-
-def _run(command: list[str], folder: Path) -> None:
-    """Run a script whose last argument is the file that it writes at its end."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    wrote = ENDS_BADLY in done.stderr and Path(command[-1]).exists()
-    assert done.returncode == 0 or wrote, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
 
 
 def _changed(name: str, folder: Path) -> Path:
@@ -70,7 +61,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(name: str, ranks: int) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
-        _run([str(_changed(name, folder)), "--reference", str(ranks), str(folder / "result.pt")], folder)
+        run_script([str(_changed(name, folder)), "--reference", str(ranks), str(folder / "result.pt")], 0, folder)
         return torch.load(folder / "result.pt")
 
     return run
@@ -97,17 +88,47 @@ def _assert_close(found: Any, expected: Any, tolerance: float, where: str) -> No
 def test_script_trains_as_one_process_does(name: str, way: str, tmp_path: Path, reference: Any) -> None:
     """By changed imports, and by `python -m shardfn.compat script.py`; on two ranks, or on four."""
     ranks = 2 + 2 * (list(TOLERANCES).index(name) % 2)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    torchrun += ["--nproc-per-node", str(ranks)]
-    script = (
-        [str(_changed(name, tmp_path))] if way == "import" else ["-m", "shardfn.compat", str(SCRIPTS / f"{name}.py")]
+    by_import = [str(_changed(name, tmp_path))]
+    script = by_import if way == "import" else ["-m", "shardfn.compat", str(SCRIPTS / f"{name}.py")]
+    run_script([*script, str(tmp_path / "result.pt")], ranks, tmp_path)
+    _require_right(name, tmp_path, reference(name, ranks))
+
+
+def test_torchrun_starts_a_script(tmp_path: Path, reference: Any) -> None:
+    """By itself, in processes that have imported nothing; the others are forked, which is faster."""
+    name = "fsdp_torch_2_13_fully_shard"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "shardfn.compat", str(SCRIPTS / f"{name}.py"), str(tmp_path / "result.pt")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
-    _run([*torchrun, *script, str(tmp_path / "result.pt")], tmp_path)
-    found, expected = torch.load(tmp_path / "result.pt"), reference(name, ranks)
+    wrote = ENDS_BADLY in done.stderr and (tmp_path / "result.pt").exists()
+    assert done.returncode == 0 or wrote, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+    _require_right(name, tmp_path, reference(name, 2))
+
+
+def _require_right(name: str, folder: Path, expected: Any) -> None:
+    found = torch.load(folder / "result.pt")
     assert sorted(found) == sorted(expected)
     for what, value in expected.items():
         _assert_close(found[what], value, TOLERANCES[name], what)
     assert expected["losses"][-1] < expected["losses"][0]
+
+
+FAILS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+assert dist.get_rank() != 1, "of rank one"
+dist.barrier()
+"""
+
+
+def test_a_script_that_fails_on_one_rank_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(FAILS)
+    monkeypatch.setattr(launch, "PATIENCE", 0.5)
+    with pytest.raises(AssertionError, match="of rank one"):
+        run_script([str(tmp_path / "script.py")], 2, tmp_path)
 
 
 def test_only_import_lines_change() -> None:

@@ -3,12 +3,13 @@
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import run_script
 
 import shardfn as sf
 from shardfn.testing import Collectives, run
@@ -211,6 +212,19 @@ def test_host_time_is_measured_on_fake_ranks() -> None:
     assert min(*row.ours, *row.theirs) > 0
 
 
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from a process that has imported torch; those of the driver's test are not."""
+
+    def launch(script: str, ranks: int, options: Mapping[str, Any], environ: object = None) -> Any:
+        run_script(measure.worker(script, options, tmp_path / "found.json"), ranks, tmp_path)
+        return json.loads((tmp_path / "found.json").read_text())
+
+    monkeypatch.setattr(transforms, "launch", launch)
+    monkeypatch.setattr(llama, "launch", launch)
+
+
+@pytest.mark.usefixtures("forked")
 def test_transforms_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = transforms.run_transforms(transforms.SIZES | measure.QUICK, "2 ranks")
     assert [row.what for row in rows] == [f"{what}, 2 ranks" for what in transforms.NAMES.values()]
@@ -235,6 +249,7 @@ def test_every_group_has_cases_of_its_own() -> None:
         assert len(names) == len(set(names))
 
 
+@pytest.mark.usefixtures("forked")
 def test_ways_to_split_a_llama_train_alike() -> None:
     """The worker fails where losses differ."""
     rows = llama.run_step(quick=True)

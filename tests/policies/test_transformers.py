@@ -86,7 +86,7 @@ def test_a_variant_is_as_on_one_rank(mesh: DeviceMesh, variant: str) -> None:
     _train(mesh, replace(family, fields=family.fields | fields))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", "Llama GPT-2 Gemma3 BLOOM DeepSeek-V3 Mixtral T5 ViT".split())
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_family_in_float32_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _train(mesh, FAMILIES[name], torch.float32)

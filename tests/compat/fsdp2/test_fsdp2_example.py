@@ -1,13 +1,11 @@
 """The FSDP2 workflow example, on ours and on torch's `fully_shard`, resumed on other numbers of ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import run_script
 
 from shardfn.testing import assert_close, assert_trees_close
 
@@ -16,21 +14,9 @@ EXAMPLE = ROOT / "examples" / "fsdp2" / "train.py"
 
 
 def _run(script: Path, folder: Path, ranks: int, *options: str) -> Any:
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    command = [sys.executable, *launcher, str(script), "--out", str(folder), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    folder.mkdir(exist_ok=True)
     (folder / "model.pt").unlink(missing_ok=True)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    wrote = "terminate called without an active exception" in done.stderr and (folder / "model.pt").exists()
-    assert done.returncode == 0 or wrote, done.stderr[-5000:]  # see ENDS_BADLY in test_compat_scripts.py
+    run_script([str(script), "--out", str(folder), *options], ranks, folder)
     return torch.load(folder / "model.pt")
 
 
