@@ -21,7 +21,7 @@ from hypothesis import settings
 
 # What takes long, for `make test-all`; the rest is `make test`.
 SLOW = frozenset(
-    "test_benchmarks test_compat_scripts test_compiled_forwards test_experts test_transformers test_fsdp1_parity "
+    "test_benchmarks test_compat_scripts test_experts test_transformers test_fsdp1_parity "
     "test_fsdp2_example test_fsdp2_options test_fsdp2_table test_module_call_generate test_jit test_safetensors "
     "test_wiring test_sweep".split()
 )

@@ -103,18 +103,21 @@ def check_steps(mesh: DeviceMesh, how: str, **fields: Any) -> None:
         torch.testing.assert_close(sf.apply(model, params, x), sf.apply(eager, plain, x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2})
 @pytest.mark.parametrize("how", ["policy", "module", "wrapped"])
 def test_one_graph_for_all_layers(mesh: DeviceMesh, how: str) -> None:
     check_steps(mesh, how)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 3, "tp": 1})
 @pytest.mark.parametrize("fields", [{"regather": False}, {"reduce_dtype": torch.float32}])
 def test_compiled_layers_under_other_policies(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     check_steps(mesh, "policy", **fields)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_inductor(mesh: DeviceMesh) -> None:
     """The default backend, whose graphs save views of weights of their own choice."""
@@ -127,6 +130,7 @@ def test_inductor(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(grad.to_local(), want[name].to_local(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 1})
 @pytest.mark.parametrize("how", ["policy", "module"])
 def test_saved_weights_of_compiled_units_are_freed(mesh: DeviceMesh, how: str) -> None:
@@ -156,6 +160,7 @@ def test_compiled_units_inside_a_transform(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_compiled_units_over_tp(mesh: DeviceMesh) -> None:
     """Linears that are split over a compute axis end a graph; what is between them is compiled."""
@@ -185,6 +190,7 @@ def test_options_reach_the_compiler(mesh: DeviceMesh) -> None:
             sf.apply(model, params, batch(mesh))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2})
 @pytest.mark.parametrize("how", ["policy", "module", "wrapped"])
 @pytest.mark.parametrize("first", [True, False])

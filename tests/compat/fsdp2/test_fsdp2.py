@@ -341,6 +341,10 @@ def _asked() -> None:
     fully_shard(model, ignored_params=ignored, shard_placement_fn=seen.append)
     assert [id(parameter) for parameter in seen] == [id(weight)]
     assert not isinstance(model[1].bias, DTensor) and isinstance(model[1].weight, DTensor)
+    last: Any = fully_shard(_pair(), shard_placement_fn=lambda parameter: Shard(-1))
+    assert all(parameter.placements == (Shard(parameter.dim() - 1),) for parameter in last.parameters())
+    with pytest.raises(ValueError, match=r"'0\.weight' of shape \(\d+, \d+\) has no dim 2"):
+        fully_shard(_pair(), shard_placement_fn=lambda parameter: Shard(2))
 
 
 def test_what_shard_placement_fn_is_asked_about() -> None:
@@ -442,6 +446,8 @@ def _whole_meshes() -> None:
     model = _on(mesh, Replicate(), Replicate())
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     assert {parameter.placements for parameter in model.parameters()} == {(Replicate(), Shard(0))}
+    some: Any = fully_shard(_pair(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="in"))
+    assert {parameter.device_mesh.mesh_dim_names for parameter in some.parameters()} == {("in",)}
     wrong = _on(mesh, Shard(0), Replicate())
     words = "Expected Replicate() on DP replicate dim 'out' (index 0) but got S"
     same_error(lambda door: door.fully_shard(wrong, mesh=mesh, dp_mesh_dims=dims), ValueError, words)
