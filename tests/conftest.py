@@ -1,9 +1,9 @@
 """Which tests run when, one thread per process, and no rank or process group left behind.
 
-`make test` is everything but what is marked `slow`: whole files that take long (`SLOW`), single tests, and all but two
-cases of a test that begins ranks, or all but the n of `@pytest.mark.everyday(n)`. `make test-all` is what is slow, and
-every property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not ranks"` needs no
-process group.
+`make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but two cases
+of a test that begins ranks. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file. `make test-all`
+is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not
+ranks"` needs no process group.
 """
 
 import os
@@ -44,9 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = getattr(cases[0], "function", None)
         names = _names_used(test, set())
         marks = [mark for mark in ("slow", "ranks", "property") if cases[0].get_closest_marker(mark)]
-        marks += ["slow"] * (path.stem in SLOW) + ["ranks"] * bool(names & STARTS)
-        marks += ["property"] * (bool(names & DRAWS) or getattr(test, "is_hypothesis_test", False))
         few = cases[0].get_closest_marker("everyday")
+        marks += ["slow"] * (path.stem in SLOW and few is None) + ["ranks"] * bool(names & STARTS)
+        marks += ["property"] * (bool(names & DRAWS) or getattr(test, "is_hypothesis_test", False))
         count = few.args[0] if few is not None else EVERYDAY if "ranks" in marks else len(cases)
         kept = Random(cases[0].nodeid.partition("[")[0]).sample(cases, min(count, len(cases)))
         for item in cases:

@@ -97,6 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", MODELS)
 @on_meshes()
 def test_files_of_transformers_go_there_and_back(mesh: DeviceMesh, name: str) -> None:
@@ -235,6 +236,7 @@ def test_every_layout_is_read_as_shard_cuts_it(mesh: DeviceMesh) -> None:
             assert (path / "ours" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_each_rank_reads_its_part_only(mesh: DeviceMesh) -> None:
     model, rules = nn.Linear(4096, 64), sf.Policy(rules={"weight": "o@tp c@fsdp"})
@@ -273,6 +275,7 @@ def test_no_rank_has_more_than_its_shards_and_one_parameter(mesh: DeviceMesh) ->
     assert save_peak < 1.1 * (resting + largest), (save_peak, resting, largest)
 
 
+@pytest.mark.everyday(1)
 def test_one_process_may_be_all_ranks(tmp_path: Path) -> None:
     full = {name: x for name, x in weights_of().items() if name != "none"}
     policy = sf.Policy(
@@ -323,6 +326,7 @@ def saved_net(path: Path, **more: Tensor) -> Net:
     return model
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_buffers_and_ties(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -344,6 +348,7 @@ def test_buffers_and_ties(mesh: DeviceMesh) -> None:
         )
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_names_are_the_same_in_both_directions(mesh: DeviceMesh) -> None:
     def called(name: str) -> str:
@@ -367,6 +372,7 @@ def test_names_are_the_same_in_both_directions(mesh: DeviceMesh) -> None:
         )
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_dtypes_are_the_models(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -388,6 +394,7 @@ def test_dtypes_are_the_models(mesh: DeviceMesh) -> None:
         assert read_all(path / "eight")["x"].dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_everything_that_does_not_fit_is_named_at_once(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -419,6 +426,7 @@ def test_everything_that_does_not_fit_is_named_at_once(mesh: DeviceMesh) -> None
 # Files that are damaged, missing, or there for some ranks only; and files that cannot be written
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_damaged_files_are_errors_on_every_rank(mesh: DeviceMesh) -> None:
     me = dist.get_rank()
@@ -491,6 +499,7 @@ def test_a_part_of_a_tree_goes_into_a_file_of_its_own_and_back(mesh: DeviceMesh)
         assert_same_tensors(sf.gather(again), full)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_part_of_a_mixture_has_the_names_of_its_files(mesh: DeviceMesh) -> None:
     family = FAMILIES["Mixtral"]
@@ -512,6 +521,7 @@ def test_a_part_of_a_mixture_has_the_names_of_its_files(mesh: DeviceMesh) -> Non
             assert_same_tensors(sf.gather(params | again), sf.gather(params))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_what_is_wrong_with_parts(mesh: DeviceMesh) -> None:
     model = Net()
@@ -546,6 +556,7 @@ def test_what_is_wrong_with_parts(mesh: DeviceMesh) -> None:
         assert list(load_file(file)) == ["head.bias"]
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_an_index_and_its_files_belong_together(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -574,6 +585,7 @@ def test_an_index_and_its_files_belong_together(mesh: DeviceMesh) -> None:
         attempt("is not an index of safetensors files")
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_what_the_first_rank_cannot_write_is_an_error_everywhere(mesh: DeviceMesh) -> None:
     with folder() as path:
@@ -610,6 +622,7 @@ def test_what_the_first_rank_cannot_write_is_an_error_everywhere(mesh: DeviceMes
 # Parts of tensors
 
 
+@pytest.mark.everyday(1)
 def test_patchworks_follow_what_moves_parts() -> None:
     ids = {
         f"e{i}.{w}": torch.arange(12).view(3, 4) + 100 * i + 1000 * (w == "up")
@@ -649,6 +662,7 @@ def test_patchworks_follow_what_moves_parts() -> None:
         torch.flip(untyped(made["e0.up"]), [0])
 
 
+@pytest.mark.everyday(99)
 @pytest.mark.parametrize("size", [(), (1,), (7,), (3, 5), (2, 3, 4), (1, 0, 3)])
 @pytest.mark.parametrize("limit", [1, 2, 5, 12, 100])
 def test_blocks_fill_a_tensor_once(size: Sequence[int], limit: int) -> None:
@@ -666,6 +680,7 @@ def without_the_library(path: Path) -> None:
             load(path, blank_net(), sf.make_mesh("cpu", fsdp=1), sf.Policy())
 
 
+@pytest.mark.everyday(1)
 def test_without_the_library_the_error_names_the_extra(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     run(without_the_library, tmp_path, ranks=1)

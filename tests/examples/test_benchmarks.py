@@ -91,9 +91,10 @@ def test_a_failed_case_is_told_and_the_others_run(capsys: pytest.CaptureFixture[
     assert "division by zero" in capsys.readouterr().err
 
 
-def test_what_a_worker_said_is_in_the_error() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 2:.*unrecognized arguments: --nonsense=1"):
-        measure.launch(str(BENCHMARKS / "traffic.py"), 0, {"nonsense": 1})
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_what_a_worker_said_is_in_the_error(ranks: int) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with [12]:.*unrecognized arguments: --nonsense=1"):
+        measure.launch(str(BENCHMARKS / "traffic.py"), ranks, {"nonsense": 1})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,14 +215,14 @@ def test_host_time_is_measured_on_fake_ranks() -> None:
 
 @pytest.fixture
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked from a process that has imported torch; those of the driver's test are not."""
+    """Workers are forked from a process that has imported torch; those of the first test above are not."""
 
     def launch(script: str, ranks: int, options: Mapping[str, Any], environ: object = None) -> Any:
         run_script(measure.worker(script, options, tmp_path / "found.json"), ranks, tmp_path)
         return json.loads((tmp_path / "found.json").read_text())
 
-    monkeypatch.setattr(transforms, "launch", launch)
-    monkeypatch.setattr(llama, "launch", launch)
+    for module in (transforms, llama, traffic):
+        monkeypatch.setattr(module, "launch", launch)
 
 
 @pytest.mark.usefixtures("forked")
@@ -234,6 +235,7 @@ def test_transforms_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(memory_of) == 1 and all(min(*row.ours, *row.theirs) > 0 for row in memory_of)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_driver_makes_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     driver.main(["--quick", "--only", "bytes", "gpu", "--out", str(tmp_path)])
     shown = capsys.readouterr()

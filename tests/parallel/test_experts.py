@@ -156,6 +156,7 @@ LOADS = {
 }
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("way", WAYS)
 @on_meshes(*MESHES)
@@ -171,6 +172,7 @@ def test_tokens_that_ranks_do_not_divide(mesh: DeviceMesh, way: str) -> None:
     require_parity(mesh, None, policy(batch, **options), inputs(4, 1) if batch == BATCH else inputs(1, 3))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("way", WAYS)
 @on_meshes({"fsdp": 1, "tp": 2, "ep": 2}, {"ep": 2, "tp": 2})
 def test_experts_may_be_split_within_too(mesh: DeviceMesh, way: str) -> None:
@@ -193,6 +195,7 @@ def test_experts_may_be_split_within_too(mesh: DeviceMesh, way: str) -> None:
     assert params.plan.local_shape("layers.0.experts.up") == (EXPERTS // 2, HIDDEN // 2, WIDTH)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("batch", [BATCH, SHARED])
 def test_experts_of_which_some_weights_are_split_are_an_error(batch: Sequence[str]) -> None:
     rules = {"**.up": "experts@ep ff@tp c", "**.down": "experts@ep c ff@tp", "**.shift": "experts@ep c"}
@@ -288,6 +291,7 @@ def _unbiased(weights: Mapping[str, Tensor], tokens: Tensor, counts: Sequence[in
     return torch.cat([torch.tanh(x @ weights["up"][e].t()) @ weights["down"][e].t() for e, x in pairs])
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("way", WAYS)
 @on_meshes({"fsdp": 1, "ep": 4})
 def test_an_expert_without_tokens_has_zeros(mesh: DeviceMesh, way: str) -> None:
@@ -348,6 +352,7 @@ def test_a_trainer_accumulates(mesh: DeviceMesh, batch: Sequence[str]) -> None:
     assert_parity(whole, expected, tol=1e-9)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "ep": 2})
 def test_pending_gradients_are_those_of_own_experts(mesh: DeviceMesh) -> None:
     model, own = made(), policy()
@@ -399,6 +404,7 @@ def test_derivatives_of_derivatives(mesh: DeviceMesh, way: str) -> None:
     assert_close(slope, torch.func.jvp(plain_loss, (plain,), (tangents,))[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("way", WAYS)
 @on_meshes({"fsdp": 2, "ep": 2})
 def test_checkpoints_send_tokens_again(mesh: DeviceMesh, way: str) -> None:
@@ -484,6 +490,7 @@ def test_a_plan_says_what_stays_split() -> None:
 # What travels
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "ep": 4})
 def test_a_token_goes_once_to_a_rank(mesh: DeviceMesh) -> None:
     """Both experts of all tokens are on rank 0: the other ranks send their tokens once, and their routing."""
@@ -529,6 +536,7 @@ def _exchanged(mesh: DeviceMesh, x: Tensor, send: Sequence[int]) -> Tensor:
     return all_to_all_rows(x, mesh, "ep", send, receive.tolist())
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"ep": 3})
 def test_rows_go_where_counts_say(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
@@ -560,6 +568,7 @@ def test_derivatives_of_rows_come_back(mesh: DeviceMesh) -> None:
     assert torch.equal(mapped, _exchanged(mesh, many, send))
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize(
     ("send", "receive", "match"),
     [
@@ -574,6 +583,7 @@ def test_counts_that_do_not_fit_are_errors(send: list[int], receive: list[int], 
         all_to_all_rows(torch.empty(3, 2, device="meta"), sf.MeshSpec(ep=2), "ep", send, receive)
 
 
+@pytest.mark.everyday(1)
 def test_rows_without_data_have_a_shape() -> None:
     x = torch.empty(3, 2, device="meta")
     assert all_to_all_rows(x, sf.MeshSpec(ep=2), "ep", [1, 2], [5, 0]).shape == (5, 2)
@@ -598,6 +608,7 @@ def _mistakes() -> dict[str, tuple[Callable[[], sf.Policy], str]]:
     }
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("mistake", ["experts that do not divide", "a part after another axis", "a part of neighbours"])
 def test_layouts_that_cannot_be_are_errors(mistake: str) -> None:
     make, match = _mistakes()[mistake]
@@ -606,12 +617,14 @@ def test_layouts_that_cannot_be_are_errors(mistake: str) -> None:
         sf.plan(made(), sf.MeshSpec(fsdp=4, ep=ep), make())
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("batch", [BATCH, SHARED])
 def test_weights_that_are_not_split_by_number_are_errors(batch: Sequence[str]) -> None:
     used, match = _mistakes()["not all by number"]
     run_raises(sf.ShardError, _step, used() | sf.Policy(batch=batch), match=match)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_of_no_expert_are_an_error_on_all_ranks(way: str) -> None:
     batch, options = WAYS[way]
@@ -656,6 +669,7 @@ class _Odd(nn.Module):
         return self.experts(x, ids, x[1:, :2])
 
 
+@pytest.mark.everyday(1)
 def test_other_arguments_are_an_error() -> None:
     with pytest.raises(sf.ShardError, match=r"Experts got tokens \(3, 12\), experts \(3, 2\) of torch.int64 and wei"):
         sf.plan(_Odd(), sf.MeshSpec(fsdp=1, ep=2), policy(SHARED), example=torch.zeros(3, WIDTH))
@@ -766,6 +780,7 @@ def test_grouped_gemm_splits_over_the_tensor_parallel_axis(mesh: DeviceMesh, nam
     assert sf.typeof(params, "model.layers.1.mlp.experts.gate_up_proj") == "f64[experts@tp _ _@fsdp]"
 
 
+@pytest.mark.everyday(1)
 def test_what_cannot_be_split_is_an_error() -> None:
     with pytest.raises(sf.ShardError, match=r"axis=None\): no axis to split activations over"):
         sf.policies.from_transformers(FAMILIES["Mixtral"].make(), axis=None, sequence_parallel=True)

@@ -234,6 +234,7 @@ _EVENS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("before", _EVENS)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_block_that_mixes_positions_is_as_on_one_rank(mesh: DeviceMesh, before: str) -> None:
@@ -250,6 +251,7 @@ def test_a_block_that_mixes_positions_is_as_on_one_rank(mesh: DeviceMesh, before
     assert bool(found.inputs) != bool(found.entries) == (before != "written in place")
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_value_that_another_length_decides_is_refused(mesh: DeviceMesh) -> None:
     def half(x: Tensor) -> Tensor:
@@ -283,6 +285,7 @@ ENTRIES: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("entry", ENTRIES)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_entries_are_as_on_one_rank(mesh: DeviceMesh, entry: str) -> None:
@@ -395,6 +398,7 @@ def test_the_graph_keeps_this_ranks_positions() -> None:
     assert sequence / whole < 0.27 < 0.4 < split / whole
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize(
     ("acts", "length", "match"),
     [
@@ -410,6 +414,7 @@ def test_entries_that_cannot_be_served_are_errors(acts: dict[str, str], length: 
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), _policy(acts=acts), example=_ids(4, length))
 
 
+@pytest.mark.everyday(1)
 def test_bytes_that_travel_are_counted() -> None:
     """By 2 ranks, each half of [4, 8, 16] in float64: gathers and scatters take what all-reduces took."""
     model = _model()
@@ -511,6 +516,7 @@ class Writing(Attention):
         return self.wo(q + self.wk(x) + self.wv(x))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_gathered_activation_that_is_written_is_an_error(mesh: DeviceMesh) -> None:
     """As it is on one rank."""
@@ -618,6 +624,7 @@ AGAIN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("given", GIVEN | WHOLE)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_what_layers_are_given(mesh: DeviceMesh, given: str) -> None:
@@ -659,6 +666,7 @@ class Rows(Block):
         return x + self.down(F.silu(self.up(x)))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_rows_without_samples_stay_whole(mesh: DeviceMesh) -> None:
     """The second dim of [s, c] is that of features."""
@@ -668,6 +676,7 @@ def test_rows_without_samples_stay_whole(mesh: DeviceMesh) -> None:
     assert not found_of(model).inputs
 
 
+@pytest.mark.everyday(1)
 def test_blocks_of_a_model_that_names_none_are_found() -> None:
     model: Any = FAMILIES["Llama"].make()
     model._no_split_modules = []
@@ -809,6 +818,7 @@ def test_precisions(mesh: DeviceMesh, precision: str) -> None:
     assert all(x.dtype == torch.float32 for x in full.values()) and found_of(model).inputs
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_lengths_that_do_not_divide_are_errors_on_every_rank(mesh: DeviceMesh) -> None:
     """Also where only one data rank has such a length; before anything else is sent."""

@@ -62,6 +62,7 @@ def _named(model: nn.Module) -> Any:
     return model.named_parameters(remove_duplicate=False)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", FAMILIES)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
@@ -138,6 +139,7 @@ def _policy(name: str) -> sf.Policy:
     return sf.policies.from_transformers(FAMILIES[name].make())
 
 
+@pytest.mark.everyday(1)
 def test_a_plan_is_rules_that_can_be_pasted() -> None:
     policy = _policy("Llama")
     assert policy.rules["model.layers.*.self_attn.k_proj.weight"] == "(kv@tp? d) _@fsdp"
@@ -147,6 +149,7 @@ def test_a_plan_is_rules_that_can_be_pasted() -> None:
     assert sf.plan(model, mesh, pasted) == sf.plan(model, mesh, policy)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("policy", "model", "axes", "match"),
     [
@@ -174,6 +177,7 @@ def test_fixed_sizes_are_found_without_processes(name: str, where: str, why: str
         sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), without, example=example)
 
 
+@pytest.mark.everyday(1)
 def test_other_models_and_styles_are_errors() -> None:
     with pytest.raises(TypeError, match="expected a model of transformers, got Linear"):
         sf.policies.from_transformers(nn.Linear(2, 2))
@@ -198,6 +202,7 @@ def test_layers_that_differ_have_rules_of_their_own() -> None:
     assert shapes == [(16, 32), (32, 32)]
 
 
+@pytest.mark.everyday(1)
 def test_a_forward_that_fails_on_one_rank_too_says_so() -> None:
     family = FAMILIES["Llama"]
     model: Any = family.make()
@@ -219,12 +224,14 @@ def test_experts_are_followed_inside() -> None:
         sf.plan(family.make(), sf.MeshSpec(fsdp=1, tp=2), cut, example=example)
 
 
+@pytest.mark.everyday(1)
 def test_halves_of_experts_are_split_whatever_the_plan_says() -> None:
     model: Any = FAMILIES["Mixtral"].make()
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts.gate_up_proj": "colwise"}
     assert sf.policies.from_transformers(model).rules["model.layers.*.mlp.experts.gate_up_proj"] == "_ (2 _@tp) _@fsdp"
 
 
+@pytest.mark.everyday(1)
 def test_another_name_of_an_axis_is_one_problem() -> None:
     model, mesh = FAMILIES["Llama"].make(), sf.MeshSpec(dp=2, tp=2)
     with pytest.raises(sf.ShardError, match=r"plan: 2 problems(.|\n)*did you mean 'dp'(.|\n)*15 more .*data_axis="):
@@ -250,6 +257,7 @@ def test_a_data_axis_of_any_name_splits_the_batch(mesh: DeviceMesh) -> None:
     assert_parity(sf.gather(grads), {n: p.grad for n, p in _named(model)}, tol=1e-5)
 
 
+@pytest.mark.everyday(1)
 def test_usual_names_of_data_axes_leave_the_policy_as_it_is() -> None:
     model = FAMILIES["Llama"].make()
     for axis in ("fsdp", "dp", None, ("dp", "fsdp")):
@@ -272,6 +280,7 @@ def test_a_model_that_was_never_called_gives_its_hidden_states_once(mesh: Device
     assert len(model(**inputs, output_hidden_states=True).hidden_states) == len(expected)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("pad", "served"), [({"kv": 4}, False), ({"kv": 4, "heads": 8}, True)])
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_padded_heads_meet_the_keys_of_their_group(mesh: DeviceMesh, pad: dict[str, int], served: bool) -> None:
@@ -375,6 +384,7 @@ def test_models_inside_adapters(mesh: DeviceMesh, name: str, sequence: bool) -> 
     _adapters_train(mesh, name, sequence)
 
 
+@pytest.mark.everyday(1)
 def test_a_model_of_which_nothing_is_split_is_said() -> None:
     made = transformers.ResNetForImageClassification(
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])

@@ -114,6 +114,7 @@ def test_units_are_gathered_again_and_only_then(mesh: DeviceMesh) -> None:
     assert gathers[True] == gathers[False] + units
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_what_makes_another_graph(mesh: DeviceMesh) -> None:
     backend = Counted()
@@ -136,6 +137,7 @@ def test_what_makes_another_graph(mesh: DeviceMesh) -> None:
     assert len(backend.graphs) == 5
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_tensors_from_elsewhere_are_looked_up_and_buffers_written(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -152,6 +154,7 @@ def test_tensors_from_elsewhere_are_looked_up_and_buffers_written(mesh: DeviceMe
     assert not torch.equal(params.buffers["1.running_mean"], mean)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_what_cannot_be_recorded_says_so(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 4)
@@ -210,6 +213,7 @@ class _Recomputed(nn.Module):
         return checkpoint(lambda v: F.dropout(v * self.weight, 0.5) + F.dropout(v, 0.1), x, use_reentrant=False)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1})
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_recomputation_draws_what_was_drawn(mesh: DeviceMesh, backend: str) -> None:
@@ -237,6 +241,7 @@ def test_a_recomputation_draws_what_was_drawn(mesh: DeviceMesh, backend: str) ->
     assert backend == "inductor" or not torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.everyday(1)
 def test_tensors_from_elsewhere_are_written_when_the_graph_runs() -> None:
     """And only then: recording them changes nothing, nor does it know their values."""
     count, average = torch.zeros(()), torch.zeros(2)
@@ -258,6 +263,7 @@ def test_tensors_from_elsewhere_are_written_when_the_graph_runs() -> None:
     assert float(count) == 3
 
 
+@pytest.mark.everyday(1)
 def test_arguments_that_change_without_a_new_object() -> None:
     def added(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         a.add_(1)

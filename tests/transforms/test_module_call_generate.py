@@ -186,6 +186,7 @@ def test_a_conversation_goes_on_with_its_cache(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(other.sequences, again.sequences, rtol=0, atol=0)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_cache_given_to_a_forward_is_filled_by_it_alone(mesh: DeviceMesh) -> None:
     from transformers import DynamicCache
@@ -199,6 +200,7 @@ def test_a_cache_given_to_a_forward_is_filled_by_it_alone(mesh: DeviceMesh) -> N
     torch.testing.assert_close(torch.cat([first, second], 1), model(ids).logits.detach())
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_cache_that_one_process_has_filled_is_refused(mesh: DeviceMesh) -> None:
     """It holds all heads, and nothing in it says so."""
@@ -223,6 +225,7 @@ class Remembering(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_cache_that_a_model_holds_keeps_heads_of_this_rank_and_is_not_gone_on_with(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
@@ -259,6 +262,7 @@ class Counter(nn.Module):
     sample = generate  # a user's name for it
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_loop_of_another_name_is_an_error_that_says_which_to_take(mesh: DeviceMesh) -> None:
     model = Counter()
@@ -267,6 +271,7 @@ def test_a_loop_of_another_name_is_an_error_that_says_which_to_take(mesh: Device
         sf.apply(model, sf.shard(model, mesh, policy), torch.ones(2, 4), 50.0, method="sample")
 
 
+@pytest.mark.everyday(1)
 @on_meshes(*MESHES)
 def test_a_loop_of_a_users_own_model(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)

@@ -585,7 +585,6 @@ def _inputs(ids: Tensor, mesh: Any, data: tuple[str, ...]) -> DTensor:
 def takes_parameters_on_the_whole_mesh() -> None:
     """DTensors on all of it, whole over the data dims; modules and inputs are such DTensors too, as in torch."""
     for names, dims in (
-        (("dp", "tp"), DataParallelMeshDims(shard="dp")),
         (("fsdp", "tp"), DataParallelMeshDims(shard="fsdp")),
         (("tp", "dp"), DataParallelMeshDims(shard="dp")),
         (("out", "in"), DataParallelMeshDims(shard="in", replicate="out")),
