@@ -1,5 +1,6 @@
 """Autograd: nodes, hooks, versions of tensors, backwards that run."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
@@ -16,6 +17,14 @@ def in_selective_checkpoint() -> bool:
     """Whether a selective checkpoint keeps what operations give here, or looks for it: it counts them."""
     kinds = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
     return any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` runs a forward here that has no graph: with `use_reentrant=True`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.utils.checkpoint.CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # What calls something with the gradient of a tensor.

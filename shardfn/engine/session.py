@@ -43,10 +43,16 @@ from shardfn.engine.remat import Borrowed
 from shardfn.engine.runtime import AsPlaced, Event, runtime_of
 from shardfn.engine.saved_tensors import Activation, Gathered, Uncopied, saved_hooks
 from shardfn.layout import Grid, Unit, compute_view
+from shardfn.notation import ShardError
 from shardfn.params import Params
 from shardfn.random import Masks
 
 _first: Callable[[Any], Any] = itemgetter(0)
+_REENTRANT = (
+    "value_and_grad: the forward computes in a torch.utils.checkpoint with use_reentrant=True, where only "
+    "loss.backward() finds gradients of weights. Write use_reentrant=False; in transformers, "
+    'gradient_checkpointing_enable({"use_reentrant": False})'
+)
 _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backward
 
 
@@ -104,6 +110,8 @@ class Session:
 
     def weight(self, name: str) -> Tensor:
         """The gathered parameter, [whole over data, split over compute]; gathers its unit when it is not live."""
+        if self.gradients is not None and not torch.is_grad_enabled() and _torch.in_reentrant_checkpoint():
+            raise ShardError(_REENTRANT)
         weight = self._weights.get(name)
         if weight is None and _torch.innermost_transform() is not None and not self.in_transform:
             with _torch.outside_transforms():  # one that the forward itself has begun, to which weights are constants

@@ -1,5 +1,6 @@
 """`apply` and `value_and_grad` against one process, on every mesh; what they communicate; what they refuse."""
 
+import copy
 import gc
 import sys
 from pathlib import Path
@@ -279,6 +280,29 @@ class _Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+@on_meshes({"fsdp": 2}, {"fsdp": 1, "tp": 2})
+@pytest.mark.parametrize("units", ["blocks.*", ()])
+def test_a_reentrant_checkpoint_is_refused_where_it_would_lose_gradients(mesh: DeviceMesh, units: Any) -> None:
+    """`torch.autograd.grad` does not run it when nothing but the input leads to it, and weights would get zeros."""
+    model = _Checkpointed(reentrant=True).double()
+    params = sf.shard(model, mesh, sf.Policy(units=units))
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, p, x).square().mean()
+
+    for differentiate in (sf.grad(loss), sf.value_and_grad(loss), sf.grad(loss, argnums=(0, 1))):
+        with pytest.raises(sf.ShardError, match=r"checkpoint with use_reentrant=True.* Write use_reentrant=False"):
+            differentiate(params, x)
+    model.reentrant = False
+    with torch.no_grad():
+        value = sf.apply(model, params, x)
+    _, grads = sf.value_and_grad(lambda p, x: (sf.apply(model, p, x) - value).sum())(params, x)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    assert_parity(sf.gather(grads), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
 
 
 @on_meshes({"fsdp": 2})

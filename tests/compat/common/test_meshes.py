@@ -511,3 +511,28 @@ def _drops() -> None:
     trainer = sf.Trainer(model, mesh)
     with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="from_parallelize_plan"):
         trainer(torch.ones(2, 4))
+
+
+def _pair_of_groups() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
+    shard, replicate = mesh["in"].get_group(), mesh["out"].get_group()
+    for given in ({"process_group": (shard, replicate)}, {"device_mesh": mesh}):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4).double()
+        weight, x = plain.weight.detach().clone(), torch.arange(8.0).view(2, 4).double() + dist.get_rank()
+        model = FSDP(plain, sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True, **given)
+        model(x).square().mean().backward()
+        assert {tuple(part.placements) for part in model.parameters() if isinstance(part, DTensor)} <= {
+            (Replicate(), Shard(0))
+        }
+        with FSDP.summon_full_params(model, with_grads=True):
+            found, bias = model.module.weight.grad, model.module.bias.detach()
+        assert found is not None
+        every = [torch.arange(8.0).view(2, 4).double() + rank for rank in range(4)]
+        layer = nn.functional.linear(torch.cat(every), weight.requires_grad_(), bias)
+        (wanted,) = torch.autograd.grad(layer.square().mean(), weight)
+        assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_hybrid_sharding_over_a_pair_of_groups_and_over_a_mesh() -> None:
+    run(_pair_of_groups, ranks=4)
