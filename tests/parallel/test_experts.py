@@ -453,6 +453,7 @@ def test_a_graph_of_a_forward_that_picks_tokens_is_an_error(mesh: DeviceMesh, ba
         step(params, local)
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "ep": 2})
 def test_gradients_of_each_sample(mesh: DeviceMesh) -> None:
     model, x = made(), inputs()
@@ -733,6 +734,7 @@ def test_a_family_without_tensor_parallelism(mesh: DeviceMesh, name: str) -> Non
     assert params["model.layers.1.mlp.experts.down_proj"].to_local().shape[0] == whole.shape[0] // ways
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", NAMES)
 @on_meshes({"fsdp": 1, "tp": 2, "ep": 2}, {"fsdp": 2, "ep": 2, "tp": 1})
 def test_a_family_with_tensor_parallelism(mesh: DeviceMesh, name: str) -> None:
@@ -773,6 +775,7 @@ def _by_number(model: Any) -> sf.Policy:
     return sf.policies.from_transformers(model)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", NAMES)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_grouped_gemm_splits_over_the_tensor_parallel_axis(mesh: DeviceMesh, name: str) -> None:

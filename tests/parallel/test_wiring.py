@@ -530,6 +530,29 @@ def test_a_gathered_activation_that_is_written_is_an_error(mesh: DeviceMesh) -> 
         _loss(model(ids)).backward()
 
 
+class WritingFirst(Attention):
+    """Changes what it was given before anything has read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.wo(self.wq(x) + self.wk(x) + self.wv(x))
+
+
+@pytest.mark.everyday(1)
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_gathered_activation_that_is_written_first_is_saved_as_it_was_then(mesh: DeviceMesh) -> None:
+    model, ids = _model(), _ids()
+    for layer in model.layers:
+        layer.attn = WritingFirst().double()
+    params = sf.shard(model, mesh, _policy())
+    loss, grads = sf.value_and_grad(lambda p: _loss(sf.apply(model, p, ids)))(params)
+    expected = _loss(model(ids))
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()}, tol=1e-9)
+    named = model.named_parameters(remove_duplicate=False)
+    assert_parity(sf.gather(grads), {name: p.grad for name, p in named if p.grad is not None}, tol=1e-9)
+
+
 # -- what layers are given and give -----------------------------------------------------------------------------------
 
 

@@ -270,7 +270,6 @@ def test_a_trainer_begins_with_a_tree(mesh: DeviceMesh) -> None:
         assert torch.equal(begun.ema[name].to_local(), trainer.ema[name].to_local())
 
 
-@pytest.mark.slow
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_tree_for_a_trainer_may_have_other_settings_but_no_other_layout(mesh: DeviceMesh) -> None:
     def begin(params: sf.Params, model: nn.Module | None = None, chosen: sf.Policy | None = None) -> sf.Trainer:
