@@ -174,6 +174,7 @@ def test_weights_are_gathered_once_and_caches_hold_own_heads(mesh: DeviceMesh) -
         assert [count[kind] for count in counts] == [fewest, fewest + 2 * a_token, fewest + 6 * a_token], kind
 
 
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_conversation_goes_on_with_its_cache(mesh: DeviceMesh) -> None:
     model, params = _make(LLAMA, mesh)
