@@ -107,7 +107,7 @@ def decoder_on_a_rank(axes: dict[str, int], message: int) -> None:
         in_place(None)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("message", [0, 200])
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 2, "tp": 1}, {"fsdp": 3, "tp": 1}, {"fsdp": 2, "tp": 2}, {"replicate": 2, "fsdp": 2, "tp": 1}]
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_collectives_when_leaves_travel_in_place(axes: di
     run(decoder_on_a_rank, axes, message, ranks=ranks)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2}, {"replicate": 2, "fsdp": 2})
 @pytest.mark.parametrize("regather", [True, False])
 def test_an_exception_leaves_nothing_behind(mesh: DeviceMesh, regather: bool) -> None:

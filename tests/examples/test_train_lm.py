@@ -271,6 +271,7 @@ def _copy(finished: Path, name: str, last: int) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_losses_checkpoints_and_pictures(finished: Path) -> None:
     records = _losses(finished)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]

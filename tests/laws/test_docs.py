@@ -179,7 +179,7 @@ def test_block_runs(reader: Reader, blocks: list[Block], index: int) -> None:
 MANY_RANKS = [block for block in PAGE_BLOCKS + DOCSTRING_BLOCKS if block.language == "python" and block.ranks > 1]
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("block", MANY_RANKS, ids=lambda block: block.place)
 def test_block_runs_on_ranks(block: Block, tmp_path: Path) -> None:
     with chdir(tmp_path):

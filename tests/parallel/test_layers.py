@@ -338,7 +338,7 @@ ENCODER_RULES = {
 ENCODER_RULES = {key.replace("*", "encoder.layers.*"): rule for key, rule in ENCODER_RULES.items()}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)
 def test_an_encoder_is_as_on_one_rank(mesh: DeviceMesh, norm_first: bool) -> None:
@@ -399,7 +399,7 @@ TRANSLATOR_RULES = {
 SENTENCES = _draw(4, 6, 16), _draw(4, 5, 16, seed=2), torch.arange(6) >= torch.tensor([[6], [4], [5], [3]])
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)

@@ -212,6 +212,7 @@ def test_dual_numbers() -> None:
     torch.testing.assert_close(*tangents)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
     logits, targets = _drawn(3, 4)
@@ -367,7 +368,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @on_meshes(*SPLITS, timeout=240)
 def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None:

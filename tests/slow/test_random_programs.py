@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from programs.mains import Program, program
-from random_programs import BAD, compiles, differences, is_ours, line, verdict, verdicts
+from random_programs import BAD, differences, is_ours, line, verdict, verdicts
 
 import shardfn as sf
 
-EVERY_DAY = [seed for seed in range(80) if not compiles(program(seed))]
-COMPILED = [seed for seed in range(80) if compiles(program(seed))]
-PARTS = [range(start, start + 100) for start in range(80, 480, 100)]
+EVERY_DAY = range(64)  # none of which compiles
+PARTS = [range(start, start + 100) for start in range(64, 464, 100)]
 
 
 def _require_right(seeds: Sequence[int]) -> None:
@@ -30,7 +29,7 @@ def test_every_day() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seeds", [COMPILED, *PARTS], ids=str)
+@pytest.mark.parametrize("seeds", PARTS, ids=str)
 def test_more(seeds: Sequence[int]) -> None:
     _require_right(seeds)
 

@@ -345,7 +345,7 @@ def _train(axes: dict[str, int], directory: str, start: int, stop: int, save_at:
     return [*losses, float(sf.optim.global_norm(trainer.ema))]
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
     [{"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}, {"fsdp": 1, "tp": 4}, {"fsdp": 3, "tp": 1}, {"fsdp": 1, "tp": 1}],

@@ -248,6 +248,7 @@ def test_heads_that_do_not_divide_are_padded_as_the_error_says(
     assert_parity({n: full[n] for n in named}, named, tol=1e-9)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("pad", [{"heads": 4}, {"kv": 4}, {"heads": 8}])
 def test_padding_that_parts_queries_from_their_keys_is_an_error(pad: dict[str, int]) -> None:
     fields = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}

@@ -43,7 +43,7 @@ def _reference_grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kv", [4, 1])
 @on_meshes(*MESHES)
 def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:
@@ -775,7 +775,7 @@ def test_models_that_do_not_fit_are_found_before_any_data_moves(kind: type[nn.Mo
     run_raises(sf.ShardError, _broken, kind, match=match, ranks=2)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @on_meshes({"fsdp": 1, "tp": 4}, {"fsdp": 2, "tp": 2})
 def test_split_logits_and_their_loss(mesh: DeviceMesh, smoothing: float) -> None:

@@ -146,7 +146,6 @@ def test_ranks_of_a_compute_axis_draw_the_same_tokens(mesh: DeviceMesh) -> None:
     assert torch.equal(torch.get_rng_state(), after if torch.distributed.get_rank() == first else before)
 
 
-@pytest.mark.everyday(1)
 @on_meshes(*MESHES)
 def test_weights_are_gathered_once_and_caches_hold_own_heads(mesh: DeviceMesh) -> None:
     model, params = _make(LLAMA, mesh)
