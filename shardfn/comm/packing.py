@@ -282,8 +282,8 @@ class AxisCollective:
     def _exchange_shards(self, flat: Tensor, wholes: Sequence[Tensor], staging: Tensor) -> Works:
         """Every shard to every other rank: those of the first leaves into `wholes`, the others into `staging`."""
         peers, sent = self._peers(), self._messages(flat, len(wholes))
-        layout = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [self.group.recv([place], peer, tag) for peer, into in layout for tag, place in into.items()]
+        received = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
+        works = [self.group.recv([place], peer, tag) for peer, into in received for tag, place in into.items()]
         works += [self.group.send([mine], peer, tag) for tag, mine in sent.items() for peer in peers]
         if sent:
             copy_each([*self._parts(wholes, staging, self.rank).values()], [*sent.values()])
@@ -402,9 +402,9 @@ class AxisCollective:
         begins = 0 if wide == dtype else -1  # what the first peer sends arrives in `out` itself, if it has the dtype
         extra = buffers.tensor((self.ranks - 2 - begins) * self.numel, dtype).view(-1, self.numel)
         rows = [out, *extra] if begins == 0 else list(extra)
-        layout = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
+        received = [(peer, self._messages(row, alone)) for row, peer in zip(rows, peers, strict=True)]
         parts = [(peer, self._parts(wholes, staging, peer)) for peer in peers]
-        works = [self.group.recv([place], peer, tag) for peer, into in layout for tag, place in into.items()]
+        works = [self.group.recv([place], peer, tag) for peer, into in received for tag, place in into.items()]
         works += [self.group.send([part], peer, tag) for peer, sent in parts for tag, part in sent.items()]
         yield works
         mine = self._parts(wholes, staging, self.rank)
@@ -417,8 +417,8 @@ class AxisCollective:
     def shards_of(self, flat: Tensor) -> list[Tensor]:
         """This rank's shards in a flat tensor [n], contiguous, each with a version counter of its own."""
         storage, item = flat.untyped_storage(), flat.element_size()
-        blank, layout = flat.new_empty, self.layout.shards  # see [Note: parts of one memory] in flat_memory.py
-        out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in layout]
+        blank, views = flat.new_empty, self.layout.shards  # see [Note: parts of one memory] in flat_memory.py
+        out = [set_storage(blank(0), storage[at * item : end * item], 0, size, step) for size, step, at, end in views]
         return out if self.layout.contiguous else [shard.contiguous() for shard in out]
 
 
@@ -434,7 +434,7 @@ class PureAxisCollective:
         self._leaves, self._grid, self._axis, self._keep = leaves, grid, axis, keep
         self.group, self.ranks = grid.groups[axis], grid.sizes[axis]
 
-    def _moves_at(self, coords: Axes) -> list[LeafSplit]:
+    def _splits_at(self, coords: Axes) -> list[LeafSplit]:
         return leaf_splits(self._leaves, self._grid, coords, self._axis, self._keep)
 
     # -- shards -> whole leaves ---------------------------------------------------------------------------------------
@@ -450,12 +450,12 @@ class PureAxisCollective:
 
     def _packed(self, dtype: torch.dtype, coords: Axes, shards: Sequence[Tensor]) -> list[Tensor]:
         """[n]: every shard, its split dim in front, padded to the chunk of the first rank."""
-        pairs = zip(self._moves_at(coords), shards, strict=True)
+        pairs = zip(self._splits_at(coords), shards, strict=True)
         return [together([_rows(shard.to(dtype), split, 1) for split, shard in pairs])]
 
     def _joined(self, coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
         """[W * n], the flat tensors of all ranks -> the whole leaves side by side."""
-        splits = self._moves_at(coords)
+        splits = self._splits_at(coords)
         parts = flats[0].view(self.ranks, -1).split([split.numel for split in splits], dim=1)
         pairs = zip(parts, splits, strict=True)
         return [together([_of_rows(part, split, self.ranks, split.whole) for part, split in pairs])]
@@ -464,7 +464,7 @@ class PureAxisCollective:
         """The whole leaves in what `gather` made."""
 
         def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
-            return apart_again(flats[0], [split.whole for split in self._moves_at(coords)])
+            return apart_again(flats[0], [split.whole for split in self._splits_at(coords)])
 
         return per_rank(self._grid, cut, [flat])
 
@@ -479,7 +479,7 @@ class PureAxisCollective:
 
     def _spread(self, dtype: torch.dtype, coords: Axes, wholes: Sequence[Tensor | None]) -> list[Tensor]:
         """[W, n]: row i is for rank i."""
-        zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._moves_at(coords), wholes, strict=True)
+        zeros, pairs = partial(torch.zeros, device=self._grid.device), zip(self._splits_at(coords), wholes, strict=True)
         gradients = [(zeros(split.whole, dtype=dtype) if x is None else x.to(dtype), split) for split, x in pairs]
         rows = [_rows(x, split, self.ranks).reshape(self.ranks, split.numel) for x, split in gradients]
         return [torch.cat(rows, dim=1)]
@@ -488,7 +488,7 @@ class PureAxisCollective:
         """This rank's shards in a flat tensor [n]."""
 
         def cut(coords: Axes, flats: Sequence[Tensor]) -> list[Tensor]:
-            splits = self._moves_at(coords)
+            splits = self._splits_at(coords)
             chunks = flats[0].split([split.numel for split in splits])
             return [_of_rows(chunk, split, 1, split.shard) for chunk, split in zip(chunks, splits, strict=True)]
 

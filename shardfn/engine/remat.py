@@ -138,19 +138,19 @@ def remat(fn: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
 
 def _with_tangents(level: Level, fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> Outputs:
     pairs = [level.parts(x) for x in inputs]
-    moves_data = [tangent is not None for _, tangent in pairs]
+    moves = [tangent is not None for _, tangent in pairs]
     floats: list[bool] = []  # of the outputs
 
     def pushed_forward(*args: Tensor) -> Outputs:
         values, tangents = args[: len(inputs)], args[len(inputs) :]
 
-        run, moving = _of_some(fn, values, moves_data, floats)
+        run, moving = _of_some(fn, values, moves, floats)
         outputs, directions, *rest = torch.func.jvp(run, moving, tangents, has_aux=True)
         return *outputs, *directions, *rest[0]
 
     values = [value for value, _ in pairs]
     with level.below():
-        if not any(moves_data):
+        if not any(moves):
             return remat(fn, *values)
         results = remat(pushed_forward, *values, *(tangent for _, tangent in pairs if tangent is not None))
     count = sum(floats)
