@@ -1,6 +1,6 @@
 """Which tests run when, one thread per process, and no rank or process group left behind.
 
-`make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but two cases
+`make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but one case
 of a test that begins ranks. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file. `make test-all`
 is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not
 ranks"` needs no process group.
@@ -26,7 +26,7 @@ SLOW = frozenset(
     "test_wiring test_sweep".split()
 )
 # What begins ranks, or a process group of this one process; and what draws many examples.
-EVERYDAY = 2  # cases of a test that begins ranks, which run every day
+EVERYDAY = 1  # case of a test that begins ranks runs every day, drawn by its name
 STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
 DRAWS = {"hold_for_all"}
 

@@ -86,8 +86,9 @@ def find_blocks(path: Path, text: str, first_line: int = 1) -> list[Block]:
 
 def find_docstrings(path: Path) -> Iterator[tuple[str, str, int]]:
     """(name, docstring, line where its string starts) of a module and everything defined in it."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    statements: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    for node in statements:
+        statements += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False)
             if docstring is not None:

@@ -5,9 +5,8 @@ which imports `haiscale.fsdp`. The oracle is one plain process, or hand-written 
 """
 
 import copy
+import importlib
 import inspect
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn import ShardError
 from shardfn.comm.buckets import whole
-from shardfn.compat import hfai
+from shardfn.compat import hfai, switch
 from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
 
@@ -404,18 +403,16 @@ def has_a_module() -> None:
 def has_the_doors() -> None:
     """`warp` and `wrap` have the policies; both packages are found under the import switch."""
     assert hfai.warp.size_based_auto_wrap_policy is hfai.wrap.size_based_auto_wrap_policy is torchs_policy
-    if rank() == 0:
-        script = (
-            "import shardfn.compat.auto\n"
-            "from haiscale.fsdp import FullyShardedDataParallel as one, BackwardPrefetch\n"
-            "from hfai.distributed.fsdp import FullyShardedDataParallel as two\n"
-            "from hfai.distributed.fsdp.warp import size_based_auto_wrap_policy\n"
-            "import hfai.distributed as dist\n"
-            "assert one is two and dist.get_rank\n"
-            "print(one.__module__)\n"
-        )
-        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert found.stdout.strip() == "shardfn.compat.hfai.wrapper"
+    switch.on()
+    try:
+        package, scripts = importlib.import_module("haiscale.fsdp"), importlib.import_module("hfai.distributed.fsdp")
+        warp = importlib.import_module("hfai.distributed.fsdp.warp")
+        assert package.FullyShardedDataParallel is scripts.FullyShardedDataParallel is FullyShardedDataParallel
+        assert package.BackwardPrefetch is BackwardPrefetch
+        assert warp.size_based_auto_wrap_policy is torchs_policy
+        assert importlib.import_module("hfai.distributed").get_rank is dist.get_rank
+    finally:
+        switch.off()
 
 
 @row("2 train_fsdp.py", "the model's file with more in it")

@@ -4,8 +4,8 @@ What is expected was read from Megatron-LM d98e8a64dd: `torch_fully_sharded_data
 Megatron is not installed: objects of the same shape stand for its configs and its classes.
 """
 
+import importlib
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardfn import ShardError
 from shardfn.comm.buckets import whole
-from shardfn.compat import fsdp2
+from shardfn.compat import fsdp2, switch
 from shardfn.compat.fsdp2 import FSDPModule
 from shardfn.compat.megatron import TorchFullyShardedDataParallel
 from shardfn.testing import assert_close, assert_trees_close, count_collectives, run
@@ -597,16 +597,14 @@ def evaluates() -> None:
 @row("3 callers", "import")
 def is_imported_under_the_switch() -> None:
     """Under the import switch Megatron's module and package have this class, where Megatron is not installed."""
-    if dist.get_rank() == 0:
-        script = (
-            "import shardfn.compat.auto\n"
-            "import megatron.core.distributed.torch_fully_sharded_data_parallel as ours\n"
-            "from megatron.core.distributed import TorchFullyShardedDataParallel as b\n"
-            "assert ours.TorchFullyShardedDataParallel is b\n"
-            "print(b.__module__)\n"
-        )
-        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert found.stdout.strip() == "shardfn.compat.megatron"
+    switch.on()
+    try:
+        package = importlib.import_module("megatron.core.distributed")
+        module = importlib.import_module("megatron.core.distributed.torch_fully_sharded_data_parallel")
+        assert package.TorchFullyShardedDataParallel is TorchFullyShardedDataParallel
+        assert module.TorchFullyShardedDataParallel is TorchFullyShardedDataParallel
+    finally:
+        switch.off()
 
 
 @row("3 callers", "ranks", ranks=4)
