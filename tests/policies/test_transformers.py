@@ -225,6 +225,20 @@ def test_experts_are_followed_inside() -> None:
 
 
 @pytest.mark.everyday(1)
+def test_experts_that_only_the_plan_tells_are_added_up() -> None:
+    """The code of a model of one's own need not know transformers' implementations of experts."""
+    model: Any = FAMILIES["Mixtral"].make()
+    for layer in model.model.layers:
+        del layer.mlp.experts.has_gate
+    policy = sf.policies.from_transformers(model)
+    assert "model.layers.*.mlp.experts" in policy.compute
+    sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.zeros(2, 8, dtype=torch.long))
+    policy = replace(policy, compute={})
+    with pytest.raises(sf.ShardError, match=r"mlp"):
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.zeros(2, 8, dtype=torch.long))
+
+
+@pytest.mark.everyday(1)
 def test_halves_of_experts_are_split_whatever_the_plan_says() -> None:
     model: Any = FAMILIES["Mixtral"].make()
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts.gate_up_proj": "colwise"}
