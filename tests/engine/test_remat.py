@@ -155,6 +155,30 @@ def test_any_unit_is_differentiated(mesh: DeviceMesh, kind: type[nn.Module]) -> 
     torch.testing.assert_close(found, torch.func.grad(lambda x: plain_loss(plain, x))(x), rtol=1e-11, atol=1e-11)
 
 
+@on_meshes({"fsdp": 2})
+def test_values_and_tangents_are_computed_together_once(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    params, x = sf.shard(model, mesh, sf.Policy(units="*")), torch.randn(4, 6, dtype=torch.float64)
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    calls: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, out: calls.append(out))
+    for found, wanted in (
+        (
+            lambda: sf.jvp(lambda p: sf.apply(model, p, x), (params,), (params,)),
+            lambda: torch.func.jvp(lambda p: functional_call(model, p, (x,)), (plain,), (plain,)),
+        ),
+        (
+            lambda: torch.func.jvp(lambda x: sf.apply(model, params, x), (x,), (x,)),
+            lambda: torch.func.jvp(lambda x: functional_call(model, plain, (x,)), (x,), (x,)),
+        ),
+    ):
+        pair, times = found(), len(calls)
+        torch.testing.assert_close(pair, wanted(), rtol=1e-12, atol=1e-12)
+        assert 2 * times == len(calls) == 2
+        calls.clear()
+
+
 class _Stateful(nn.Module):
     """A linear that does something behind the back of its arguments and results."""
 
