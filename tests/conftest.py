@@ -2,8 +2,9 @@
 
 `make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but one case
 of a test that begins ranks. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file. `make test-all`
-is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. `-m "not slow and not
-ranks"` needs no process group.
+is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a test marked
+`one_mesh` each case runs on one of its meshes; the others are marked `rest`, and run when no marks are asked for.
+`-m "not slow and not ranks"` needs no process group.
 """
 
 import os
@@ -48,10 +49,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks += ["slow"] * (path.stem in SLOW and few is None) + ["ranks"] * bool(names & STARTS)
         marks += ["property"] * (bool(names & DRAWS) or getattr(test, "is_hypothesis_test", False))
         count = few.args[0] if few is not None else EVERYDAY if "ranks" in marks else len(cases)
-        kept = Random(cases[0].nodeid.partition("[")[0]).sample(cases, min(count, len(cases)))
+        draw = Random(cases[0].nodeid.partition("[")[0])
+        chosen = _one_mesh_each(cases, draw) if cases[0].get_closest_marker("one_mesh") else cases
+        kept = draw.sample(chosen, min(count, len(chosen)))
         for item in cases:
-            for mark in marks + ["slow"] * (item not in kept):
+            for mark in marks + ["slow"] * (item not in kept) + ["rest"] * (item not in chosen):
                 item.add_marker(mark)
+
+
+def _one_mesh_each(cases: list[pytest.Item], draw: Random) -> list[pytest.Item]:
+    """The cases of a test on meshes that differ in another parameter, each on a mesh that is drawn."""
+    alike: dict[str, list[pytest.Item]] = {}
+    for item in cases:
+        assert isinstance(item, pytest.Function), "one_mesh is for functions of on_meshes"
+        others = [value for name, value in item.callspec.params.items() if name != "mesh"]
+        alike.setdefault(repr(others), []).append(item)
+    return [draw.choice(several) for several in alike.values()]
 
 
 def _names_used(fn: object, seen: set[object]) -> set[str]:

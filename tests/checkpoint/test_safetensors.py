@@ -98,6 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("name", MODELS)
 @on_meshes()
 def test_files_of_transformers_go_there_and_back(mesh: DeviceMesh, name: str) -> None:

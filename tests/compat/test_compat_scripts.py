@@ -83,10 +83,9 @@ def _assert_close(found: Any, expected: Any, tolerance: float, where: str) -> No
         assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), where
 
 
-@pytest.mark.parametrize("way", ["import", "switch"])
-@pytest.mark.parametrize("name", TOLERANCES)
+@pytest.mark.parametrize(("name", "way"), zip(TOLERANCES, ["import", "import", "switch", "switch"] * 2, strict=True))
 def test_script_trains_as_one_process_does(name: str, way: str, tmp_path: Path, reference: Any) -> None:
-    """By changed imports, and by `python -m shardfn.compat script.py`; on two ranks, or on four."""
+    """By changed imports, or by `python -m shardfn.compat script.py`; on two ranks, or on four."""
     ranks = 2 + 2 * (list(TOLERANCES).index(name) % 2)
     by_import = [str(_changed(name, tmp_path))]
     script = by_import if way == "import" else ["-m", "shardfn.compat", str(SCRIPTS / f"{name}.py")]

@@ -157,6 +157,7 @@ LOADS = {
 
 
 @pytest.mark.everyday(2)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("way", WAYS)
 @on_meshes(*MESHES)
@@ -723,6 +724,7 @@ def _require_family(mesh: DeviceMesh, name: str, make: Callable[[nn.Module], sf.
     return params
 
 
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("name", NAMES)
 @on_meshes({"fsdp": 2, "ep": 2}, {"fsdp": 1, "ep": 4})
 def test_a_family_without_tensor_parallelism(mesh: DeviceMesh, name: str) -> None:
@@ -735,12 +737,14 @@ def test_a_family_without_tensor_parallelism(mesh: DeviceMesh, name: str) -> Non
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("name", NAMES)
 @on_meshes({"fsdp": 1, "tp": 2, "ep": 2}, {"fsdp": 2, "ep": 2, "tp": 1})
 def test_a_family_with_tensor_parallelism(mesh: DeviceMesh, name: str) -> None:
     _require_family(mesh, name, lambda m: sf.policies.from_transformers(m, expert_axis="ep"))
 
 
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("name", NAMES)
 @on_meshes({"fsdp": 1, "tp": 2, "ep": 2}, {"fsdp": 1, "tp": 1, "ep": 4})
 def test_a_family_over_a_compute_axis(mesh: DeviceMesh, name: str) -> None:

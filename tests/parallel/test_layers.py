@@ -400,6 +400,7 @@ SENTENCES = _draw(4, 6, 16), _draw(4, 5, 16, seed=2), torch.arange(6) >= torch.t
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 @on_meshes(*MESHES)

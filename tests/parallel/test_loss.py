@@ -369,6 +369,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @on_meshes(*SPLITS, timeout=240)
 def test_split_logits_under_transforms(mesh: DeviceMesh, transform: str) -> None:

@@ -54,7 +54,7 @@ def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _require_family_like_one_rank(mesh, name)
 
 
-@pytest.mark.parametrize("name", [*"Llama GPT-2 DeepSeek-V3 Mixtral T5 OPT ViT".split(), "ViT, 26 positions"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "T5", "ViT", "ViT, 26 positions"])
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_a_family_on_four_parts_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
     _require_family_like_one_rank(mesh, name)
@@ -774,7 +774,7 @@ def test_gradients_of_samples_are_clipped_as_on_one_rank(mesh: DeviceMesh) -> No
 def test_a_graph_is_as_on_one_rank(mesh: DeviceMesh) -> None:
     model, ids = _model(), _ids()
     params, local = sf.shard(model, mesh, _policy()), sf.data.local_batch(ids, mesh)
-    step = sf.jit(sf.value_and_grad(lambda p, x: _loss(sf.apply(model, p, x))), backend="aot_eager")
+    step = sf.jit(sf.value_and_grad(lambda p, x: _loss(sf.apply(model, p, x))), backend="eager")
     for _ in range(2):
         _require_gradients_of_one_rank(model, ids, *step(params, local))
     assert found_of(model).inputs

@@ -63,6 +63,7 @@ def _named(model: nn.Module) -> Any:
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("name", FAMILIES)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
@@ -392,6 +393,7 @@ def _adapters_train(mesh: DeviceMesh, name: str, sequence: bool) -> None:
     assert any("lora_A" in name for name in split) and any("lora_B" in name for name in split)
 
 
+@pytest.mark.one_mesh
 @pytest.mark.parametrize(("name", "sequence"), [("Llama", False), ("Llama", True), ("GPT-2", False)])
 @on_meshes(*MESHES)
 def test_models_inside_adapters(mesh: DeviceMesh, name: str, sequence: bool) -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
-from shardfn._torch import backend_for_graphs
 from shardfn.testing import assert_trees_close, on_meshes
 from shardfn.transforms.jit import jit
 
@@ -29,7 +28,7 @@ class Counted:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.graphs.append(graph)
-        return backend_for_graphs("aot_eager")(graph, inputs)
+        return graph
 
     def count(self, operation: str) -> int:
         """How often an operation occurs in all graphs."""
@@ -92,10 +91,10 @@ def test_a_step_equals_the_eager_one(mesh: DeviceMesh) -> None:
     assert len(backend.graphs) == 1
 
 
-@pytest.mark.parametrize("fields", [{"regather": False, "dropout": 0.5}, {"microbatches": 4}], ids=str)
+@pytest.mark.parametrize("fields", [{"regather": False, "dropout": 0.5}, {"microbatches": 2}], ids=str)
 @on_meshes({"fsdp": 2, "tp": 2}, timeout=240)
 def test_other_steps_equal_the_eager_ones(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    _same(mesh, "aot_eager", 1e-6, layers=1, **fields)
+    _same(mesh, "aot_eager" if "dropout" in fields else Counted(), 1e-6, layers=1, **fields)
 
 
 @on_meshes({"fsdp": 2, "tp": 1}, timeout=200)

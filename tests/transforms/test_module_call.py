@@ -79,6 +79,7 @@ _FIELDS = [
 
 
 @pytest.mark.everyday(3)
+@pytest.mark.one_mesh
 @pytest.mark.parametrize("fields", _FIELDS)
 @on_meshes()
 def test_units_and_regather_change_no_number(mesh: DeviceMesh, fields: dict[str, Any]) -> None:

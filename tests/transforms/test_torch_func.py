@@ -16,6 +16,7 @@ from shardfn.transforms.forward_mode import FORWARD_MODE_DIFFERENTIATED, ByFormu
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.one_mesh
 @on_meshes(*MESHES, timeout=240)
 @pytest.mark.parametrize("first", [0, 1])
 def test_transforms_equal_one_process(mesh: DeviceMesh, first: int) -> None:

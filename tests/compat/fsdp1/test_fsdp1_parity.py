@@ -136,9 +136,9 @@ def _compare(case: str, strategy: ShardingStrategy, use_orig_params: bool) -> No
     assert all(torch.equal(state[name], own[name]) for name in own if name not in floats)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=[strategy.name for strategy in STRATEGIES])
+@pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_equal_those_of_ddp(case: str, strategy: ShardingStrategy) -> None:
-    """With and without `use_orig_params` in turn, which is one thing here."""
-    use_orig_params = bool(([*map(str, CASES)].index(case) + STRATEGIES.index(strategy)) % 2)
-    run(_compare, case, strategy, use_orig_params, ranks=4)
+def test_ten_steps_equal_those_of_ddp(case: str, turn: int) -> None:
+    """With three of the five strategies, and with `use_orig_params`, which changes nothing here, in turn."""
+    index = 3 * CASES.index(case) + turn
+    run(_compare, case, STRATEGIES[index % len(STRATEGIES)], bool(index % 2), ranks=4)
