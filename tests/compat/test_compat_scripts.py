@@ -30,6 +30,7 @@ TOLERANCES = {
     "ray_fsdp2": 1e-4,
     "haiscale_gpt": 1e-4,
 }
+WAYS = ["import", "import", "switch", "switch"] * 2
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
 # How processes of torch 2.13 may end on gloo, after everything: scripts of torch alone did in 5 of 27 runs here.
 ENDS_BADLY = "terminate called without an active exception"
@@ -83,7 +84,7 @@ def _assert_close(found: Any, expected: Any, tolerance: float, where: str) -> No
         assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), where
 
 
-@pytest.mark.parametrize(("name", "way"), zip(TOLERANCES, ["import", "import", "switch", "switch"] * 2, strict=True))
+@pytest.mark.parametrize(("name", "way"), [*zip(TOLERANCES, WAYS, strict=True)])
 def test_script_trains_as_one_process_does(name: str, way: str, tmp_path: Path, reference: Any) -> None:
     """By changed imports, or by `python -m shardfn.compat script.py`; on two ranks, or on four."""
     ranks = 2 + 2 * (list(TOLERANCES).index(name) % 2)
