@@ -3,7 +3,8 @@
 `make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but one case
 of a test that begins ranks. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file. `make test-all`
 is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a test marked
-`one_mesh` each case runs on one of its meshes; the others are marked `rest`, and run when no marks are asked for.
+`one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked `rest`, and run
+when no marks are asked for.
 `-m "not slow and not ranks"` needs no process group.
 """
 
@@ -51,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = few.args[0] if few is not None else EVERYDAY if "ranks" in marks else len(cases)
         draw = Random(cases[0].nodeid.partition("[")[0])
         chosen = _one_mesh_each(cases, draw) if cases[0].get_closest_marker("one_mesh") else cases
+        if sample := cases[0].get_closest_marker("sample"):
+            chosen = draw.sample(chosen, sample.args[0])
         kept = draw.sample(chosen, min(count, len(chosen)))
         for item in cases:
             for mark in marks + ["slow"] * (item not in kept) + ["rest"] * (item not in chosen):

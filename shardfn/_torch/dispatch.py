@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfn._torch.memory import holds_data
 from shardfn._torch.transforms import has_no_memory, simulated
 
-# What torch imports at the first backward or DTensor operation: 1.3 s in every process that did not import it before.
-LAZY_MODULES = ("torch._dynamo",)
+# What torch imports at the first backward or DTensor operation, 1.3 s in every process that did not import it before,
+# and at the first derivative in forward mode, 0.1 s.
+LAZY_MODULES = ("torch._dynamo", "torch._decomp.decompositions_for_jvp")
 
 
 # What a tree of the upper part of a structure says of each leaf; None when it is no such tree.

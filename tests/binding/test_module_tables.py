@@ -438,6 +438,7 @@ def _require_grads(model: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.everyday(14)
+@pytest.mark.sample(70)
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 @every_kind
 @on_meshes({"fsdp": 2})

@@ -48,6 +48,7 @@ SPLIT_FAMILIES = (
 ).split()
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", [*SPLIT_FAMILIES, "OPT", "ViT", "ViT, 26 positions", "CLIP"])
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:
@@ -235,6 +236,7 @@ _EVENS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("before", _EVENS)
 @on_meshes({"fsdp": 1, "tp": 2})
 def test_a_block_that_mixes_positions_is_as_on_one_rank(mesh: DeviceMesh, before: str) -> None:

@@ -220,6 +220,7 @@ _PADDED = [
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "heads", "kv", "pad"), _PADDED)
 @on_meshes({"fsdp": 1, "tp": 4})
 def test_heads_that_do_not_divide_are_padded_as_the_error_says(

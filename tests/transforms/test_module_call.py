@@ -44,6 +44,7 @@ def _reference_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kv", [4, 1])
 @on_meshes(*MESHES)
 def test_ten_adamw_steps_equal_one_process(mesh: DeviceMesh, kv: int) -> None:

@@ -80,6 +80,7 @@ def _round_trip(kind: str, other: str, flags: dict[str, bool]) -> None:
 KINDS = ("plain", "hybrid", "tensor")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("flags", "number"), [pytest.param(flags, number, id=named(flags)) for number, flags in enumerate(combinations())]
 )
