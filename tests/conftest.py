@@ -1,11 +1,10 @@
 """Which tests run when, one thread per process, and no rank or process group left behind.
 
-`make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and all but one case
-of a test that begins ranks. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file. `make test-all`
-is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a test marked
-`one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked `rest`, and run
-when no marks are asked for.
-`-m "not slow and not ranks"` needs no process group.
+`make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and a test that begins
+ranks on all but one mesh for each case. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file.
+`make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a test
+marked `one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked `rest`,
+and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group.
 """
 
 import os
@@ -28,7 +27,6 @@ SLOW = frozenset(
     "test_wiring test_sweep".split()
 )
 # What begins ranks, or a process group of this one process; and what draws many examples.
-EVERYDAY = 1  # case of a test that begins ranks runs every day, drawn by its name
 STARTS = {"run", "run_raises", "on_meshes", "make_mesh", "init_device_mesh", "init_process_group", "subprocess"}
 DRAWS = {"hold_for_all"}
 
@@ -49,23 +47,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         few = cases[0].get_closest_marker("everyday")
         marks += ["slow"] * (path.stem in SLOW and few is None) + ["ranks"] * bool(names & STARTS)
         marks += ["property"] * (bool(names & DRAWS) or getattr(test, "is_hypothesis_test", False))
-        count = few.args[0] if few is not None else EVERYDAY if "ranks" in marks else len(cases)
         draw = Random(cases[0].nodeid.partition("[")[0])
         chosen = _one_mesh_each(cases, draw) if cases[0].get_closest_marker("one_mesh") else cases
         if sample := cases[0].get_closest_marker("sample"):
             chosen = draw.sample(chosen, sample.args[0])
-        kept = draw.sample(chosen, min(count, len(chosen)))
+        if few is not None:
+            kept = draw.sample(chosen, min(few.args[0], len(chosen)))
+        else:
+            kept = _one_mesh_each(chosen, draw) if "ranks" in marks else chosen
         for item in cases:
             for mark in marks + ["slow"] * (item not in kept) + ["rest"] * (item not in chosen):
                 item.add_marker(mark)
 
 
 def _one_mesh_each(cases: list[pytest.Item], draw: Random) -> list[pytest.Item]:
-    """The cases of a test on meshes that differ in another parameter, each on a mesh that is drawn."""
+    """The cases of a test that differ in more than the mesh, each on a mesh that is drawn."""
     alike: dict[str, list[pytest.Item]] = {}
     for item in cases:
-        assert isinstance(item, pytest.Function), "one_mesh is for functions of on_meshes"
-        others = [value for name, value in item.callspec.params.items() if name != "mesh"]
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        others = {name: value for name, value in params.items() if name not in ("mesh", "axes")}
         alike.setdefault(repr(others), []).append(item)
     return [draw.choice(several) for several in alike.values()]
 
