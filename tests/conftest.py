@@ -2,9 +2,9 @@
 
 `make test` is everything but what is marked `slow`: files that take long (`SLOW`), single tests, and a test that begins
 ranks on all but one mesh for each case. `@pytest.mark.everyday(n)` keeps n cases of any test, also in such a file.
-`make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a test
-marked `one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked `rest`,
-and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group.
+`make test-all` is what is slow, and every property (`hypothesis`, `hold_for_all`) with ten times the examples. Of a
+test marked `one_mesh` each case runs on one of its meshes, of one marked `sample(n)` n cases; the others are marked
+`rest`, and run when no marks are asked for. `-m "not slow and not ranks"` needs no process group.
 """
 
 import os

@@ -161,7 +161,7 @@ def test_values_and_tangents_are_computed_together_once(mesh: DeviceMesh) -> Non
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
     params, x = sf.shard(model, mesh, sf.Policy(units="*")), torch.randn(4, 6, dtype=torch.float64)
     plain = {name: p.detach() for name, p in model.named_parameters()}
-    calls: list[Tensor] = []
+    calls: list[Any] = []
     model[0].register_forward_hook(lambda module, args, out: calls.append(out))
     for found, wanted in (
         (
