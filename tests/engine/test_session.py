@@ -159,6 +159,18 @@ def test_a_part_kept_over_neighbours(mesh: DeviceMesh) -> None:
     assert gathers[-1] == 8, "five units, and three again: the first layer's weight is not needed"
 
 
+@on_meshes({"fsdp": 4})
+def test_neighbours_send_each_other_halves(mesh: DeviceMesh) -> None:
+    sent = {}
+    for regather in (True, 2):
+        _, params, step, x = make(mesh, regather=regather)
+        for _ in range(2):
+            with count_collectives() as counts:
+                step(params, x)
+        sent[regather] = counts.bytes_of["all_gather"]
+    assert sent[2] > sent[True], "and four ranks quarters"
+
+
 @on_meshes({"fsdp": 4}, timeout=20)
 def test_neighbours_whatever_groups_there_are(mesh: DeviceMesh) -> None:
     dist.new_group([1, 2])  # torch counts one more on two of the four ranks, and would name the next group by that

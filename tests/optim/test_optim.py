@@ -1036,6 +1036,18 @@ def group_typo() -> Optimizer:
     return sfo.adamw(1e-3, groups={"a": {"weigth_decay": 0.0}})
 
 
+@on_meshes({"fsdp": 2})
+def test_trees_of_two_layouts_inside_a_transform(mesh: DeviceMesh) -> None:
+    model = torch.nn.Linear(4, 2)
+    params, other = (sf.shard(model, mesh, sf.Policy(default=way)) for way in ("auto", "replicate"))
+
+    def stepped(p: sf.Params) -> sf.Params:
+        return sfo.apply_updates(p, other)
+
+    with pytest.raises(sf.ShardError, match=r"updates\['weight'\] has layout .*; sf.reshard one of the trees before"):
+        sf.jvp(stepped, (params,), (params,))
+
+
 def test_bad_trees() -> None:
     params = {"a.w": torch.ones(2), "a.b": torch.ones(2)}
     grads = {name: torch.ones(2) for name in params}

@@ -921,3 +921,17 @@ def test_a_loss_that_uses_no_leaf_is_an_error(mesh: DeviceMesh) -> None:
     assert sf.vmap(sf.grad(lambda p, x: uses(p) * x.sum()), in_dims=(None, 0))(params, x)["2.bias"].shape[1:] == (2,)
     spec = sf.MeshSpec(fsdp=1, tp=1)
     assert "depends on none" in str(sf.check(model, spec, _TP, forgets, x))
+
+
+@on_meshes({"fsdp": 2})
+def test_what_an_inner_derivative_was_made_for_asks_for_nothing_outside(mesh: DeviceMesh) -> None:
+    model = _model()
+    params, x = sf.shard(model, mesh, sf.Policy()), torch.ones(2, 6, dtype=torch.float64)
+
+    def outer(t: Tensor) -> Tensor:
+        inner = sf.grad(lambda p: sf.apply(model, p, x).square().mean() * t)(params)
+        return sf.tree.dot(inner, inner)
+
+    value, slope = sf.value_and_grad(outer)(torch.tensor(2.0, dtype=torch.float64))
+    assert not value.requires_grad and not slope.requires_grad
+    torch.testing.assert_close(slope, value)  # value is a square of t, which is 2

@@ -114,6 +114,15 @@ def test_units_are_gathered_again_and_only_then(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.everyday(1)
+def test_what_is_drawn_twice_differs() -> None:
+    drawn = jit(lambda x: (torch.rand(4) + x, torch.rand(4) + x), backend="eager")
+    torch.manual_seed(3)
+    first, second = drawn(torch.zeros(4))
+    torch.manual_seed(3)
+    assert torch.equal(first, torch.rand(4)) and torch.equal(second, torch.rand(4))
+
+
+@pytest.mark.everyday(1)
 @on_meshes({"fsdp": 2, "tp": 1})
 def test_what_makes_another_graph(mesh: DeviceMesh) -> None:
     backend = Counted()
