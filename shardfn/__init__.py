@@ -2,14 +2,14 @@
 
 Each folder is a room; its docstring says what lives there and in which order to read.
 
-    _torch       private names of torch            engine      weights gathered just in time, gradients reduced
+    _torch       private names of torch            engine      when weights are gathered, gradients reduced
     notation     the text of rules; errors         trace       how each activation is sharded, found without data
     context      the transforms around a call      transforms  apply, value_and_grad, vmap, jit, shard_map
     layout       policies, plans, units, meshes    optim       optimizers of trees of shards
     comm         collectives and their buffers     checkpoint  trees in directories and safetensors
     binding      modules that read given weights   policies    rules for known kinds of models
     params       shard, gather, reshard            inspect     check, typeof, visualize, simulate
-    random       dropout masks                     stateful    Trainer
+    random       dropout masks                     stateful    Trainer; modules that hold their shards
     parallel     tensor parallelism of layers      compat      FSDP1, FSDP2, hfai, Megatron
     testing      ranks for tests, comparisons
 """

@@ -1,7 +1,7 @@
 """Moving many leaves together: gather, reduce, and the differentiable pair over a plan's bucket.
 
     gather    undo the split over the data axes         one all-gather an axis
-    reduce    its transpose, summing over ranks         one reduce-scatter an axis that splits, one all-reduce another
+    reduce    its transpose, the sum or mean of ranks   one reduce-scatter an axis that splits, one all-reduce another
 
 Uneven dims are padded inside the collective, and nowhere else; how the bytes travel is in packing.py. An
 `AsyncCollective` is a communication that goes on while something else is done. `whole` gathers one `DTensor` of any

@@ -1,4 +1,4 @@
-"""Megatron-core's `TorchFullyShardedDataParallel` on shardfn's engine; Megatron is no dependency."""
+"""Megatron-core's `TorchFullyShardedDataParallel` on shardfn; Megatron is no dependency."""
 
 import importlib
 from collections.abc import Iterable, Iterator

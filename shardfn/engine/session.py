@@ -15,7 +15,7 @@
                                             the n-th part of it (`_kept`), with False everything, by the graph
     in the backward of the unit             `Gathered`, from the first unpack until the bucket's gradients arrive
 These are all collectives over data axes: one all-gather a bucket in each column, and one reduction (an all-reduce more
-over `replicate`). Those over compute axes are in linears.py, that of the loss is in autodiff.py, and
+over `replicate`). Those over compute axes are in parallel/compute_axes.py, that of the loss is in autodiff.py, and
 docs/design.md follows a whole step. The root unit is gathered first and, unless the policy frees it too, kept until its
 backward: its views are saved as they are. A bucket that needs no collective (one data rank, or replicated weights) has
 nothing to free. Memory comes from the buckets' pool, which hands it out again when nobody refers to it.

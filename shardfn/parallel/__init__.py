@@ -2,9 +2,10 @@
 
 Read `compute_axes` (collectives that a parallel forward can use), `linears` (also embeddings) and `layers`
 (convolutions, norms, attention), `wiring` (which forward a module of a plan gets), `experts` and `loss`. A new kind of
-layer of torch is a row of `_FORWARDS` in `layers`, and one of `_LAYERS` in `layout/model_info.py` (see `kind_of`, and
-`OUT_DIM` for linears); a class of your own gets its parallel forward by `sf.register`. Not here: the shape-only trace,
-which subclasses `ComputeAxes`, see `trace`.
+layer of torch is a row of `_FORWARDS` in `layers`, and one of `_LAYERS` in `layout/model_info.py` (see `kind_of`, also
+of `OUT_DIM` for linears, and of `BIAS_DIM` if its bias lies along a dim of the weight); a class of your own gets its
+parallel forward by `sf.register`. Heads of `nn.MultiheadAttention` are checked in `layers._check_heads`. Not here: the
+shape-only trace, which subclasses `ComputeAxes`, see `trace`.
 """
 
 from shardfn.parallel import wiring

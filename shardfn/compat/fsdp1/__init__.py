@@ -1,4 +1,4 @@
-"""Everything that `torch.distributed.fsdp` has for FSDP1, with the class on shardfn's engine.
+"""Everything that `torch.distributed.fsdp` has for FSDP1, with the class on shardfn.
 
     from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
 

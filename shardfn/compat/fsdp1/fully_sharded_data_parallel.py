@@ -1,4 +1,4 @@
-"""Everything in `torch.distributed.fsdp.fully_sharded_data_parallel`, with the class on shardfn's engine."""
+"""Everything in `torch.distributed.fsdp.fully_sharded_data_parallel`, with the class on shardfn."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: FSDP1's class on shardfn's engine.
+"""`FullyShardedDataParallel`: FSDP1's class on shardfn.
 
 [Note: a module that stands before another]
 `FSDP(model)` is a new object, of a class that derives from FSDP1's and from the model's. It shares the model's tables
@@ -111,7 +111,7 @@ def _attributes(model: type) -> dict[str, Any]:
 
 
 class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
-    """FSDP1's class, on shardfn's engine: change the import, keep the script.
+    """FSDP1's class, on shardfn: change the import, keep the script.
 
     Every argument of torch 1.11 to 2.13 is taken, in the order of any of them. Where torch's class needs an accelerator
     this one does not. docs/howto/from-fsdp1.md lists what each argument and method does here.

@@ -1,4 +1,4 @@
-"""FSDP2 of `torch.distributed.fsdp`, on shardfn's engine.
+"""FSDP2 of `torch.distributed.fsdp`, on shardfn.
 
     from shardfn.compat.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 

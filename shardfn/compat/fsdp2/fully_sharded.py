@@ -1,4 +1,4 @@
-"""`fully_shard` and `FSDPModule`, FSDP2 on shardfn's engine; what a call of it was asked, and knows.
+"""`fully_shard` and `FSDPModule`, FSDP2 on shardfn; what a call of it was asked, and knows.
 
 [Note: a class swapped in place]
 `fully_shard(module)` gives a module a class that derives from `FSDPModule` and from its own, as torch's does, and makes

@@ -1,4 +1,4 @@
-"""What `hfai.distributed.fsdp` and `haiscale.fsdp` have, on shardfn's engine.
+"""What `hfai.distributed.fsdp` and `haiscale.fsdp` have, on shardfn.
 
     from shardfn.compat.hfai import BackwardPrefetch, FullyShardedDataParallel
 

@@ -23,7 +23,7 @@ PART = "shardfn"  # in the metadata of a state dict: which part it is
 
 
 class FullyShardedDataParallel(fsdp1.FullyShardedDataParallel):
-    """hfai's class, also known as `haiscale.fsdp`'s, on shardfn's engine: change the import, keep the script.
+    """hfai's class, also known as `haiscale.fsdp`'s, on shardfn: change the import, keep the script.
 
         >>> import torch, shardfn as sf
         >>> from torch import nn
