@@ -1,4 +1,4 @@
-"""What the compatible classes share, and where they meet the engine: `run` in `sharded_module`.
+"""What the compatible classes share: `run` in `sharded_module`, which goes by `stateful.ModuleShards.run` to `apply`.
 
 Read `sharded_module` (what a sharded module knows, its run, its loads), then `meshes` (a mesh made of process groups
 or of device meshes). Not here: any name that a script imports; those are in the room of their class.
