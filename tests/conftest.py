@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         draw = Random(cases[0].nodeid.partition("[")[0])
         chosen = _one_mesh_each(cases, draw) if cases[0].get_closest_marker("one_mesh") else cases
         if sample := cases[0].get_closest_marker("sample"):
-            chosen = draw.sample(chosen, sample.args[0])
+            chosen = draw.sample(chosen, min(sample.args[0], len(chosen)))
         if few is not None:
             kept = draw.sample(chosen, min(few.args[0], len(chosen)))
         else:
