@@ -297,7 +297,7 @@ class BucketOnGrid:
     def _reduced_by(
         self, reduce: Callable[[Tensor, Tensor | None], None], wholes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Cut]:
-        """A flat tensor with the shards that a function of the user's own makes of pending gradients."""
+        """Shards in one flat tensor, by a function of the user's own (a communication hook of a compatible class)."""
         if self.grid.pure or len(self.collectives) > 1 or (self.collectives and self._sum_axes):
             raise ShardError("a reduction of your own works over one data axis, on real ranks")
         if not self.collectives:
@@ -419,7 +419,8 @@ class GatherBucket(torch.autograd.Function):
 
 
 class ReduceBucket(torch.autograd.Function):
-    """Pending gradients of a bucket, reduced into their parameters' layout; see [Note: cotangents of trees].
+    """Gradients of a bucket that each rank has of its own batch, reduced into the layout of their parameters; see
+    [Note: cotangents of trees].
 
     forward   d [whole over data]  -> reduce_scatter(data) -> [shard]        (op None: kept, typed `+data`)
     backward  e [shard]            -> all_gather(data)     -> [whole over data], for "sum" times the ranks

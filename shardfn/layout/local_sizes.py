@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.layout.plan_draft import Draft, Rule
+from shardfn.layout.plan_draft import Draft, ParamRule
 from shardfn.layout.policy import matches
 from shardfn.notation import Factor, ShardError, Spec, parse, unknown_axes
 
 
-def decide_local_sizes(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, dict[str, int]]:
+def decide_local_sizes(draft: Draft, rules: Mapping[str, ParamRule]) -> dict[str, dict[str, int]]:
     """Module -> attribute -> its size on one rank. What rules split has been checked with the rules."""
     sizes: dict[str, dict[str, int]] = {}
     patterns, compute = draft.policy.local_sizes, draft.role.compute

@@ -298,7 +298,7 @@ def shallow_copy(module: nn.Module, parameters: dict[str, Tensor | None], buffer
 #     calls_own      whether it calls the module's own, and does the rest within `Layouts.hidden()`
 
 # By the name of a class, for the whole program: a library registers its modules where it defines them.
-_FORWARDS: dict[str, Callable[..., Any]] = {}
+_REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
@@ -343,7 +343,7 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
     def keep(function: Forward) -> Forward:
         if not callable(function):
             raise TypeError(f"register: expected a function, got {function!r}")
-        _FORWARDS[class_name(module_class)] = function
+        _REGISTERED[class_name(module_class)] = function
         return function
 
     return keep
@@ -352,7 +352,7 @@ def register(module_class: type[nn.Module]) -> Callable[[Forward], Forward]:
 def registered(module: ModuleInfo) -> Callable[..., Any] | None:
     """The one of the class whose forward a module has, or of the most derived class with that very forward."""
     until = module.classes.index(module.forward) + 1 if module.forward else 0
-    return next((_FORWARDS[name] for name in module.classes[:until] if name in _FORWARDS), None)
+    return next((_REGISTERED[name] for name in module.classes[:until] if name in _REGISTERED), None)
 
 
 def declares(**known: Any) -> Callable[[Forward], Forward]:

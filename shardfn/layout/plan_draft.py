@@ -11,7 +11,7 @@ from shardfn.layout.policy import Policy, matches
 from shardfn.notation import Factor, Sizes, Spec, did_you_mean
 
 Sized = tuple[Factor, int, int]  # a factor of a rule, and its size without and with padding
-Rule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
+ParamRule = tuple[Spec, str]  # of one parameter, expanded and with all axes in place; and where it comes from
 
 
 @dataclass(frozen=True)

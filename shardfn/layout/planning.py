@@ -20,7 +20,7 @@ from shardfn.layout.mesh import MeshSpec, Roles, axes_of, roles
 from shardfn.layout.model_info import BIAS_DIM, ModelInfo, ModuleInfo, ParamInfo, class_name, describe, registered
 from shardfn.layout.plan import Bucket, Plan, Unit, first_matches
 from shardfn.layout.plan_checks import axis_problems, check_settings, conflicts_of, uncomputable
-from shardfn.layout.plan_draft import Draft, Rule, Sized
+from shardfn.layout.plan_draft import Draft, ParamRule, Sized
 from shardfn.layout.policy import Policy, compile_pattern, first_match, is_in, matches, modules_above
 from shardfn.notation import Block, Dim, Factor, ShardError, Sizes, Spec, parse, raise_problems, repeated_axes
 
@@ -120,7 +120,7 @@ def _computes_whole(module: str, layouts: Mapping[str, Layout], draft: Draft) ->
     return bool(whole) and first_match(draft.policy.compute, [module]) is None
 
 
-def _kept_axes(draft: Draft, rules: Mapping[str, Rule], forwards: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _kept_axes(draft: Draft, rules: Mapping[str, ParamRule], forwards: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Parameter -> the data axes that split it in its computation too, as the parallel forward of its module asks."""
     kept_axes: dict[str, tuple[str, ...]] = {}
     role, problems = draft.role, draft.problems
@@ -160,9 +160,9 @@ def _without_ignored(draft: Draft) -> ModelInfo:
     return replace(info, params=params, modules=modules, ignored=tuple(name for param in out for name in param.names))
 
 
-def _rules(draft: Draft) -> dict[str, Rule]:
+def _rules(draft: Draft) -> dict[str, ParamRule]:
     """Parameter -> its rule."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, ParamRule] = {}
     policy, problems = draft.policy, draft.problems
     lacking: dict[tuple[str, ...], list[str]] = {}  # axes that the mesh has not -> parameters with them in their rules
     for pattern in policy.rules:
@@ -197,7 +197,7 @@ def _rules(draft: Draft) -> dict[str, Rule]:
     return rules
 
 
-def _rule(draft: Draft, param: ParamInfo) -> Rule:
+def _rule(draft: Draft, param: ParamInfo) -> ParamRule:
     """The rule of a parameter by the first pattern that matches one of its names, or by default."""
     pattern = first_match(draft.policy.rules, param.names)
     if pattern is None:
@@ -208,7 +208,7 @@ def _rule(draft: Draft, param: ParamInfo) -> Rule:
     return (spec, source) if param.placed is None else _where_placed(draft, param, spec, source)
 
 
-def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Rule:
+def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> ParamRule:
     """A rule with the splits that a DTensor has already, which are those over compute axes."""
     dims, role = list(spec.dims), draft.role
     if compute := [axis for factor in spec.factors for axis in factor.axes if axis in role.compute]:
@@ -233,9 +233,9 @@ def _where_placed(draft: Draft, param: ParamInfo, spec: Spec, source: str) -> Ru
     return parse(str(replace(spec, dims=tuple(dims)))), f"{source}, on a DTensor"
 
 
-def _bias_rules(draft: Draft, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _bias_rules(draft: Draft, rules: Mapping[str, ParamRule]) -> dict[str, ParamRule]:
     """The bias of a linear whose weight splits its outputs over a compute axis is split alike, if no rule says how."""
-    derived: dict[str, Rule] = {}
+    derived: dict[str, ParamRule] = {}
     default, role = draft.policy.default, draft.role
     placed = {param.name for param in draft.info.params if param.placed is not None}
     for module in draft.info.modules if default != "error" else ():
@@ -270,7 +270,7 @@ def _with_logical_axes(spec: Spec, policy: Policy) -> Spec:
     return out
 
 
-def _default(draft: Draft, param: ParamInfo) -> Rule:
+def _default(draft: Draft, param: ParamInfo) -> ParamRule:
     """The rule of a parameter that no pattern matches; sizes stand as numbers."""
     policy, split = draft.policy, draft.role.shardable
     if policy.default == "error":

@@ -29,7 +29,7 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """One algorithm on the leaves of one group; trees, groups, dtypes and checks are `_Elementwise`'s.
 
     `update(options, step)` returns the update of a leaf, where `step` counts from 1.
@@ -146,12 +146,12 @@ def _lion_step(options: Options, step: Tensor, params: Tensors, grads: Tensors, 
     foreach("add_")(mu, grads, alpha=1 - b2)
 
 
-ADAMW = Rule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
+ADAMW = UpdateRule("adamw", AdamState, lambda _: ("mu", "nu"), _adamw_update, _adamw_step)
 # torch's fused SGD does not update halves on CPU: https://github.com/pytorch/pytorch/issues/191763, still in 2.13.
 _CPU_FLOAT = {"cpu": torch.float32}
-SGD = Rule("sgd", SGDState, lambda o: ("momentum",) if o["momentum"] else (), _sgd_update, _sgd_step, _CPU_FLOAT)
+SGD = UpdateRule("sgd", SGDState, lambda o: ("momentum",) if o["momentum"] else (), _sgd_update, _sgd_step, _CPU_FLOAT)
 # foreach would round halves between operations, and a sign turns rounding into a whole step.
-LION = Rule(
+LION = UpdateRule(
     "lion", LionState, lambda _: ("mu",), _lion_update, _lion_step, least=dict.fromkeys(FUSED_DEVICES, torch.float32)
 )
 
@@ -160,7 +160,7 @@ LION = Rule(
 class _Elementwise:
     """A rule with its options, on trees."""
 
-    rule: Rule
+    rule: UpdateRule
     options: Options
     groups: Groups
     state_dtype: torch.dtype | None
@@ -288,7 +288,7 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
     return _transposed([x.view(-1).split(_CHUNK) for x in row])
 
 
-def _elementwise(rule: Rule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
+def _elementwise(rule: UpdateRule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
     """The optimizer of a rule, after its options are checked."""
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
         raise TypeError(

@@ -287,7 +287,7 @@ Split = tuple[str, int, Sequence[str] | None]
 
 _ALPHA = -1.7580993408473766  # what SELU saturates at
 _KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_FORWARDS = tuple(kind.forward for kind in _KINDS)
+_DROPOUT_FORWARDS = tuple(kind.forward for kind in _KINDS)
 
 
 def _dims_of_mask(module: nn.Module, ndim: int) -> int:
@@ -300,7 +300,7 @@ def _dims_of_mask(module: nn.Module, ndim: int) -> int:
 def dropout_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Those whose forward is torch's own, by path."""
     known = ((path, module) for path, module in model.named_modules() if isinstance(module, _KINDS))
-    return {path: x for path, x in known if patched_forward(x) is None and class_of(x).forward in _FORWARDS}
+    return {path: x for path, x in known if patched_forward(x) is None and class_of(x).forward in _DROPOUT_FORWARDS}
 
 
 def dropping(model: nn.Module) -> bool:

@@ -41,7 +41,7 @@ _NAMES = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 _ARITHMETIC = {"mul", "multiply", "add", "sub", "subtract", "rsub", "div", "divide", "true_divide", "lerp"}
 
 Look = Callable[["ValuePath"], Any]
-Rule = tuple[Callable[[Look], Any], Any]  # of what is in places, what was asked, and the answer
+Question = tuple[Callable[[Look], Any], Any]  # what was asked of places, and the answer
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Guards:
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
-        self.rules: Sequence[Rule] = ()
-        self.loose: dict[tuple[int, Any], tuple[ValuePath, Any]] = {}  # what the rules are about, and was there
+        self.questions: Sequence[Question] = ()
+        self.loose: dict[tuple[int, Any], tuple[ValuePath, Any]] = {}  # what they are about, and was there
         self._list()
 
     def _list(self) -> None:
@@ -150,8 +150,8 @@ class Guards:
         return (same or not self.broken(leaves)) and self.answered(leaves)
 
     def answered(self, leaves: Sequence[Any]) -> bool:
-        """Whether the rules hold."""
-        return not self.rules or answered(self.rules, lambda place: place.now(leaves))
+        """Whether all questions have the answers that they had."""
+        return not self.questions or answered(self.questions, lambda place: place.now(leaves))
 
     def broken(self, leaves: Sequence[Any]) -> list[ValuePath]:
         """The places that now hold another value; an equal one takes the place of the old one."""
@@ -195,9 +195,9 @@ class Guards:
         seen = list(watch.places.values())
         if not all(type(known.get(place.key, _NOTHING)) is type(value) for place, value in seen):
             return False
-        if watch.asked or not answered(watch.rules, lambda place: known[place.key]):
+        if watch.asked or not answered(watch.questions, lambda place: known[place.key]):
             return False
-        self.rules, self.loose = watch.rules, {place.key: (place, known[place.key]) for place, _ in seen}
+        self.questions, self.loose = watch.questions, {place.key: (place, known[place.key]) for place, _ in seen}
         lists = {id(value) for _, value in self.loose.values()}
         self.held = {at: entry for at, entry in self.held.items() if at not in lists}
         kept = [(p, v) for p, v in zip(self.places, self.values, strict=True) if p.key not in self.loose]
@@ -211,10 +211,10 @@ class Guards:
         return True
 
 
-def answered(rules: Sequence[Rule], look: Look) -> bool:
+def answered(questions: Sequence[Question], look: Look) -> bool:
     """Whether what was asked has the answers that it had."""
     try:
-        return all(of(look) == answer for of, answer in rules)
+        return all(of(look) == answer for of, answer in questions)
     except Exception:  # it cannot be asked of what is there
         return False
 
@@ -269,7 +269,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, places: Sequence[ValuePath], leaves: Sequence[Any]) -> None:
         super().__init__()
         self.places = {place.key: (place, place.now(leaves)) for place in places}
-        self.rules: list[Rule] = []
+        self.questions: list[Question] = []
         self.asked: set[tuple[int, Any]] = set()  # lists
         self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
 
@@ -305,7 +305,7 @@ class Watch(TorchFunctionMode):
 
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
-        self.rules.append((of, answer))
+        self.questions.append((of, answer))
         return answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

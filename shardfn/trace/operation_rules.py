@@ -1,6 +1,7 @@
 """A rule for each operation of torch, by its name as it is dispatched: what it makes of parts.
 
-Operations along dims (softmax, sorts, reductions, shifts, pools) are rows of `_ALONG`; the others have a function each.
+Operations along dims (softmax, sorts, reductions, shifts, pools) are rows of `_ALONG`. What torch tags pointwise needs
+nothing here (`operations.pointwise`); every other operation has a function.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardfn.layout import SAME, SUM, NotRankByRank, Part, even, has_derivatives, in_two_dims, reshaped, sliced
 from shardfn.trace import operations
-from shardfn.trace.operations import RULES, Operation, Parts, Rule, is_stored, lose_if, one_copy, pointwise, rule_for
+from shardfn.trace.operations import RULES, Operation, OpRule, Parts, is_stored, lose_if, one_copy, pointwise, rule_for
 
 
 def parts_after(op: Operation) -> Parts:
@@ -77,7 +78,7 @@ def _one(op: Operation) -> Part:
     return part
 
 
-def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> Rule:
+def _moving(move: Callable[[Operation, Part], "Part | Parts"]) -> OpRule:
     """A rule for operations that are linear and move elements of their first argument.
 
     Of a shared value there may be as many copies as a rank has of what they are for.

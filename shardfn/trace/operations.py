@@ -86,8 +86,8 @@ def is_stored(here: int, whole: int, padded: Collection[tuple[int, int]]) -> boo
     return here == whole or any(here * true == whole * stored for true, stored in padded)
 
 
-Rule = Callable[[Operation], "Part | Parts | None"]
-RULES: dict[str, Rule] = {}
+OpRule = Callable[[Operation], "Part | Parts | None"]
+RULES: dict[str, OpRule] = {}
 
 
 def lose_if(wrong: object, why: str) -> None:
@@ -100,10 +100,10 @@ def lose_if(wrong: object, why: str) -> None:
         raise NotRankByRank(why)
 
 
-def rule_for(*names: str) -> Callable[[Rule], Rule]:
+def rule_for(*names: str) -> Callable[[OpRule], OpRule]:
     """Of operations of these names, each of which may be several."""
 
-    def keep(rule: Rule) -> Rule:
+    def keep(rule: OpRule) -> OpRule:
         RULES.update(dict.fromkeys(" ".join(names).split(), rule))
         return rule
 

@@ -126,10 +126,10 @@ def differentiator(
 
         primals = [flat[i] for i in indices]
         if inside:
-            value, aux, grads, count = _in_transform(loss_of, primals, average)
+            value, aux, grads, count = _by_torch_func(loss_of, primals, average)
         else:
             beside = [*(x for i, x in enumerate(args) if i not in chosen), *kwargs.values()]
-            value, aux, grads, count = _at_top(loss_of, primals, beside, average)
+            value, aux, grads, count = _by_autograd(loss_of, primals, beside, average)
         if reduce == "sum":  # of every level: a mean, times the ranks, so that levels need not agree
             grads = [_times_ranks(grad) for grad in grads]
         rest = (torch.zeros_like(x) if isinstance(x, Tensor) and i not in indices else x for i, x in enumerate(flat))
@@ -139,8 +139,8 @@ def differentiator(
     return call
 
 
-def _at_top(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
-    """`differentiator` outside of transforms; the arguments `beside` may ask for a gradient, too."""
+def _by_autograd(loss_of: LossOf, primals: Sequence[Any], beside: Sequence[Any], reduce: Reduction) -> Found:
+    """`differentiator` outside of transforms, by torch.autograd; the arguments `beside` may ask for a gradient, too."""
     connected = torch.is_grad_enabled() and any(map(_is_asked_for, primals))
     trees = [_differentiable(tree, reduce) for tree in primals]
     if connected:
@@ -260,8 +260,8 @@ def _differentiable(tree: Any, reduce: Reduction) -> Any:
     return params
 
 
-def _in_transform(loss_of: LossOf, primals: Sequence[Any], reduce: Reduction) -> Found:
-    """`differentiator` inside a transform of `torch.func`, by its `grad`."""
+def _by_torch_func(loss_of: LossOf, primals: Sequence[Any], reduce: Reduction) -> Found:
+    """`differentiator` inside a transform, by `torch.func.grad`."""
     inputs = [_with_reduction(x, reduce) for x in entered("grad", primals)]
     owner = _first_tree(inputs)
     wanted = [_wanted_of(x) for x in inputs]

@@ -281,7 +281,7 @@ def vmap(
         both = zip(leaves, dims, strict=True)
         pairs = [(_as_stacked(leaf) if dim == 0 and is_tree(leaf) else leaf, dim) for leaf, dim in both]
         axes = _mapped_axes(pairs)
-        ready = [_entering(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
+        ready = [_enters_vmap(leaf, dim, axes) if is_tree(leaf) else leaf for leaf, dim in pairs]
         rng = stream()
         lanes, count, of_part = _lanes(pairs, ready, axes) if rng and randomness != "same" else (0, 1, False)
         start = dict(rng.calls) if rng is not None else {}
@@ -296,7 +296,7 @@ def vmap(
         with ByFormulas(MAPPED) if is_asked_for() else nullcontext():
             out = torch.func.vmap(run, (lane_dim, *dims), out_dims, randomness, chunk_size=chunk_size)(lanes, *ready)
         _require_in_front(out, out_dims)
-        return left(over_params(lambda tree: _leaving(tree, axes), out))
+        return left(over_params(lambda tree: _leaves_vmap(tree, axes), out))
 
     return mapped
 
@@ -377,8 +377,8 @@ def _mapped_axes(pairs: _Pairs) -> tuple[str, ...]:
     return splits.pop() if splits else tuple(dict.fromkeys(axis for tree, _ in trees for axis in tree.plan.roles.data))
 
 
-def _entering(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
-    """What the mapped function gets of a tree: plain leaves, whole over the axes that have no part in it."""
+def _enters_vmap(tree: Params, dim: int | None, axes: Sequence[str]) -> Params:
+    """What the function that is mapped gets of a tree: plain leaves, whole over the axes that have no part in it."""
     depth = _torch.vmap_depth() + 1
     if dim == 0:  # each member counts in the loss of its own rank only
         own = lower(tree, depth)
@@ -412,7 +412,7 @@ def _whole(tree: Params) -> dict[str, Tensor]:
     return {name: out[name] for name in tree}
 
 
-def _leaving(tree: Params, axes: Sequence[str]) -> Params:
+def _leaves_vmap(tree: Params, axes: Sequence[str]) -> Params:
     """A tree that comes out of the mapped function, with the mapped dim in front of its leaves."""
     if tree.plan.vmaps is None:
         return tree
