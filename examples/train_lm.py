@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     code = sample(job)
     if job.rank0:
         print_report(job, records, losses, code)
-        print(f"{time.monotonic() - began:.0f} s")
+        print(f"took {time.monotonic() - began:.0f} s")
     return losses
 
 

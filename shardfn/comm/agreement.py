@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfn._torch import part_of_rank, pytree, simulated
 from shardfn.comm.raw_collectives import gather_flat
-from shardfn.layout import Grid, Plan, axes_of, not_in_mesh
+from shardfn.layout import Grid, Plan, axes_of, require_member
 from shardfn.notation import ShardError
 
 VALUES = "values of"  # how a fact about values begins
@@ -34,10 +34,9 @@ def agree(mesh: DeviceMesh, plan: Plan | Exception, facts: Sequence[str] = (), v
     """
     problem = plan if isinstance(plan, Exception) else None
     named = isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names is not None
-    if problem is not None and (not named or mesh.get_coordinate() is None or simulated()):
+    if problem is not None and (not named or simulated() or mesh.get_coordinate() is None):
         raise problem  # nobody to tell it
-    if mesh.get_coordinate() is None:
-        raise not_in_mesh(mesh)
+    require_member(mesh)
     if simulated():  # one process, which cannot disagree with itself
         return part_of_rank(torch.initial_seed(), 0)
     lines = [] if isinstance(plan, Exception) else [plan.digest, *_mesh_lines(mesh), *facts]

@@ -294,8 +294,7 @@ def grid_of(mesh: DeviceMesh, order: Sequence[str]) -> Grid:
 
 def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     sizes = axes_of(mesh)
-    if mesh.get_coordinate() is None:
-        raise not_in_mesh(mesh)
+    require_member(mesh)
     for dim, axis in enumerate(sizes):
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
         if bool((rows.diff() < 0).any()):
@@ -314,10 +313,21 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     return Grid(mesh, storage, sizes, coords, groups, numbers, simulated())
 
 
-def not_in_mesh(mesh: DeviceMesh) -> ShardError:
-    """The error of a process that is asked to work on a mesh of other ranks."""
+def require_member(mesh: DeviceMesh) -> None:
+    """Check that this process, or in a simulation its ranks, can work on a mesh.
+
+    Raises:
+        ShardError: it is a mesh of other ranks, or one of processes within a simulation.
+    """
+    if simulated() and dist.get_backend(mesh.get_group(0)) != "fake":
+        raise ShardError(
+            "the mesh is one of processes, and this runs in a simulation (sf.simulate, sf.check), which has a mesh of "
+            "its own: take that, such as params.mesh, instead of one from outside"
+        )
+    if mesh.get_coordinate() is not None:
+        return
     sizes = ", ".join(f"{axis}={size}" for axis, size in axes_of(mesh).items())
-    return ShardError(f"rank {dist.get_rank()} is not part of the mesh ({sizes}) over ranks {mesh.mesh.tolist()}")
+    raise ShardError(f"rank {dist.get_rank()} is not part of the mesh ({sizes}) over ranks {mesh.mesh.tolist()}")
 
 
 def index_along(axes: Iterable[str], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:

@@ -27,7 +27,7 @@ _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
 _DTYPES = ("compute_dtype", "reduce_dtype", "output_dtype")
 UNIT_SETTINGS = ("regather", *_DTYPES, "cast_inputs")  # what one unit may have of its own
 MAPPINGS = ("rules", "axes", "sizes", "acts", "pad", "local_sizes", "compute")  # in `a | b` both count
-BATCH_AXES = ("fsdp", "dp", "data", "dp_shard", "replicate", "dp_replicate", "*_replicate")
+BATCH_AXES = ("fsdp", "dp", "data", "batch", "shard", "dp_shard", "replicate", "dp_replicate", "*_replicate")
 
 
 def is_batch_axis(name: str, batch: Sequence[str] = BATCH_AXES) -> bool:

@@ -371,8 +371,10 @@ class Sizes:
         constant, with_one, with_two = (self._total(equation, value) for value in range(3))
         if not unknowns:
             if constant != size:
-                why = f"dim {equation.at} of size {size} does not match {constant}"
-                problems.append(equation.problem(f"{why}{self._origins(equation.dim)}"))
+                origins = self._origins(equation.dim)
+                remedy = "; a name has one size, so write another one here, or '_'" * bool(origins)
+                why = f"dim {equation.at} of size {size} does not match {constant}{origins}{remedy}"
+                problems.append(equation.problem(why))
             return True
         coefficient = with_one - constant
         if coefficient == 0 or with_two - with_one != coefficient:  # it is not linear

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardfn._torch import pytree
-from shardfn.layout import BATCH_AXES, Policy, axes_of, index_along, roles
-from shardfn.notation import ShardError, raise_problems
+from shardfn.layout import BATCH_AXES, Policy, axes_of, index_along, require_member, roles
+from shardfn.notation import raise_problems
 
 
 # In a class body, a field named `count` clashes with `tuple.count` for type checkers.
@@ -65,8 +65,7 @@ def rank(mesh: DeviceMesh, policy: Policy | None = None) -> tuple[int, int]:
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"data.rank: expected a Policy, got {type(policy).__name__}")
     sizes = axes_of(mesh)
-    if mesh.get_coordinate() is None:
-        raise ShardError(f"data.rank: this process is not part of the mesh {sizes} over ranks {mesh.mesh.tolist()}")
+    require_member(mesh)
     data = roles(list(sizes), policy.batch if policy is not None else BATCH_AXES).data
     index = index_along(data, sizes, {axis: mesh.get_local_rank(axis) for axis in data})
     return index, prod(sizes[axis] for axis in data)

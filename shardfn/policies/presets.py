@@ -32,7 +32,7 @@ _OF_BOUNDARIES = parallel.PrepareModuleInput | parallel.PrepareModuleOutput | pa
 def fsdp(**overrides: Any) -> Policy:
     """Fully sharded (ZeRO-3): every parameter over the mesh's `fsdp` axis, gathered for use and freed again.
 
-    This is what a bare `Policy()` means; `dp`, `data` and `dp_shard` are other names for the axis.
+    This is what a bare `Policy()` means; `dp`, `data`, `batch`, `shard` and `dp_shard` are other names for the axis.
 
         >>> import shardfn as sf
         >>> from shardfn.policies import fsdp

@@ -63,7 +63,7 @@ def test_batches_that_cannot_be_split(mesh: DeviceMesh) -> None:
         batches.local_batch(torch.zeros(3), mesh)
     part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
     if part.get_coordinate() is None:
-        with pytest.raises(sf.ShardError, match="this process is not part of the mesh"):
+        with pytest.raises(sf.ShardError, match="is not part of the mesh"):
             batches.rank(part)
     else:
         assert batches.rank(part) == (dist.get_rank(), 2)
@@ -81,6 +81,11 @@ def one_rank() -> None:
         loose.rank(mesh, "fsdp")
     with pytest.raises(ValueError, match="mesh_dim_names"):
         batches.rank(init_device_mesh("cpu", (1,)))
+    with sf.simulate(fsdp=2) as simulated:
+        for uses in (batches.rank, lambda m: sf.shard({"x": torch.zeros(4)}, m, sf.Policy())):
+            with pytest.raises(sf.ShardError, match=r"take that, such as params\.mesh"):
+                uses(mesh)
+        assert batches.rank(simulated)[1] == 2
 
 
 def test_bad_arguments() -> None:
