@@ -149,7 +149,9 @@ def test_names_are_inferred_across_tensors() -> None:
 
 def test_a_clash_names_both_parameters() -> None:
     _, problems = solved({}, up=("ff c", (12, 7)), down=("c ff", (8, 12)))
-    why = "down: dim 0 of size 8 does not match 7: c=7 (from up); a name has one size, so write another one here, or '_'"
+    why = (
+        "down: dim 0 of size 8 does not match 7: c=7 (from up); a name has one size, so write another one here, or '_'"
+    )
     assert problems == [("down", f"{why}\n    c ff\n    ^")]
     _, problems = solved({"c": 6}, up=("c", (7,)))
     assert problems[0][1].startswith("up: dim 0 of size 7 does not match 6: c=6 (from Policy.sizes)")
