@@ -278,6 +278,7 @@ CORRECT: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.everyday(4)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", CORRECT)
 def test_what_is_right_passes(name: str) -> None:
     model, chosen, loss, batch, _ = CORRECT[name]()

@@ -48,7 +48,7 @@ SPLIT_FAMILIES = (
 ).split()
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", [*SPLIT_FAMILIES, "OPT", "ViT", "ViT, 26 positions", "CLIP"])
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:

@@ -64,6 +64,7 @@ def _named(model: nn.Module) -> Any:
 
 @pytest.mark.everyday(1)
 @pytest.mark.one_mesh
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FAMILIES)
 @on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
 def test_a_family_is_as_on_one_rank(mesh: DeviceMesh, name: str) -> None:

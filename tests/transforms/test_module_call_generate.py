@@ -59,6 +59,7 @@ LIKE_LLAMA = "Qwen2 Mistral Gemma Granite OLMo2 StarCoder2".split()  # caches, m
 CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.model or name in ("GPT-2", "T5")]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in LIKE_LLAMA])
 @on_meshes({"fsdp": 2, "tp": 2})
 def test_greedy_tokens_are_those_of_one_rank(mesh: DeviceMesh, name: str) -> None:
