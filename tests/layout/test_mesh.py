@@ -41,6 +41,7 @@ def test_a_mesh_spec_is_a_value() -> None:
 
 def test_roles_of_axes() -> None:
     assert roles(["replicate", "shard"], BATCH_AXES).shardable == ("shard",), "names of torch's own examples"
+    assert roles(["batch", "model"], BATCH_AXES).data == ("batch",), "a name of JAX's examples"
     role = roles(["pp", "dp_replicate", "fsdp", "x_replicate", "tp"], BATCH_AXES)
     assert role.data == ("dp_replicate", "fsdp", "x_replicate") and role.compute == ("pp", "tp")
     assert role.shardable == ("fsdp",), "weights never shard over *_replicate"

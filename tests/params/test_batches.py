@@ -85,6 +85,8 @@ def one_rank() -> None:
         for uses in (batches.rank, lambda m: sf.shard({"x": torch.zeros(4)}, m, sf.Policy())):
             with pytest.raises(sf.ShardError, match=r"take that, such as params\.mesh"):
                 uses(mesh)
+        with pytest.raises(sf.ShardError, match="rule 'y' matches no parameter"):
+            sf.shard({"x": torch.zeros(4)}, mesh, sf.Policy(rules={"y": "a"}))
         assert batches.rank(simulated)[1] == 2
 
 
