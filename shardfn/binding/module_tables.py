@@ -417,9 +417,7 @@ class ModelBinding:
         if function is None and around is None and wrapped is None:
             return
         forward = _method(function or own_forward(module), ref)
-        if not inside_graph:
-            _torch.left_by_dynamo(forward)
-        elif path in self._wiring.forwards:
+        if inside_graph and path in self._wiring.forwards:
             forward = GraphBreak(forward)
         self.forwards[id(module)] = forward if around is None else around(forward)
         self._stand_for.append(ref)
