@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardfn import layout
-from shardfn._torch import in_transform, materialized, unwrap_local, wrap_local
+from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, wrap_local
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import (
@@ -142,10 +142,15 @@ def gather(
         if keep:
             full = layout.compute_view(one, wholes)
             full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
-            out[one.name] = full if to == "all" else full.detach().cpu()
+            out[one.name] = owning(full if to == "all" else full.detach().cpu())
     first = tree.plan.canonical
     order = (name for param in tree.plan.info.params for name in param.names)
     return {name: out[first[name]] for name in order if first.get(name) in out}
+
+
+def owning(full: Tensor) -> Tensor:
+    """The same in memory of its own: `torch.save` writes all the memory of a view, such as of a bucket."""
+    return full if not holds_data(full) or full.untyped_storage().nbytes() == full.nbytes else full.clone()
 
 
 def gather_groups(tree: Params, layouts: Sequence[Layout], limit: int) -> Iterator[tuple[Layout, list[Tensor]]]:

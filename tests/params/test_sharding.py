@@ -461,6 +461,8 @@ def test_gather_options(mesh: DeviceMesh) -> None:
     first = sf.gather(params, to="rank0")
     assert set(first) == (set(dict(model.named_parameters(remove_duplicate=False))) if dist.get_rank() == 0 else set())
     host = sf.gather(params, to="cpu", dtype=torch.float64)
+    for full in (first, host, sf.gather(params), sf.gather(params, dtype=torch.bfloat16)):
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in full.values())  # which torch.save writes
     for name, tensor in model.named_parameters(remove_duplicate=False):
         assert_same_bits(host[name], tensor.detach().double(), name)
     assert host["head.weight"] is host["emb.weight"]
