@@ -136,31 +136,23 @@ class _Flat:
         return _torch.pytree.tree_unflatten(nodes, self.structure), [x for x in nodes if isinstance(x, Params)]
 
 
-def _overlaps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Pairs of tensors that are the same memory, so that writing one changes the other.
-
-    Raises:
-        ShardError: one is a part of the other, or reaches into it, which graphs do not know of.
-    """
+def _overlaps(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs of tensors that are the same memory, and pairs that share a part: writing one changes the other."""
     spans = sorted(
         (start, start + x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))), i)
         for i, x in enumerate(tensors)
         if x.numel() and x.layout is torch.strided and (start := x.data_ptr())
     )
-    pairs: list[tuple[int, int]] = []
+    pairs, partial = list[tuple[int, int]](), list[tuple[int, int]]()
     last, owner = 0, -1
     for start, end, i in spans:
         if start < last:
             x, y = tensors[owner], tensors[i]
-            if (x.data_ptr(), x.shape, x.stride()) != (y.data_ptr(), y.shape, y.stride()):
-                raise ShardError(
-                    f"jit: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} share a part of their memory, so "
-                    "that writing one would change the other, which a graph does not know; pass a clone"
-                )
-            pairs.append((owner, i))
+            same = (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
+            (pairs if same else partial).append((owner, i))
         if end > last:
             last, owner = end, i
-    return pairs
+    return pairs, partial
 
 
 def _constant(value: Any) -> _Constant:
@@ -226,13 +218,21 @@ class _Graph:
 
 def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Callable[..., Any]) -> _Graph:
     traced: list[Any] = []
+    _, partial = _overlaps(arguments.tensors)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         (args, kwargs), trees = arguments.rebuilt(tensors)
+        sharing = [(x, _torch.version_of(x)) for pair in partial for x in map(tensors.__getitem__, pair)]
         before = [dict(tree.buffers) for tree in trees]
         recording = Recording({id(x): i for i, x in enumerate(tensors)})
         with holding(RECORDING, recording):
             result = _flatten(step(*args, **kwargs))
+        written = next((x for x, version in sharing if _torch.version_of(x) != version), None)
+        if written is not None:
+            raise ShardError(
+                f"jit: the step writes a tensor of shape {tuple(written.shape)}, which shares a part of its memory "
+                "with another one, so that this would change too, and a graph does not know that; pass a clone"
+            )
         if any(x.requires_grad for x in result.tensors):
             raise ShardError(
                 "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"

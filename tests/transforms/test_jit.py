@@ -284,8 +284,11 @@ def test_arguments_that_change_without_a_new_object() -> None:
     x = torch.zeros(6)
     assert torch.equal(fast(x[:3], x[3:])[1], torch.zeros(3)), "side by side"
     x = torch.zeros(4)
-    with pytest.raises(sf.ShardError, match="share a part of their memory"):
+    with pytest.raises(sf.ShardError, match="shares a part of its memory"):
         fast(x[:3], x[1:])
+    text = torch.arange(6.0)
+    read = jit(lambda a, b: a * b, backend="aot_eager")
+    assert torch.equal(read(text[:-1], text[1:]), text[:-1] * text[1:]), "the inputs and targets of a language model"
 
     divided = jit(lambda x, s: torch.ones(2) / (x * s), backend="aot_eager")
     assert float(divided(torch.ones(2), 0.0)[0]) == float("inf") == -float(divided(torch.ones(2), -0.0)[0])
