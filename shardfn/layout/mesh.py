@@ -101,7 +101,7 @@ def roles(axes: Sequence[str], batch: Sequence[str]) -> Roles:
     return Roles(compute, data, shardable)
 
 
-def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
+def make_mesh(device_type: str | None = None, /, *unnamed: Any, **axes: int) -> DeviceMesh:
     """A `DeviceMesh` with named axes, over all ranks; starts the process group when none is running.
 
     The last axis lies on neighbouring ranks, so put `tp` last. The process group comes from torchrun's environment
@@ -121,9 +121,13 @@ def make_mesh(device_type: str | None = None, /, **axes: int) -> DeviceMesh:
         the mesh; its axes are used by name everywhere.
 
     Raises:
-        ShardError: the sizes do not multiply to the number of ranks.
-        TypeError: a size is not a whole number, or there is no axis.
+        ShardError: the sizes do not multiply to the number of ranks, or CUDA is asked for where torch sees no GPU.
+        TypeError: a size is not a whole number, or has no name, or there is no axis.
     """
+    if unnamed or not isinstance(device_type, str | None):
+        raise TypeError(f"make_mesh: {unnamed or device_type!r}: each size has a name, as in make_mesh(fsdp=2, tp=2)")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ShardError("make_mesh('cuda'): torch sees no GPU here; write make_mesh('cpu', ...)")
     sizes = _checked(axes, "make_mesh")
     device_type = device_type or default_device_type()
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

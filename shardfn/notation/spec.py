@@ -281,7 +281,9 @@ def unknown_axes(spec: Spec, axes: Mapping[str, int]) -> list[str]:
     used = [(axis, factor.span) for factor in spec.factors for axis in factor.axes]
     used += [(axis, spec.partial_span) for axis in spec.partial]
     return [
-        f"unknown mesh axis '{axis}'; the mesh has {have}{did_you_mean(axis, axes)}\n{spec.caret(span)}"
+        f"unknown mesh axis '{axis}'; the mesh has {have}"
+        f"{did_you_mean(axis, axes) or f'; for a mesh that splits nothing over it write {have}, {axis}=1'}\n"
+        f"{spec.caret(span)}"
         for axis, span in used
         if axis not in axes
     ]

@@ -114,6 +114,11 @@ class Params(dict[str, Any]):
                 raise KeyError(f"select: {pattern!r} matches none of {', '.join(list(self)[:4])}, ...")
         return self.like((name, leaf) for name, leaf in self.items() if any(matches(p, name) for p in wanted))
 
+    @property
+    def _metadata(self) -> Any:
+        """What `nn.Module.load_state_dict` asks a state dict for."""
+        raise ShardError("load_state_dict: a tree of shards; write model.load_state_dict(sf.gather(params))")
+
     def copy(self) -> "Params":
         """The same leaves in a new tree."""
         return self.like(self)

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfn import _torch
@@ -187,6 +187,8 @@ def explained(verb: str, write: str = _WEIGHT, loss: active_transforms.Different
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
         if not any(words in str(error) for words in _CANNOT) or apply.__code__.co_filename in files:
             raise
+        if write == _WEIGHT and nn.Module.__setattr__.__code__.co_filename in files:
+            write = "A module computes with weights of a tree in sf.apply(model, params, x), not in model(x)"
         why = "the function computes with leaves what DTensors cannot, or mixes them with plain tensors"
         raise ShardError(f"{verb}: {why}: {str(error).splitlines()[0]}\n{write}") from error
 

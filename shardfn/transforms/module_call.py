@@ -550,12 +550,15 @@ def _require_sizes(model: nn.Module, plan: Plan) -> None:
 
 
 def _require_one(model: nn.Module, plan: Plan) -> None:
-    """Check that the tree is not one of several members."""
+    """Check that the tree is not one of several members, nor that of a model with other sizes."""
     for name, param in model.named_parameters():
         layout = plan.layouts.get(plan.canonical.get(name, ""))
-        if layout is not None and len(layout.shape) > param.dim() and layout.shape[1:] == param.shape:
-            raise ShardError(
-                f"apply: the tree has several members, {name!r} of shape {tuple(layout.shape)}, the model's has "
-                f"{tuple(param.shape)}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))(tree), or take one, "
-                "sf.tree.map(lambda w: w[0], tree)"
-            )
+        if layout is None or isinstance(param, DTensor) or tuple(layout.shape) == tuple(param.shape):
+            continue
+        shapes = f"{name!r} of shape {tuple(layout.shape)}, the model's has {tuple(param.shape)}"
+        if layout.shape[1:] != param.shape:
+            raise ShardError(f"apply: the tree was made for another model, with {shapes}; shard this model")
+        raise ShardError(
+            f"apply: the tree has several members, {shapes}. Map over them, sf.vmap(lambda p: sf.apply(model, p, x))"
+            "(tree), or take one, sf.tree.map(lambda w: w[0], tree)"
+        )

@@ -1,0 +1,138 @@
+"""Mistakes that a new user makes: what each error says to write is put in, and the program runs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from drawing import untyped
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+
+RULES = {"0.weight": "f@tp c@fsdp", "0.bias": "f@tp", "2.weight": "c@fsdp f@tp"}
+X = torch.ones(4, 8)
+
+
+def _mlp(hidden: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 8))
+
+
+def _tree(mesh: DeviceMesh, model: nn.Module | None = None, rules: Any = RULES, **fields: Any) -> sf.Params:
+    return sf.shard(model or _mlp(), mesh, sf.Policy(rules=rules, **fields))
+
+
+def _loss(model: nn.Module) -> Callable[[sf.Params, Tensor], Tensor]:
+    return lambda params, x: sf.apply(model, params, x).square().mean()
+
+
+def _step(mesh: DeviceMesh, loss: Callable[[nn.Module], Callable[..., Any]], **options: Any) -> Any:
+    model = _mlp()
+    return sf.value_and_grad(loss(model), **options)(_tree(mesh, model), X)
+
+
+class Mistake(NamedTuple):
+    """A program, what its error says, and the program with what that says to write."""
+
+    wrong: Callable[[DeviceMesh], Any]
+    says: str
+    mended: Callable[[DeviceMesh], Any]
+
+
+def _alone(**axes: int) -> Any:
+    return sf.plan(_mlp(), sf.MeshSpec(**axes), sf.Policy(rules=RULES))
+
+
+MISTAKES: dict[str, Mistake] = {
+    "a rule with too few dims": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "f@tp"}),
+        "the rule has 1 dims, the tensor has 2",
+        lambda mesh: _tree(mesh, rules={"0.weight": "f@tp c"}),
+    ),
+    "a typo in a pattern": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.wieght": "f@tp c"}),
+        r"did you mean '0\.weight'\?",
+        lambda mesh: _tree(mesh, rules={"0.weight": "f@tp c"}),
+    ),
+    "a typo in an axis": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "f@tpp c"}),
+        r"did you mean 'tp'\?",
+        lambda mesh: _tree(mesh, rules={"0.weight": "f@tp c"}),
+    ),
+    "an axis that the mesh lacks": Mistake(
+        lambda _: _alone(fsdp=4),
+        "for a mesh that splits nothing over it write fsdp=4, tp=1",
+        lambda _: _alone(fsdp=4, tp=1),
+    ),
+    "a typo in a field": Mistake(
+        lambda mesh: _tree(mesh, unit="*"), r"did you mean 'units'\?", lambda mesh: _tree(mesh, units="*")
+    ),
+    "a size that does not divide": Mistake(
+        lambda mesh: _tree(mesh, _mlp(15)),
+        r"Write 'f@tp\?' .* or Policy\(pad=\{'f': 2\}\)",
+        lambda mesh: _tree(mesh, _mlp(15), pad={"f": 2}),
+    ),
+    "a tree of another model": Mistake(
+        lambda mesh: sf.apply(_mlp(32), _tree(mesh), X),
+        r"made for another model, with '0\.weight' of shape \(16, 8\), the model's has \(32, 8\); shard this model",
+        lambda mesh: sf.apply(model := _mlp(32), _tree(mesh, model), X),
+    ),
+    "a module called by itself in a loss": Mistake(
+        lambda mesh: _step(
+            mesh, lambda model: lambda params, x: torch.func.functional_call(model, params, (x,)).mean()
+        ),
+        r"sf\.apply\(model, params, x\), not in model\(x\)",
+        lambda mesh: _step(mesh, lambda model: lambda params, x: sf.apply(model, params, x).mean()),
+    ),
+    "a module without the tree in a loss": Mistake(
+        lambda mesh: _step(mesh, lambda model: lambda params, x: model(x).mean()),
+        r"sf\.apply\(model, params, x\), not model\(x\)",
+        lambda mesh: _step(mesh, _loss),
+    ),
+    "a tree as a state dict": Mistake(
+        lambda mesh: _mlp().load_state_dict(_tree(mesh)),
+        r"model\.load_state_dict\(sf\.gather\(params\)\)",
+        lambda mesh: _mlp().load_state_dict(sf.gather(_tree(mesh))),
+    ),
+    "a loss of several numbers": Mistake(
+        lambda mesh: _step(mesh, lambda model: lambda params, x: sf.apply(model, params, x)),
+        "the loss must be a scalar tensor",
+        lambda mesh: _step(mesh, lambda model: lambda params, x: sf.apply(model, params, x).mean()),
+    ),
+    "a mesh as JAX makes it": Mistake(
+        lambda _: untyped(sf.make_mesh)((2, 2), ("fsdp", "tp")),
+        r"each size has a name, as in make_mesh\(fsdp=2, tp=2\)",
+        lambda _: sf.MeshSpec(fsdp=2, tp=2),
+    ),
+    "a spec in place of a mesh": Mistake(
+        lambda _: sf.shard(_mlp(), untyped(sf.MeshSpec(fsdp=2)), sf.Policy()),
+        r"a MeshSpec is for plan\(\) only",
+        lambda _: sf.plan(_mlp(), sf.MeshSpec(fsdp=2), sf.Policy()),
+    ),
+    "a batch that does not divide": Mistake(
+        lambda mesh: sf.data.local_batch(torch.ones(3, 8), mesh),
+        "Use 2 or 4 samples",
+        lambda mesh: sf.data.local_batch(torch.ones(4, 8), mesh),
+    ),
+    "a method that the model lacks": Mistake(
+        lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X, method="forwrd"),
+        r"did you mean 'forward'\?",
+        lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X, method="forward"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_says_what_to_write(name: str) -> None:
+    mistake = MISTAKES[name]
+    with sf.simulate(fsdp=2, tp=2) as mesh:
+        with pytest.raises((sf.ShardError, TypeError), match=mistake.says):
+            mistake.wrong(mesh)
+        mistake.mended(mesh)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_mesh_of_gpus_where_there_is_none_says_so() -> None:
+    with pytest.raises(sf.ShardError, match=r"torch sees no GPU here; write make_mesh\('cpu', \.\.\.\)"):
+        sf.make_mesh("cuda", fsdp=1)
