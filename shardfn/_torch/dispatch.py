@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import _config
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,12 @@ def named_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """What an operation is given, by the names of its arguments."""
     names = [argument.name for argument in operation._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def masks_pick_all() -> AbstractContextManager[None]:
+    """Within it a mask on the meta device picks everything, where only values tell how much that is."""
+    config: Any = _config
+    return config.patch(meta_nonzero_assume_all_nonzero=True)
 
 
 def without_writing(func: Any, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

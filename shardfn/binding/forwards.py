@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardfn import _torch
 from shardfn.binding.compiled_forwards import Forward
-from shardfn.layout import class_of, patched_forward
+from shardfn.layout import class_of, is_in, patched_forward
 from shardfn.notation import ShardError
 
 Around = Callable[[Forward], Forward]
@@ -26,7 +26,7 @@ class Wiring:
     `compilers[path]` compiles it; with `compilers` None nothing is compiled. `vary` makes a gathered weight, by name,
     vary where it is needed so. `sizes[path]` are attributes that hold a size of this rank, by their names;
     "config.heads" is one of an object that the module has. `units` are the modules whose weights are gathered when
-    their forwards begin.
+    their forwards begin, `amended` those of which calls of torch are amended.
     """
 
     forwards: Mapping[str, Forward] = field(default_factory=dict)
@@ -35,12 +35,14 @@ class Wiring:
     vary: Callable[[str, Tensor], Tensor] | None = None
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     units: Collection[str] = ()
+    amended: Collection[str] = ()
 
     def compiler(self, asked: _torch.Compiler | None, path: str) -> _torch.Compiler | None:
         """What compiles the forward of a module: what the module was asked to compile itself with, or the policy.
 
         Raises:
-            ShardError: there is one, and units in the module, whose gathers cannot be part of its graph.
+            ShardError: there is one, and units in the module, whose gathers cannot be part of its graph; or calls that
+                are amended.
         """
         if self.compilers is None:
             return None
@@ -51,6 +53,13 @@ class Wiring:
                 f"apply: {path or '(the model)'!r} is compiled and holds unit {inner[0]!r}, whose weights are gathered "
                 f"when its forward begins, outside of any graph. Compile the units instead: Policy(compile=True), or "
                 f"compile() on each of them."
+            )
+        amended = [other for other in self.amended if compiler is not None and (other == path or is_in(other, path))]
+        if amended:
+            raise ShardError(
+                f"apply: {path or '(the model)'!r} is compiled, and {amended[0] or '(the model)'!r} in it has calls "
+                "that take other arguments on a rank than in one process. Compile it before the first call, which then "
+                "says what to write; or use sf.jit"
             )
         return compiler
 

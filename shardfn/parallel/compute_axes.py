@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardfn import _torch
 from shardfn.comm import collectives
 from shardfn.layout import MeshSpec, Part, Runs, even
+from shardfn.notation import ShardError
+from shardfn.parallel.amended_calls import Amendment
 
 
 class Step(NamedTuple):
@@ -51,6 +54,7 @@ class Adjustments:
     their sum, and over which dim. For the next shape-only trace, `in_shares`: modules that use gathered inputs in
     shares only, `may_scatter`: sums that it tries to scatter, `whole`: modules in acts whose output something needs
     whole, `entries`: others that need their inputs whole, `several`: modules in acts of which more inputs are split.
+    `amended`: calls of torch in forwards, see [Note: amended calls].
     `splits`: if any dropout module is called on a split activation, all calls of such modules, by path and number, with
     the axis of each dim ("" for none); None when no dim explains the size.
     """
@@ -71,6 +75,7 @@ class Adjustments:
     entries: Set[str] = frozenset()
     several: Set[str] = frozenset()
     splits: Set[tuple[str, int, tuple[str, ...] | None]] = frozenset()
+    amended: Set[Amendment] = frozenset()
 
     def __or__(self, more: "Adjustments") -> "Adjustments":
         """All of both."""
@@ -122,9 +127,10 @@ class ComputeAxes:
 
     def _taken(self, x: Tensor, axis: str, wanted: Part, ready: bool) -> Tensor:
         """This rank's pieces of a dim of a tensor that all ranks have whole."""
+        gathers = not ready and (x.requires_grad or _torch.differentiated_in_transform(x))
 
         def own(piece: Tensor, dim: int) -> Tensor:
-            if not ready:
+            if gathers:
                 return collectives.shard_slice(piece, self.mesh, axis, dim)
             size = piece.shape[dim] // self.sizes[axis]
             return piece.narrow(dim, self.coords[axis] * size, size)
@@ -172,6 +178,25 @@ class ComputeAxes:
         with self.hidden():
             joined = _run_by_run(x, dim, runs, lambda x, dim: collectives.all_gather_invariant(x, self.mesh, axis, dim))
         return self.note_part(joined, axis, None, x)
+
+    def amended(self, x: Any, amendment: Amendment) -> Any:
+        """An argument of a call of torch in a forward, on a rank; see [Note: amended calls]."""
+        axis, how, size = amendment.axis, amendment.how, self.sizes[amendment.axis]
+        if how == "multiply":
+            return x * size
+        if how == "divide":
+            if x % size:
+                raise ShardError(
+                    f"apply: in {amendment.path or '(the model)'!r}, {x} is the size of a dim that {size} ranks of "
+                    f"'{axis}' split, and it does not divide"
+                )
+            return x // size
+        if how == "sum":
+            self._count(x, axis, 2)
+            return collectives.psum(x, self.mesh, axis)
+        if how == "vary":
+            return self.vary(x, axis)
+        return self._taken(x, axis, Part("split", amendment.dim, amendment.runs), ready=how == "own")
 
     # -- for a shape-only trace ---------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from shardfn._torch import Compiler, pytree
 from shardfn.binding import Around, Forward, Wiring, weight_now
 from shardfn.layout import Part, Plan, describe, is_in, kind_of, may_be_differentiated, modules_above, submodule
 from shardfn.notation import ShardError, parse
+from shardfn.parallel.amended_calls import amending
 from shardfn.parallel.compute_axes import Adjustments, ComputeAxes, Step
 from shardfn.parallel.layers import parallel_forwards
 from shardfn.parallel.linears import others_forwards, splits
@@ -83,12 +84,14 @@ def wire(
             if parts := shared_parts(plan, path, axis):
                 change = partial(_own_part, axes=axes, axis=axis, parts=parts)
             moves.append((path, _changing(None, change)))
-    wrapped = {path: _entering(axes, path, entered, shares) for path in readers}
+    calls = {path: [one for one in adjust.amended if one.path == path] for path in {one.path for one in adjust.amended}}
+    wrapped = {path: amending(amendments, axes.amended) for path, amendments in calls.items()}
+    wrapped |= {path: chained(_entering(axes, path, entered, shares), wrapped.get(path)) for path in readers}
     for path, outer in moves:
         wrapped[path] = chained(outer, wrapped.get(path))
     forwards = {**parallel_forwards(plan, axes, weight_now), **dropouts}
     compilers = _compilers(plan) if compiles else None
-    return Wiring(forwards, wrapped, compilers, vary if varying else None, plan.local_sizes, tuple(around))
+    return Wiring(forwards, wrapped, compilers, vary if varying else None, plan.local_sizes, tuple(around), set(calls))
 
 
 def _compilers(plan: Plan) -> dict[str, Compiler]:

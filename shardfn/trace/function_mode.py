@@ -9,27 +9,36 @@ of an `autograd.Function` may be anything. So it runs without data, on a gradien
 that forwards follow: a clamp of it is lost.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import chain, combinations, islice
 from numbers import Number
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn import _torch
 from shardfn._torch import pytree
 from shardfn.comm import watched
-from shardfn.layout import SUM, Part, Problem, Tag
-from shardfn.parallel import Adjustments
+from shardfn.layout import SAME, SUM, Part, Problem, Tag
+from shardfn.parallel import Adjustments, Amendment, amend, arguments_of, may_run_again, place_of_call
 from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.meta_values import tensors_in, tensors_of
 from shardfn.trace.paired_sizes import Paired, Size, SizesDiffer, local_of, of_side, sizes_of, whole_of
+from shardfn.trace.traced_axes import TracedAxes
 from shardfn.trace.value_numbering import ValueNumbers
 
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__reduce_ex__, torch.equal}
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_WRITING = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # statistics, which are not amended
+_MOST_WAYS = 64  # to amend one call
+_Call = tuple[Any, Any]  # args, kwargs
+_NOTHING = Adjustments()
 _AXIS = ""  # any
 _PLAIN = (Number, str, range, torch.dtype)
 
@@ -38,12 +47,28 @@ class PairedFunctionMode(TorchFunctionMode):
     """Does a function on each side by itself where torch decides by a size that differs; see [Note: paired sizes].
 
     What is made of numbers begins on the CPU, so that a shape-only trace sees of which. Lists become known tensors, and
-    known tensors lists. A hook is told of.
+    known tensors lists. A hook is told of. Of calls that are right in one process only, amendments are looked for.
     """
 
-    def __init__(self, run: Interpreter) -> None:
+    def __init__(
+        self,
+        run: Interpreter,
+        known: Adjustments = _NOTHING,
+        axes: TracedAxes | None = None,
+        varies_inputs: bool = True,
+    ) -> None:
+        """Begin.
+
+        Args:
+            run: the run.
+            known: what runs before have added.
+            axes: has what amends calls; None if nothing may.
+            varies_inputs: whether inputs of modules are varied where they enter, or in the calls that need it.
+        """
         super().__init__()
-        self._run, self._sides = run, run.sides
+        self._run, self._sides, self._known, self._axes = run, run.sides, known, axes
+        self._varies_inputs = varies_inputs
+        self._amended = {(one.path, one.place) for one in known.amended}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,19 +82,24 @@ class PairedFunctionMode(TorchFunctionMode):
             return self._apart(func, args, kwargs)
         numbers = self._run.numbers if self._sides.at != "one" else None
         draws = numbers.draws if numbers is not None else 0
-        before, self._sides.in_torch = self._sides.in_torch, True
-        try:
-            out = self._done(func, args, kwargs)
-        except SizesDiffer:
-            self._sides.in_torch = before
-            out = self._apart(func, args, kwargs)
-        finally:
-            self._sides.in_torch = before
+        amends = self._axes is not None and self._sides.at == "both" and func not in _WRITING
+        (args, kwargs), out = (self._amending if amends else self._served)(func, (args, kwargs))
         if numbers is not None:
             numbers.note(func, args, kwargs, out, draws)
         if type(out) in (Tensor, bool):
             return out
         return sizes_of(out, self._run.tag(args[0]).by_acts if args and type(args[0]) is Paired else ())
+
+    def _served(self, func: Any, call: _Call) -> tuple[_Call, Any]:
+        """A call, and its result."""
+        before, self._sides.in_torch = self._sides.in_torch, True
+        try:
+            return call, self._done(func, *call)
+        except SizesDiffer:
+            self._sides.in_torch = before
+            return call, self._apart(func, *call)
+        finally:
+            self._sides.in_torch = before
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._run.function_on_each_side(partial(self._done, func, args, kwargs), (args, kwargs))
@@ -86,6 +116,109 @@ class PairedFunctionMode(TorchFunctionMode):
         out = held.to("meta")
         self._run.values.note(out, held, made=True)
         return out.requires_grad_(kwargs.get("requires_grad", False))
+
+    # -- amended calls ------------------------------------------------------------------------------------------------
+
+    def _amending(self, func: Any, call: _Call) -> tuple[_Call, Any]:
+        """A call, amended where that makes it a part of what one process makes, and its result."""
+        leaves, name = arguments_of(call), getattr(func, "__name__", "")
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        if name == "__get__" or (writes and self._run.values.of(local_of(tensors[0])) is not None):
+            return self._served(func, call)  # what is known is written once
+        found, problems, undo = self._run.found, len(self._run.problems), self._run.undoing(tensors)
+        ways = partial(self._ways, call, leaves, writes)
+        try:
+            call, out = self._served(func, call)
+        except Exception as error:
+            undo()
+            served = self._as_amended(func, call, undo, ways())
+            if served is None:
+                raise error
+            return served
+        if self._is_right(out, tensors, problems) or self._has_other_news(found):
+            return call, out
+        undo()
+        return self._as_amended(func, call, undo, ways()) or self._served(func, call)
+
+    def _as_amended(
+        self, func: Any, call: _Call, undo: Callable[[], None], ways: Iterator[Sequence[Amendment]]
+    ) -> tuple[_Call, Any] | None:
+        problems, axes = len(self._run.problems), self._axes
+        assert axes is not None
+        for way in islice(ways, _MOST_WAYS):
+            moved = axes.bytes_moved
+            with suppress(Exception):
+                amended = amend(call, way, axes.amended)
+                leaves = arguments_of(amended)
+                inputs = [x for x in leaves if isinstance(x, Tensor)]
+                new = [local_of(x) for one in way if isinstance(x := leaves[one.at], Tensor)]
+                versions = [*map(_torch.version_of, new)]
+                amended, out = self._served(func, amended)
+                if self._is_right(out, inputs, problems) and versions == [*map(_torch.version_of, new)]:
+                    self._run.found |= Adjustments(amended=set(way))
+                    return amended, out
+            undo()
+            axes.bytes_moved = moved
+        return None
+
+    def _has_other_news(self, before: Adjustments) -> bool:
+        """Whether this run has found what a further one does otherwise, besides what is done already."""
+        return self._run.found != replace(before, vary=self._run.found.vary)
+
+    def _is_right(self, out: Any, inputs: Sequence[Tensor], problems: int) -> bool:
+        """Whether nothing was lost, and no gradient would be."""
+        run = self._run
+        refused = (
+            pair
+            for pair in run.found.vary
+            if pair in self._known.vary or (not self._varies_inputs and pair[0].startswith("input "))
+        )
+        if len(run.problems) > problems or any(refused):
+            return False
+        return not any(map(self._is_lost, tensors_of(out))) or any(map(self._is_lost, inputs))
+
+    def _is_lost(self, x: Tensor) -> bool:
+        return any(part.kind == "lost" for part in self._run.tag(x).parts.values())
+
+    def _ways(self, call: _Call, leaves: Sequence[Any], writes: bool) -> Iterator[Sequence[Amendment]]:
+        """What may be amended, the likeliest first."""
+        path, place = self._run.running, place_of_call()
+        if path is None or not place or (path, place) in self._amended or may_run_again() or "out" in call[1]:
+            return
+        singles, pairs, groups = list[Amendment](), list[list[Amendment]](), list[list[Amendment]]()
+        for axis, size in self._run.sizes.items():
+            of_axis = partial(Amendment, path, place, axis=axis)
+            tensors = [(at, x) for at, x in enumerate(leaves) if isinstance(x, Tensor) and not (writes and not at)]
+            parts = [(at, x, self._run.part(x, axis)) for at, x in tensors]
+            sums = [at for at, _, part in parts if part is not None and part.kind == "sum"]
+            groups.append([of_axis(at, how="sum") for at in sums])
+            if any(part is not None and part.split for *_, part in parts):  # which meet the sum
+                pairs += [[of_axis(at, how="sum"), of_axis(at, how="vary")] for at in sums]
+            whole = [(at, x, "own" if part else "take") for at, x, part in parts if part is None or part == SAME]
+            for split in dict.fromkeys(part for *_, part in parts if part is not None and part.alone):
+                length = size * sum(outer * inner for outer, inner in split.runs)
+                takes = [
+                    of_axis(at, how=how, dim=dim, runs=split.runs)
+                    for at, x, how in whole
+                    if split.second is None
+                    for dim, n in enumerate(x.shape)
+                    if of_side(n, "one") == of_side(n, "rank") == length
+                ]
+                groups.append(takes)
+            sizes = [(at, n) for at, n in enumerate(leaves) if type(n) in (int, Size) and n]
+            singles += [of_axis(at, how="divide") for at, n in sizes if type(n) is int and n % size == 0]
+            singles += [
+                of_axis(at, how="multiply") for at, n in sizes if type(n) is Size and n.node.rank * size == n.node.one
+            ]
+            groups.append([of_axis(at, how="vary") for at, x, part in parts if part is None and x.requires_grad])
+        for group in groups:
+            yield from ([one] for one in group)
+            yield from [group] if len(group) > 1 and len({one.at for one in group}) == len(group) else []
+        yield from ([one] for one in singles)
+        yield from pairs
+        each = [*chain(*groups), *singles]
+        yield from ([one, other] for one, other in combinations(each, 2) if one.at != other.at)
 
 
 def _of_tensors(index: Any) -> Any:
@@ -124,7 +257,7 @@ def check_outputs(run: Interpreter, output: Any, kept: Collection[str] = ()) -> 
             for axis, part in tag.parts.items():
                 direct = isinstance(leaf, Tensor) and not inner
                 if direct and tag.split_by and not tag.split_by <= set(kept) and _is_even_part(tag, axis):
-                    if tag.source is None and tag.whole_shape(shape, run.sizes) == expected:
+                    if tag.whole_shape(shape, run.sizes) == expected:
                         run.found |= Adjustments(joined={(at, axis, part.dim)})
                         continue
                 _check_output(run, tag, axis, part, at if direct else None, shape, kept)

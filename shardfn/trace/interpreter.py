@@ -30,18 +30,12 @@ from shardfn.parallel import Adjustments
 from shardfn.trace import padding, paired_sizes
 from shardfn.trace.meta_values import EMPTY, MetaValues, leaves_of, tensors_of
 from shardfn.trace.operation_rules import parts_after
-from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here
+from shardfn.trace.operations import MOVES, Operation, Shapes, is_stored, made_here, numbers_agree
 from shardfn.trace.paired_sizes import Paired, Side, Sides, local_of, taken, whole_of
 from shardfn.trace.value_numbering import ValueNumbers
 
 _REPEATING = {"expand", "repeat"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias"}  # whether a reshape copies depends on strides, and so on sizes
-_CUTS = {"slice", "narrow"}
-# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
-_SIZES = set(
-    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
-    "normalized_shape num_classes self_size input_sizes".split()
-)
 _NEVER_SEEN = Tag(), 0  # and before anything was written
 _Made = list[dict[str, Part]]  # by axis, what each result of an operation is
 
@@ -148,6 +142,11 @@ class Interpreter(_torch.TorchDispatchMode):
             raise
         finally:
             self._path.pop()
+
+    @property
+    def running(self) -> str | None:
+        """The innermost module that is running; None outside of their forwards."""
+        return self._path[-1] if len(self._path) > 1 else None
 
     def hidden(self) -> AbstractContextManager[None]:
         """Within it operations are those of a rank alone."""
@@ -279,6 +278,8 @@ class Interpreter(_torch.TorchDispatchMode):
         theirs = before is not None and before.where in self._path and before.where in self._ours
         lost = before is not None and before.kind == "lost" and not theirs
         part = before if lost else after_collective(moved.kind, local_of(out).shape, moved.dims)
+        if moved.kind.startswith("all_gather") and before is not None and before.split and not before.is_even:
+            part = Part("lost", why="parts are joined in another order than that of one rank", cure="rules")
         if part is not None:
             parts[moved.axis] = part
         wants = known.wants or x.requires_grad
@@ -296,6 +297,24 @@ class Interpreter(_torch.TorchDispatchMode):
             kind, here = lost.cure, path if lost.where is None else lost.where
         where = f" (in {here or '(the model)'!r})" if here != path else ""
         self.problems.append(Problem(f"in {path or '(the model)'!r}: {why}{where}", kind, known.split_by, here))
+
+    def undoing(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """What takes back all that is noted from here on, also of some tensors that are known now."""
+        found, counts = self.found, [len(noted) for noted in (self.problems, self.losses, self.sides.decided)]
+        known = [(table, x, table[x]) for table in (self._tags, self.zeros, self._fresh) for x in tensors if x in table]
+        written = dict(self._written)
+
+        def undo() -> None:
+            self.found, self._written = found, written
+            self._instead = self._done = self._expected = None
+            for noted, count in zip((self.problems, self.losses, self.sides.decided), counts, strict=True):
+                del noted[count:]
+            for table, x, value in known:
+                table[x] = value
+            if self.numbers is not None:
+                self.numbers.writes.clear()
+
+        return undo
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -397,7 +416,7 @@ class Interpreter(_torch.TorchDispatchMode):
         done, apart = self._in_one(func), self._expected is not None
         shapes = _shapes(whole) if whole is not None else done and done.shapes
         parts = self._parts(func, inputs, mine, local_results, shapes)
-        if apart and (_torch.is_mutable(func) if done is None else not self._numbers_agree(func, mine, done.given)):
+        if apart and (_torch.is_mutable(func) if done is None else not numbers_agree(func, mine, done.given)):
             self._lose_all(parts, f"{name} is given numbers made of this rank's sizes")
         if whole is not None:
             self._compare(func, arguments, mine, local_results, whole, parts)
@@ -475,7 +494,7 @@ class Interpreter(_torch.TorchDispatchMode):
         if len(wholes) != len(results):
             self._lose_all(parts, f"{name} has {len(results)} results here and {len(wholes)} on one rank")
             return
-        numbers = mine is arguments or self._numbers_agree(func, mine, taken(arguments, "one"))
+        numbers = mine is arguments or numbers_agree(func, mine, taken(arguments, "one"))
         problem = ""
         for result, whole, by_axis in zip(results, wholes, parts, strict=True):
             if any(part.kind == "lost" for part in by_axis.values()):
@@ -493,22 +512,6 @@ class Interpreter(_torch.TorchDispatchMode):
             self._lose_all(parts, problem)  # one wrong result tells of the others
             if sources := paired_sizes.sources_of(leaves_of(arguments)):
                 self.sides.needs_whole(sources, self._path[-1])
-
-    def _numbers_agree(self, func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-        """Whether the numbers among the arguments, but for sizes, are alike on both sides."""
-        name = _torch.base_name(func)
-        sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
-        named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)
-        for key, value in named.items():
-            if key in sizes:
-                continue
-            pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
-            if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
-                return False
-        if name not in _CUTS:
-            return True
-        (start, size), (expected, of_whole) = _start(named), _start(whole)
-        return start * of_whole == expected * size
 
     def _fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Whether shapes are equal, but for padding."""
@@ -579,9 +582,3 @@ class Interpreter(_torch.TorchDispatchMode):
         split_by = frozenset().union(*(tag.split_by for _, tag in tags))
         wants = any(tag.wants or tensor.requires_grad for tensor, tag in tags) and "detach" not in operation
         return Tag({}, wants, sources, split_by)
-
-
-def _start(cut: Mapping[str, Any]) -> tuple[int, int]:
-    """Where a cut with these arguments begins, and the size of the dim along which it is made."""
-    size, begin = cut["self"].shape[cut.get("dim", 0)], cut.get("start") or 0
-    return min(max(begin + (size if begin < 0 else 0), 0), size), size

@@ -3,12 +3,15 @@
 [Note: known values]
 Of small integer and boolean tensors, and of what is made of them alone, the values are known.
 
+Of an unknown mask a shape-only trace believes that it picks everything.
+
 Forwards ask masks and positions for values ("does any sample have padding?") and go one way or the other. These are
 made of sizes and of integer inputs, which is cheap to do for real beside the meta tensors; what depends on weights is
 not.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -22,6 +25,7 @@ from shardfn import _torch
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_OF_MASKS = _BY_MASK | {"nonzero", "masked_select"}
 _LARGEST = 2**20  # elements; a mask over long sequences is not worth its time
 
 
@@ -146,7 +150,8 @@ class MetaValues:
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation; what it writes is not known any more."""
-        out = func(*args, **kwargs)
+        with _torch.masks_pick_all() if _torch.base_name(func) in _OF_MASKS else nullcontext():
+            out = func(*args, **kwargs)
         for x in tensors_of(out) if _torch.is_mutable(func) else ():
             self._known.pop(x, None)
             if (base := _torch.base_of(x)) is not None:

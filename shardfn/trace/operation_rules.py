@@ -166,10 +166,14 @@ def _slice(op: Operation, part: Part) -> Part:
     dim = op.given(1, "dim", 0) % x.dim()
     if dim != part.dim or op.results[0].shape == x.shape:
         return part
-    lose_if(op.given(4, "step", 1) != 1, "a slice with steps of a dim that is split")
-    start = op.given(2, "start") or 0
+    start, step, length = op.given(2, "start") or 0, op.given(4, "step", 1), op.results[0].shape[dim]
     start = start + x.shape[dim] if start < 0 else start
-    return sliced(part, start, op.results[0].shape[dim])
+    if step == 1:
+        return sliced(part, start, length)
+    # Every step-th of the whole is every step-th of each block, when it begins with one of the first.
+    in_blocks = all(inner % step == 0 for _, inner in part.runs) and start < step and length * step == x.shape[dim]
+    lose_if(not in_blocks, "a slice with steps of a dim that is split")
+    return replace(part, runs=tuple((outer, inner // step) for outer, inner in part.runs))
 
 
 @rule_for("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split")

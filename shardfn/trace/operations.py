@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from shardfn import _torch
 from shardfn.layout import SAME, SUM, NotRankByRank, Part, Tag, even
+from shardfn.trace.meta_values import leaves_of
 
 Parts = list["Part | None"]
 Shapes = tuple[tuple[int, ...], ...]
@@ -21,6 +23,13 @@ MOVES = set(
     "expand unsqueeze squeeze transpose permute t slice select narrow split split_with_sizes unsafe_split unbind "
     "repeat alias detach lift_fresh cat stack empty empty_like zeros ones full arange scalar_tensor copy_ _to_copy "
     "clone contiguous view _unsafe_view _reshape_alias reshape".split()
+)
+
+_CUTS = {"slice", "narrow"}
+# Arguments that are sizes, or cut along a dim: the shapes of results tell whether they fit.
+_SIZES = set(
+    "size stride shape sizes split_size split_sizes repeats storage_offset output_size groups group N C HxW length "
+    "normalized_shape num_classes self_size input_sizes".split()
 )
 
 
@@ -218,3 +227,26 @@ PRODUCTS = {"mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot": "k
 @rule_for("nll_loss_forward")
 def _nll(op: Operation) -> Part | None:
     raise NotRankByRank("a loss over values of which each rank has a part")
+
+
+def numbers_agree(func: Any, mine: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether the numbers among the arguments, but for sizes, are alike on both sides."""
+    name = _torch.base_name(func)
+    sizes = _SIZES | {"start", "end"} if name in _CUTS else _SIZES if name != "as_strided" else set[str]()
+    named, whole = _torch.named_arguments(func, *mine), _torch.named_arguments(func, *other)
+    for key, value in named.items():
+        if key in sizes:
+            continue
+        pairs = zip(leaves_of(value), leaves_of(whole[key]), strict=False)
+        if any(not isinstance(a, Tensor) and a is not b and a != b and repr(a) != repr(b) for a, b in pairs):
+            return False
+    if name not in _CUTS:
+        return True
+    (start, size), (expected, of_whole) = _start(named), _start(whole)
+    return start == expected if named.get("step", 1) != 1 else start * of_whole == expected * size
+
+
+def _start(cut: Mapping[str, Any]) -> tuple[int, int]:
+    """Where a cut with these arguments begins, and the size of the dim along which it is made."""
+    size, begin = cut["self"].shape[cut.get("dim", 0)], cut.get("start") or 0
+    return min(max(begin + (size if begin < 0 else 0), 0), size), size

@@ -7,7 +7,7 @@ It finds sizes taken from the configuration instead of the tensors, adds the col
 
 import random
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -20,7 +20,7 @@ from shardfn import _torch, layout
 from shardfn._torch import outside_transforms, pytree
 from shardfn.binding import Around, Forward, InnerCall, ModelBinding, Wiring, has_attribute, own_forward
 from shardfn.comm import watched
-from shardfn.context import derivatives_asked_for
+from shardfn.context import derivatives_asked_for, having
 from shardfn.layout import MeshSpec, Plan, Policy, Problem, Tag, compute_view, has_derivatives, is_in, unwrapped
 from shardfn.notation import ShardError, of_like_layers
 from shardfn.parallel import Adjustments, ComputeAxes, kept_by_acts, others_forwards, weight_parts, wiring
@@ -38,7 +38,7 @@ from shardfn.trace.value_numbering import ValueNumbers
 _TRIES = 16  # how many further runs may look for what to write when one fails
 # What a run adds for the next one, of the first kind of which there is more. Each only grows, and names places of one
 # model, so that runs end.
-_GROWS = ("several", "entries", "whole", "sums", "gather", "vary")
+_GROWS = ("several", "entries", "whole", "sums", "gather", "vary", "amended")
 # What the last run found belongs to the adjustments as it is.
 _ENDS = ("ready", "shared", "kept", "joined", "inputs", "outputs", "scattered")
 _NO_ENDS: dict[str, Any] = dict.fromkeys(_ENDS, frozenset[Any]())
@@ -69,7 +69,9 @@ class ShapeTrace:
         self._buffers = dict(buffers)
         self._calls, self._differentiates, self._asked_for = calls, differentiates, derivatives_asked_for()
         self._blanks: Sequence[ValuePath] = ()
+        self.varies_inputs = True  # of modules, where they enter; or in the calls that need it
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
+        self._amends = plan_.policy.compile is False and not any(map(_is_compiled, model.modules()))  # calls of torch
         self._decided: Sequence[Decision] = ()  # in the last run
         self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
 
@@ -167,12 +169,21 @@ class ShapeTrace:
         return None
 
     def _found(self, known: Adjustments) -> Adjustments:
+        # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
+        # broadcast to them; or a rank takes its part of them where they are repeated.
+        groups = self._groups()
         try:
-            return self._settled(known)
+            adjust, bytes_moved = self._settled(known), self.bytes_moved
+            with suppress(ShardError):
+                less = self._settled(replace(known, vary=known.vary | groups)) if groups and adjust.amended else adjust
+                if len(less.amended) < len(adjust.amended):
+                    return less
+            self.bytes_moved = bytes_moved
+            return adjust
         except ShardError as first:
-            # Keys of fewer heads than ranks stop a forward with a shape error before they meet the queries, or are
-            # broadcast to them.
-            groups = self._groups()
+            with suppress(ShardError), having(self, varies_inputs=False):
+                if self._amends:
+                    return self._settled(known)
             if not groups:
                 raise
             try:
@@ -217,7 +228,9 @@ class ShapeTrace:
         splits = frozenset((path, call, _split_dims(ndim, tag)) for path, call, ndim, tag in drops)
         return replace(adjust, **ends, splits=splits)
 
-    def _forward(self, wired: Wiring, run: Interpreter, begin: Callable[[], None] = lambda: None) -> tuple[Any, ...]:
+    def _forward(
+        self, wired: Wiring, run: Interpreter, functions: AbstractContextManager[Any], begin: Callable[[], None]
+    ) -> tuple[Any, ...]:
         """What modules return and keep of inputs and buffers without data; `begin` is called before each call."""
         output, calls = None, wiring.cast_inputs(self.plan, to_meta(self._calls, run.values))
         weights = _WithoutData(cache(partial(self._weight, run)), dict(to_meta(self._buffers, run.values)))
@@ -234,7 +247,6 @@ class ShapeTrace:
             modules.prepare()
             draws = torch.random.fork_rng([])  # random numbers go on from where they were, and Python's
             noted = reads_noted(self.model, self.reads), watched(run.note_collective), run.sides.run()
-            functions = beside.PairedFunctionMode(run)
             for mode in (modules.computes(weights), draws, *noted, run, functions, torch.enable_grad()):
                 around.enter_context(mode)
             if self._watch is not None:
@@ -302,6 +314,7 @@ class ShapeTrace:
         axes = ComputeAxes(*place)
         if follows:
             axes = self._axes = TracedAxes(*place, run)
+        amends = self._axes if follows and self._amends and run.sides.at == "both" else None
         owners = {path for path, names in self.names.items() if names}
         above = layout.modules_above(owners)
         noted = owners | {source.removeprefix("module ") for source, _ in adjust.vary}
@@ -315,7 +328,9 @@ class ShapeTrace:
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
         wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
-            return self._forward(wired, run, flow.begin)
+            return self._forward(
+                wired, run, beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs), flow.begin
+            )
         except ShardError:
             raise
         except Exception as error:
@@ -328,7 +343,7 @@ class ShapeTrace:
     def _of_both(self, wired: Wiring, run: Interpreter) -> Wiring:
         """The same for a run on both sides: in one process, modules with parallel forwards run their own ones."""
         casts, forwards = wiring.unit_casts(self.plan), dict(wired.forwards)
-        for path in others_forwards(self.plan):
+        for path in others_forwards(self.plan) & forwards.keys():
             module = unwrapped(layout.submodule(self.model, path))
             forward = getattr(self.plan.forwards.get(path), "without_data", None) or own_forward(module)
             forwards[path] = partial(run.on_each_side, forwards.get(path, forward), forward)
@@ -426,9 +441,13 @@ def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
         new = getattr(found, name) - known
         if name == "sums":  # the outer ones later: before what these sums meet asks for more
             new = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
-        if new:
-            return replace(adjust, **{name: known | new})
+        if new:  # amendments are found anew, of values that are others now
+            return replace(adjust, **({} if name == "amended" else {"amended": frozenset()}), **{name: known | new})
     return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _torch.compiler_of(module) is not None or _torch.compiler_of_wrapped(module) is not None
 
 
 def _name_all(numbers: ValueNumbers | None, tree: Any, kind: str) -> None:
@@ -468,17 +487,20 @@ def _noting(run: Interpreter, axes: ComputeAxes, path: str, owns: bool, above: b
     The calls of one that drops something are noted in `drops`.
     """
 
+    def pending(x: Any) -> set[str]:
+        parts = run.tag(x).parts if isinstance(x, Tensor) else {}
+        return {axis for axis, part in parts.items() if part.kind == "sum"}
+
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if drops is not None:
                 x, *_ = (*args, *kwargs.values())
                 drops.append((path, sum(drop[0] == path for drop in drops), x.dim(), run.tag(x)))
+            given = {axis for leaf in pytree.tree_leaves((args, kwargs)) for axis in pending(leaf)}  # made elsewhere
             with run.inside(path):
                 out = inner(*args, **kwargs)
             for at, leaf in enumerate(pytree.tree_leaves(out)) if owns or above else ():
-                for axis, part in run.tag(leaf).parts.items() if isinstance(leaf, Tensor) else ():
-                    if part.kind == "sum":
-                        run.found |= Adjustments(sums={(path, at, axis)})
+                run.found |= Adjustments(sums={(path, at, axis) for axis in pending(leaf) - given})
             apart = not run.tag(out).parts and beside.acts_on_gradient(out) if isinstance(out, Tensor) else False
             return axes.note_source(out, f"module {path}") if owns or apart else out
 

@@ -25,8 +25,6 @@ from shardfn.layout import (
 )
 from shardfn.notation import Dim, ShardError, parse
 
-_Side = tuple[ModuleInfo, int]  # a linear, and a dim of its weight
-
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
     "take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
@@ -133,8 +131,6 @@ def said(change: Policy, plan: Plan) -> str:
 def changes(plan: Plan, model: nn.Module, failure: Failure) -> Iterator[Policy]:
     """Changes of the policy that may help, the likeliest first."""
     stuck = failure.stuck
-    if stuck is not None and (rules := _rules_alike(plan, failure.path, stuck)):
-        yield Policy(rules=rules)
     if stuck is not None or failure.raised:
         yield from _sizes(plan, model, failure.path)
     if stuck is not None:
@@ -149,45 +145,13 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
     """Outputs of column-parallel linears, whole."""
     acts = {}
     for name in sorted(names):
-        module = _linear(plan, name)
-        if module is not None:
+        module = plan.info.module(name)
+        if module is not None and module.kind in OUT_DIM:
             factors = _dim(plan, module, OUT_DIM[module.kind]).factors
             last = factors[0].name if len(factors) == 1 else "_"
             acts[first_match(plan.policy.acts, [name]) or starred(name)] = f"... {last}"
     if acts:
         yield Policy(acts=acts)
-
-
-def _rules_alike(plan: Plan, path: str, stuck: FailedOperation) -> dict[str, str]:
-    """Rules for linears that are whole and meet split values, such as those of an adapter beside a linear."""
-    inside, rules = _linear(plan, path), dict[str, str]()
-    for shape, tag in stuck.inputs:
-        if next((part.dim for part in tag.parts.values() if part.split), None) != len(shape) - 1:
-            continue
-        size = tag.whole_shape(shape, plan.axes)[-1]
-        givers = [(m, OUT_DIM[m.kind]) for name in sorted(tag.split_by) if (m := _linear(plan, name)) is not None]
-        if inside is not None:  # what it is given is a part
-            into = 1 - OUT_DIM[inside.kind]
-            above = path.rpartition(".")[0]
-            beside = [(m, 1 - OUT_DIM[m.kind]) for m in _linears(plan) if m.name.rpartition(".")[0] == above]
-            rules |= _rule(plan, (inside, into), size, beside + givers)
-        for other, known in stuck.inputs:  # what it meets is whole
-            module = _linear(plan, (known.source or "").removeprefix("module "))
-            if module is not None and not known.parts and other[-1:] == (size,):
-                rules |= _rule(plan, (module, OUT_DIM[module.kind]), size, givers)
-    return rules
-
-
-def _rule(plan: Plan, of: _Side, size: int, like: Sequence[_Side]) -> dict[str, str]:
-    """A rule that splits a dim of a linear, of `size`, as the first of some others of that size is split."""
-    module, at = of
-    is_split = any(factor.axes for dim in (0, 1) for factor in _dim(plan, module, dim).factors)
-    if is_split or plan.weight_of(module).shape[at] != size:
-        return {}
-    dims = [_dim(plan, other, dim) for other, dim in like if plan.weight_of(other).shape[dim] == size]
-    alike = [dim for dim in dims if any(factor.axes for factor in dim.factors)]
-    words = [str(alike[0]), "_"] if alike else []
-    return {f"{starred(module.name)}.weight": " ".join(words if at == 0 else reversed(words))} if words else {}
 
 
 def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
@@ -211,14 +175,6 @@ def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
     for chosen in [{name: text} for name, text in matching.items()] + [matching] * (len(matching) > 1):
         if chosen.keys() - local_sizes.keys():
             yield Policy(local_sizes={pattern or starred(path): {**local_sizes, **chosen}})
-
-
-def _linears(plan: Plan) -> list[ModuleInfo]:
-    return [module for module in plan.info.modules if module.kind in OUT_DIM]
-
-
-def _linear(plan: Plan, path: str) -> ModuleInfo | None:
-    return next((module for module in _linears(plan) if module.name == path), None)
 
 
 def _written(plan: Plan, layout: Layout) -> str:

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.binding import Around
 from shardfn.layout import BY_ACTS, OUT_DIM, MeshSpec, Part, Plan, Tag, class_name
 from shardfn.notation import ShardError, parse
-from shardfn.parallel import Adjustments, ComputeAxes, Step, wiring
+from shardfn.parallel import Adjustments, Amendment, ComputeAxes, Step, wiring
 from shardfn.random import axes_of_dims
 from shardfn.trace.interpreter import Interpreter
-from shardfn.trace.paired_sizes import local_of
+from shardfn.trace.paired_sizes import both, local_of, of_side
 
 _OF_A_CALL = ("inputs", "outputs", "scattered", "in_shares", "may_scatter")  # what is decided anew in each
 _LISTS = {class_name(nn.ModuleList), class_name(nn.ModuleDict)}  # which are not called
@@ -72,6 +72,19 @@ class TracedAxes(ComputeAxes):
         if x.shape[wanted.dim] == size:
             self.require(x, axis, wanted)
         return x
+
+    def amended(self, x: Any, amendment: Amendment) -> Any:
+        """As in a real call; a value that is something else than when this was found is refused."""
+        at, axis = self._run.sides.at, amendment.axis
+        if at == "one":
+            return x
+        if not isinstance(x, Tensor):
+            rank = super().amended(of_side(x, "rank"), amendment)
+            return both(rank, of_side(x, "one")) if at == "both" else rank
+        part = self._part(x, axis)
+        if (None if part is None else part.kind) != {"sum": "sum", "own": "same"}.get(amendment.how):
+            self._run.refuse(f"an argument of a call of torch is something else over '{axis}' each time", "rules", x)
+        return super().amended(x, amendment)
 
     def agree(self) -> None:
         """The run ends: all calls of a module get inputs that were varied before, or none does."""
@@ -229,7 +242,9 @@ class StepFinder:
             for at, x in _floats(leaves):
                 tag = self._run.tag(x)
                 for axis, part in tag.parts.items() if tag.by_acts else ():
-                    if part.split:
+                    if part.split and not part.is_even:  # samples and positions in one dim: no gather has them in order
+                        self.needs_whole(tag.by_acts, path)
+                    elif part.split:
                         steps.append(Step(path, at, axis, part.dim, how))
                         call.sizes[axis, part.dim] = x.shape[part.dim] * self._plan.axes[axis]
         self._calls.append(call)

@@ -361,7 +361,7 @@ def test_an_input_is_a_source_within_its_module_only() -> None:
 def test_what_a_pvary_does_not_mend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs end when nothing is new, and then nothing may be left."""
     monkeypatch.setattr(wiring, "_changing", lambda inputs, output: lambda forward: forward)
-    policy = sf.Policy(rules={"up.weight": OUT, "down.weight": INTO})
+    policy = sf.Policy(rules={"up.weight": OUT, "down.weight": INTO}, compile=True)  # whose calls are not amended
     with pytest.raises(sf.ShardError, match="module enter meets values that are split over 'tp'"):
         sf.plan(Across(), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
 
@@ -378,15 +378,16 @@ class Hooked(Own):
 
 
 def test_a_hook_on_an_input_used_in_shares_is_an_error() -> None:
-    policy = sf.Policy(rules={"blocks.*.up": INTO, "blocks.*.down": OUT})
+    policy = sf.Policy(rules={"blocks.*.up": INTO, "blocks.*.down": OUT}, compile=True)
     with pytest.raises(sf.ShardError, match=r"in 'blocks\.0': a hook on a value that ranks of .tp. use in shares"):
         sf.plan(Model(Hooked), sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8))
 
 
-def test_a_sum_in_the_middle_of_a_block_is_an_error() -> None:
+def test_a_sum_in_the_middle_of_a_compiled_block_is_an_error() -> None:
     model, policy = _model(_one_by_one)
     with pytest.raises(sf.ShardError) as caught:
-        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=torch.randn(2, 5, 8, dtype=torch.float64))
+        example = torch.randn(2, 5, 8, dtype=torch.float64)
+        sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy | sf.Policy(compile=True), example=example)
     assert "add of a sum that is still pending (in 'blocks.0')" in str(caught.value)
     assert "a module of its own, or write sf.collectives.psum(x, mesh, axis)" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3

@@ -85,7 +85,7 @@ class Shares(Reads):
 
 
 def _planned(model: nn.Module) -> None:
-    rules = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
+    rules = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"}, compile=True)
     sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), rules, example=torch.empty(4, 8))
 
 

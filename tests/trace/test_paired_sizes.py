@@ -131,20 +131,35 @@ def _read_again(m: Any, h: Tensor) -> Tensor:
     return h + float(seen[0])
 
 
+# What is made of a number that is another one on a rank: the call that makes it is given that of one process.
+AMENDED: list[Callable[..., Any]] = [
+    _scaled,
+    _through_numbers,
+    _in_memory,
+    lambda m, h: h + torch.tensor(h.shape[-1]),
+    lambda m, h: h * h.new_tensor([h.shape[-1]]),
+    lambda m, h: h + (torch.tensor(h.shape[-1]) // 8).tolist(),
+    lambda m, h: h + float((torch.tensor([h.shape[-1]]) // 8).numpy()[0]),
+    lambda m, h: h if torch.equal(torch.tensor([h.shape[-1]]) // 8, torch.tensor([2])) else h.sin(),
+]
+
+
+@pytest.mark.parametrize("between", AMENDED)
+def test_numbers_are_those_of_one_process(between: Callable[[Any, Tensor], Any]) -> None:
+    model, mesh = Two(between).double(), sf.MeshSpec(fsdp=1, tp=2)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return sf.apply(model, params, x).square().mean()
+
+    assert sf.check(model, mesh, sf.Policy(rules=RULES), loss_fn, torch.randn(4, 8, dtype=torch.float64)).ok
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     _as_key: "is no key: write int",
     _as_number_key: "decides by 8, which is 16",
-    _scaled: "given numbers made of this rank's sizes",
     _by_its_root: "decides by 8.0|decides by 8",
     _in_a_text: "decides by 8, which is 16",
-    _through_numbers: "sizes",
     _chunks: "results here and|values are made here|sizes",
-    lambda m, h: h + torch.tensor(h.shape[-1]): "a value is made of this rank's sizes",
-    lambda m, h: h * h.new_tensor([h.shape[-1]]): "a value is made of this rank's sizes",
-    lambda m, h: h + (torch.tensor(h.shape[-1]) // 8).tolist(): "reads a value that is made of this rank's sizes",
-    lambda m, h: h + float((torch.tensor([h.shape[-1]]) // 8).numpy()[0]): "reads a value",
-    lambda m, h: h if torch.equal(torch.tensor([h.shape[-1]]) // 8, torch.tensor([2])) else h.sin(): "reads a value",
-    _in_memory: "reads a value",
     _read_again: "writes a value|given numbers|copy_|fill_",
     _if_contiguous: "decides by True, which is False",
 }

@@ -461,13 +461,12 @@ REFUSED: dict[Callable[..., Any], str] = {
     _written_by_its_data: "another view of its memory was written",
     _read_by_a_detached_view: "another view of its memory was written",
     _many_numbers: DECIDES,
-    _strided_from_its_width: "as_strided is given numbers made of this rank's sizes",
     _added_when_alike: DECIDES,
     _only_small: DECIDES,
     _only_large: DECIDES,
     _shared_only_large: DECIDES,
     _module_only_large: DECIDES,
-    _after_many: "div is given numbers made of this rank's sizes|sin is done on one rank, not here",
+    _after_many: DECIDES,
     _as_tensor: DECIDES,
     _words: DECIDES,
     _cut_from_a_number: "slice is given numbers made of this rank's sizes",
@@ -556,13 +555,29 @@ OF_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_a_number_of_one_process_is_given_where_only_that_fits() -> None:
+    model, x = type("Way", (Parts,), {"forward": _strided_from_its_width})(), torch.randn(4, 8)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        rules = {name: rule for name, rule in RULES.items() if name != "fused.weight"}
+        out = sf.apply(model, sf.shard(model, mesh, sf.Policy(rules=rules)), x)
+        assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
+
+
 @pytest.mark.parametrize("name", OF_SUMS)
 def test_what_is_not_linear_needs_a_sum_that_is_whole(name: str) -> None:
+    """Where calls may be amended it is added up for them; in a graph they may not, nor may one that writes."""
+
     def forward(m: Any, x: Tensor) -> Tensor:
         return OF_SUMS[name](F.linear(torch.tanh(F.linear(x, m.into)), m.out))
 
-    with pytest.raises(sf.ShardError, match=r"of a sum that is still pending|around a sum|differs between ranks"):
-        _planned(forward, RAW, Raw)
+    model, x = type("Way", (Raw,), {"forward": forward})(), torch.randn(4, 8)
+    for policy in [sf.Policy(rules=RAW, compile=True)] + [sf.Policy(rules=RAW)] * (name == "fill"):
+        with pytest.raises(sf.ShardError, match=r"of a sum that is still pending|around a sum|differs between ranks"):
+            sf.plan(model, sf.MeshSpec(fsdp=1, tp=2), policy, example=x)
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        if name != "fill":
+            out = sf.apply(model, sf.shard(model, mesh, sf.Policy(rules=RAW)), x)
+            assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
 
 
 def _tiled(k: Tensor, times: int) -> Tensor:

@@ -1,0 +1,382 @@
+"""Forwards that are written for one process, and split: calls of torch get what a rank has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import shardfn as sf
+from shardfn.testing import assert_parity, on_meshes
+
+MESH = sf.MeshSpec(fsdp=2, tp=2)
+HEADS, WIDTH, HIDDEN = 4, 16, 32
+RULES = {
+    "**qkv.weight": "(3 h@tp d) c@fsdp",
+    "**qkv.bias": "(3 h@tp d)",
+    "**out.weight": "c@fsdp (h@tp d)",
+    "**up.weight": "f@tp c@fsdp",
+    "**up.bias": "f@tp",
+    "**down.weight": "c@fsdp f@tp",
+    "**into": "c f@tp",
+    "**onto": "f@tp c",
+}
+POLICY = sf.Policy(rules=RULES, sizes={"h": HEADS})
+OF_ATTENTION = sf.Policy(rules={name: rule for name, rule in RULES.items() if "h@tp" in rule}, sizes={"h": HEADS})
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """As nanoGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = HEADS, WIDTH
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).split(self.width, dim=2)
+        k = k.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        q = q.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        v = v.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Parts(nn.Module):
+    """Whatever a forward may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width, self.hidden = HEADS, WIDTH, HIDDEN
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.into, self.onto = (nn.Parameter(torch.randn(n, m) / 8) for n, m in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        self.bias, self.gate, self.scale = (nn.Parameter(torch.rand(n)) for n in (WIDTH, HIDDEN, 1))
+        self.act, self.norm = nn.PReLU(HIDDEN), nn.BatchNorm1d(HIDDEN)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.into) @ self.onto
+
+
+def _per_head(m: Any, y: Tensor) -> Tensor:
+    return y.reshape(y.shape[0], y.shape[1], m.heads, -1).transpose(1, 2)
+
+
+def _attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _by_a_helper(m: Any, x: Tensor) -> Tensor:
+    return _attend(m, *(_per_head(m, y) for y in m.qkv(x).split(m.width, -1)))
+
+
+def _arranged(m: Any, x: Tensor) -> Tensor:
+    q, k, v = rearrange(m.qkv(x), "b t (n h d) -> n b h t d", n=3, h=m.heads)
+    return m.out(rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)"))
+
+
+def _with_slopes(m: Any, x: Tensor) -> Tensor:
+    """ALiBi: a table of heads that is made of numbers."""
+    q, k, v = (_per_head(m, y) for y in m.qkv(x).chunk(3, -1))
+    slopes = torch.tensor([2.0**-i for i in range(m.heads)], dtype=x.dtype)
+    biases = slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)
+    p = torch.softmax(q @ k.mT / (m.width // m.heads) ** 0.5 + biases, -1)
+    return m.out((p @ v).transpose(1, 2).reshape(x.shape))
+
+
+def _gated(m: Any, x: Tensor) -> Tensor:
+    h = m.act(m.up(x).flatten(0, 1)).view(*x.shape[:2], -1)
+    return x + m.down(h * m.gate * m.scale.exp())
+
+
+def _sliced(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x)[..., : m.width], m.qkv(x)[..., m.width : 2 * m.width], m.qkv(x)[..., 2 * m.width :]
+    return m.out(q * k + v)
+
+
+def _twice(m: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + m.mlp(x) + m.bias
+    return x
+
+
+def _in_double_steps(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(torch.stack([h[..., ::2] * h[..., 1::2], h[..., ::2]], -1).flatten(-2))
+
+
+def _squared(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(m.mlp(x) + m.bias).square()
+
+
+def _two_sums(m: Any, x: Tensor) -> Tensor:
+    return m.mlp(x) * m.mlp(2 * x)
+
+
+def _normed(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    return m.down(h * (h.square().sum(-1, keepdim=True) / m.hidden + 1e-6).rsqrt())
+
+
+def _both_split(m: Any, x: Tensor) -> Tensor:
+    return torch.where(m.up(x) > 0, m.gate, torch.linspace(0, 1, m.hidden, dtype=x.dtype)) @ m.onto
+
+
+def _table(m: Any, x: Tensor) -> Tensor:
+    table = torch.sin(torch.arange(m.hidden, dtype=x.dtype)).expand(x.shape[1], m.hidden)
+    return m.down(m.up(x) + table)
+
+
+def _filled(m: Any, x: Tensor) -> Tensor:
+    h = torch.zeros(*x.shape[:2], m.hidden, dtype=x.dtype)
+    return m.down(h + m.up(x))
+
+
+def _hooked(m: Any, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp(max=0.1))
+    return m.mlp(x)
+
+
+def _hard_coded(m: Any, x: Tensor) -> Tensor:
+    return m.down(m.up(x).view(-1, 8, 4).flatten(1).view(*x.shape[:2], 32))
+
+
+def _all_picked(m: Any, x: Tensor) -> Tensor:
+    out, flat = torch.zeros_like(x.flatten(0, 1)), x.flatten(0, 1)
+    mask = (flat @ m.bias) > -1e9
+    out[mask] += m.down(F.gelu(m.up(flat[mask])))
+    return out.view_as(x)
+
+
+SERVED: list[Forward] = [
+    _by_a_helper,
+    _arranged,
+    _with_slopes,
+    _gated,
+    _sliced,
+    _twice,
+    _in_double_steps,
+    _squared,
+    _two_sums,
+    _normed,
+    _both_split,
+    _table,
+    _filled,
+    _hooked,
+    _hard_coded,
+    _all_picked,
+]
+
+
+class Stack(nn.Module):
+    """Two blocks between linears, so that inputs of blocks have gradients."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(WIDTH, WIDTH), nn.Sequential(kind(), kind()), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def _stack(forward: Forward) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(type("Block", (Parts,), {"forward": forward})).double()
+
+
+def _x(requires_grad: bool = False) -> Tensor:
+    return torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def _checked(model: nn.Module, policy: sf.Policy = POLICY) -> Any:
+    return sf.check(model, MESH, policy, lambda params, x: sf.apply(model, params, x).square().mean(), _x())
+
+
+@pytest.mark.parametrize("forward", SERVED, ids=lambda fn: fn.__name__.strip("_"))
+def test_what_is_written_for_one_process_is_as_there(forward: Forward) -> None:
+    result = _checked(_stack(forward))
+    assert result.ok, result
+
+
+def test_attention_of_nanogpt_is_as_in_one_process() -> None:
+    assert _checked(Stack(Attention).double(), OF_ATTENTION).ok
+
+
+@pytest.mark.parametrize("regather", [True, False])
+@on_meshes({"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 4})
+def test_ranks_get_what_one_process_gets(mesh: DeviceMesh, regather: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(Attention).double()
+    x = _x()
+    policy = OF_ATTENTION | sf.Policy(regather=regather, units="blocks.*")
+    params, each = sf.shard(model, mesh, policy), len(x) // mesh["fsdp"].size()
+    mine = x[each * mesh.get_local_rank("fsdp") :][:each]
+    loss, grads = sf.value_and_grad(lambda p, x: sf.apply(model, p, x).square().mean())(params, mine)
+    expected = model(x).square().mean()
+    expected.backward()
+    assert_parity({"loss": loss}, {"loss": expected.detach()})
+    assert_parity(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
+
+
+class Cached(Attention):
+    """Attention with keys and values of calls before, which it returns in a tuple, a dict or an object."""
+
+    def forward(self, x: Tensor, past: Any = None) -> Any:
+        q, k, v = (_per_head(self, y) for y in self.qkv(x).split(self.width, 2))
+        if isinstance(past, tuple):
+            k, v = (torch.cat([old, new], 2) for old, new in zip(past, (k, v), strict=True))
+        elif past:
+            k, v = torch.cat([past["k"], k], 2), torch.cat([past["v"], v], 2)
+        out = _attend(self, q, k, v)
+        return out, {"k": k, "v": v} if isinstance(past, dict) else (k, v)
+
+
+class Kept(Attention):
+    def forward(self, x: Tensor, past: Any = None) -> Any:
+        q, k, v = (_per_head(self, y) for y in self.qkv(x).split(self.width, 2))
+        past.k = k if past.k is None else torch.cat([past.k, k], 2)
+        past.v = v if past.v is None else torch.cat([past.v, v], 2)
+        return _attend(self, q, past.k, past.v), past
+
+
+class Cache:
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_caches_go_from_call_to_call(mesh: DeviceMesh) -> None:
+    for kind, start in ((Cached, lambda: None), (Cached, dict), (Kept, Cache)):
+        torch.manual_seed(0)
+        model = kind().double()
+        params, one, split = sf.shard(model, mesh, OF_ATTENTION), start(), start()
+        x = _x()
+        for at in range(4):
+            step = x[:, at : at + 1]
+            expected, one = model(step, one)
+            out, split = sf.apply(model, params, step, split)
+            assert_parity({"out": out}, {"out": expected.detach()})
+
+
+class Mixture(nn.Module):
+    """Experts written plainly: tokens by a mask, or by numbers."""
+
+    def __init__(self, by_mask: bool) -> None:
+        super().__init__()
+        self.gate, self.by_mask = nn.Linear(WIDTH, 4), by_mask
+        self.experts: Any = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, HIDDEN), "down": nn.Linear(HIDDEN, WIDTH)}) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights = self.gate(flat).softmax(-1)
+        chosen, out = weights.topk(2, -1).indices, torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            if self.by_mask:
+                mask = (chosen == e).any(-1)
+                out[mask] += expert["down"](F.gelu(expert["up"](flat[mask]))) * weights[mask, e, None]
+            else:
+                rows, _ = torch.where(chosen == e)
+                out.index_add_(0, rows, expert["down"](F.gelu(expert["up"](flat[rows]))) * weights[rows, e, None])
+        return out.view_as(x)
+
+
+@on_meshes({"fsdp": 2, "tp": 2})
+def test_experts_written_plainly_are_as_in_one_process(mesh: DeviceMesh) -> None:
+    for by_mask in (True, False):
+        torch.manual_seed(0)
+        model, x = Mixture(by_mask).double(), _x()
+        policy = sf.Policy(
+            rules={name: rule for name, rule in RULES.items() if name[-6:] in ("weight", "p.bias") and "f@tp" in rule}
+        )
+        mine = x.chunk(2)[mesh.get_local_rank("fsdp")]
+        step = sf.value_and_grad(lambda p, x, model=model: sf.apply(model, p, x).square().mean())
+        loss, grads = step(sf.shard(model, mesh, policy), mine)
+        expected = model(x).square().mean()
+        expected.backward()
+        assert_parity({"loss": loss}, {"loss": expected.detach()})
+        assert_parity(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
+
+
+class Nested(Attention):
+    """A block of which one within is of the same class, and is called by the same line."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.inner = Nested(depth - 1) if depth else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) if self.inner is None else self.inner(x)
+        return super().forward(x) + x / self.width
+
+
+def test_modules_of_one_class_in_each_other_are_told_apart() -> None:
+    torch.manual_seed(0)
+    assert _checked(Stack(Nested).double(), OF_ATTENTION).ok
+
+
+class Again(Attention):
+    """Computes a part again in the backward, when the module is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, heads: int) -> Tensor:
+        ctx.save_for_backward(h)
+        return h.view(*h.shape[:2], heads, 4).flatten(2) ** 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return 2 * grads[0] * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize(
+    "kind", [Again, type("Own", (Parts,), {"forward": lambda m, x: m.out(Square.apply(m.qkv(x)[..., :16], m.heads))})]
+)
+def test_what_runs_once_more_is_not_amended(kind: type[nn.Module]) -> None:
+    with pytest.raises(sf.ShardError, match=r"with the sizes that one rank has|a size is taken from elsewhere"):
+        sf.plan(Stack(kind).double(), MESH, OF_ATTENTION if kind is Again else POLICY, example=_x())
+
+
+def test_a_graph_is_not_amended() -> None:
+    for policy in (OF_ATTENTION | sf.Policy(compile=True), OF_ATTENTION):
+        model = Stack(Attention).double()
+        if policy is OF_ATTENTION:
+            model.blocks[1].compile(backend="eager")
+        with pytest.raises(sf.ShardError, match="local_sizes"):
+            sf.plan(model, MESH, policy, example=_x())
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_what_is_compiled_later_is_an_error(mesh: DeviceMesh) -> None:
+    model = Stack(Attention).double()
+    params = sf.shard(model, mesh, OF_ATTENTION)
+    sf.apply(model, params, _x())
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(sf.ShardError, match=r"'blocks\.1' is compiled"):
+        sf.apply(model, params, _x())
+
+
+def _written(m: Any, x: Tensor) -> Tensor:
+    table = x.new_zeros(HIDDEN)
+    table += m.up(x)[0, 0]
+    return m.down(m.up(x) + table)
+
+
+@pytest.mark.parametrize("forward", [_written, lambda m, x: m.down(m.norm(m.up(x).flatten(0, 1))).view(x.shape)])
+def test_what_a_call_writes_is_not_a_copy(forward: Forward) -> None:
+    with pytest.raises(sf.ShardError):
+        sf.plan(_stack(forward), MESH, POLICY, example=_x())
