@@ -54,6 +54,7 @@ class Amendment(NamedTuple):
     how: How
     dim: int = 0
     runs: Runs = ()  # of the part that is taken
+    given: int = 0  # the size, as the rank had it when this was found
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -182,15 +182,13 @@ class ComputeAxes:
     def amended(self, x: Any, amendment: Amendment) -> Any:
         """An argument of a call of torch in a forward, on a rank; see [Note: amended calls]."""
         axis, how, size = amendment.axis, amendment.how, self.sizes[amendment.axis]
-        if how == "multiply":
-            return x * size
-        if how == "divide":
-            if x % size:
+        if how in ("multiply", "divide"):
+            if x != amendment.given:
                 raise ShardError(
-                    f"apply: in {amendment.path or '(the model)'!r}, {x} is the size of a dim that {size} ranks of "
-                    f"'{axis}' split, and it does not divide"
+                    f"apply: in {amendment.path or '(the model)'!r}, a call of torch is given the size {x}, which was "
+                    f"{amendment.given} when the shape-only trace saw it; take it from a tensor, x.shape[-1]"
                 )
-            return x // size
+            return x * size if how == "multiply" else x // size
         if how == "sum":
             self._count(x, axis, 2)
             return collectives.psum(x, self.mesh, axis)

@@ -207,10 +207,9 @@ class PairedFunctionMode(TorchFunctionMode):
                 ]
                 groups.append(takes)
             sizes = [(at, n) for at, n in enumerate(leaves) if type(n) in (int, Size) and n]
-            singles += [of_axis(at, how="divide") for at, n in sizes if type(n) is int and n % size == 0]
-            singles += [
-                of_axis(at, how="multiply") for at, n in sizes if type(n) is Size and n.node.rank * size == n.node.one
-            ]
+            singles += [of_axis(at, how="divide", given=n) for at, n in sizes if type(n) is int and n % size == 0]
+            parted = [(at, n.node) for at, n in sizes if type(n) is Size]
+            singles += [of_axis(at, how="multiply", given=n.rank) for at, n in parted if n.rank * size == n.one]
             groups.append([of_axis(at, how="vary") for at, x, part in parts if part is None and x.requires_grad])
         for group in groups:
             yield from ([one] for one in group)

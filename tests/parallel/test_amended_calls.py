@@ -201,6 +201,7 @@ def _checked(model: nn.Module, policy: sf.Policy = POLICY) -> Any:
     return sf.check(model, MESH, policy, lambda params, x: sf.apply(model, params, x).square().mean(), _x())
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("forward", SERVED, ids=lambda fn: fn.__name__.strip("_"))
 def test_what_is_written_for_one_process_is_as_there(forward: Forward) -> None:
     result = _checked(_stack(forward))
@@ -225,6 +226,30 @@ def test_ranks_get_what_one_process_gets(mesh: DeviceMesh, regather: bool) -> No
     expected.backward()
     assert_parity({"loss": loss}, {"loss": expected.detach()})
     assert_parity(sf.gather(grads), {name: p.grad for name, p in model.named_parameters()})
+
+
+class Sized(nn.Module):
+    """A forward that is given a size as a number, which no guard looks at when it is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, size: int) -> Tensor:
+        return self.down(self.up(x).view(len(x), -1, size).flatten(1).view(*x.shape[:2], -1))
+
+
+def test_a_size_that_is_another_later_is_not_taken_for_the_one_before() -> None:
+    torch.manual_seed(0)
+    model, x = Sized().double(), _x()
+    policy = sf.Policy(rules={"up.weight": "f@tp c", "up.bias": "f@tp", "down.weight": "c f@tp"})
+    with sf.simulate(fsdp=1, tp=2) as mesh:
+        params = sf.shard(model, mesh, policy)
+        for size in (HIDDEN, HIDDEN, 2 * HIDDEN):
+            try:
+                assert_parity({"out": sf.apply(model, params, x, size)}, {"out": model(x, size).detach()})
+            except sf.ShardError as error:
+                assert size != HIDDEN, error
 
 
 class Cached(Attention):
