@@ -32,9 +32,17 @@ __all__ += ["collectives", "cross_entropy", "data", "gather", "grad", "hvp", "ji
 __all__ += ["policies", "reduce_grads", "register", "reshard", "shard", "shard_map", "simulate", "tree", "typeof"]
 __all__ += ["value_and_grad", "visualize", "vjp", "vmap"]
 
+_ELSEWHERE = {
+    "FullyShardedDataParallel": "from shardfn.compat.fsdp1 import FullyShardedDataParallel",
+    "fully_shard": "from shardfn.compat.fsdp2 import fully_shard",
+    "load": "sf.checkpoint.load(path, like)",
+    "save": "sf.checkpoint.save(path, params)",
+}
+
 
 def __getattr__(name: str) -> _ModuleType:
     """`sf.testing` is imported when it is first used: programs that train do not need it."""
     if name == "testing":
         return _import_module("shardfn.testing")
-    raise AttributeError(f"module 'shardfn' has no attribute '{name}'")
+    where = _ELSEWHERE.get(name)
+    raise AttributeError(f"module 'shardfn' has no attribute '{name}'{f'; write {where}' if where else ''}")

@@ -160,7 +160,11 @@ def _inferred(sizes: dict[str, int], world: int) -> dict[str, int]:
     fixed = prod(size for size in sizes.values() if size != -1)
     if fixed == world or (unknown and world % fixed == 0):
         return {name: world // fixed if size == -1 else size for name, size in sizes.items()}
-    why = f"{world} % {fixed} = {world % fixed}" if unknown else f"{' x '.join(map(str, sizes.values()))} = {fixed}"
+    why = (
+        f"{world} % {fixed} = {world % fixed}"
+        if unknown
+        else " x ".join(map(str, sizes.values())) + (f" = {fixed}" if len(sizes) > 1 else "")
+    )
     fix = "set nproc-per-node" if fixed > world or unknown else "write -1 for one axis, or make an axis larger"
     raise ShardError(f"{call}: {why}, but there are {world} ranks (WORLD_SIZE). Start {fixed} ranks ({fix}).")
 

@@ -51,7 +51,7 @@ def plan(model: nn.Module | Mapping[str, torch.Tensor], mesh: DeviceMesh | MeshS
         ValueError: the mesh has no axis names.
     """
     if not isinstance(policy, Policy):
-        raise TypeError(f"plan: expected a Policy, got {type(policy).__name__}")
+        raise TypeError(f"plan: expected a Policy, got {type(policy).__name__}; write sf.Policy(rules={{...}})")
     axes = axes_of(mesh)
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     return decide(describe(model), axes, replace_units(policy, modules))

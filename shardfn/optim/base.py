@@ -133,7 +133,8 @@ def require_some(verb: str, params: Tree) -> None:
 
 
 def other_state(verb: str, state: object, init: str) -> TypeError:
-    return TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns")
+    order = "update(grads, state, params), step(params, grads, state)"
+    return TypeError(f"{verb}: the state is a {type(state).__name__}, not what {init} returns; write {order}")
 
 
 def dead_patterns(patterns: Iterable[str], params: Tree) -> Iterator[str]:
@@ -281,6 +282,8 @@ def require_options(where: str, options: Options, defaults: Options) -> None:
     for name, value in options.items():
         if name not in defaults:
             raise ValueError(no_option(where, name, defaults))
+        if isinstance(value, Mapping):
+            raise TypeError(f"{where}: {name} is a tree; write {where}(lr=1e-3), and init(params) of what it returns")
         if name not in _RANGES:
             if not isinstance(value, bool):
                 raise TypeError(f"{where}: {name}={value!r} is not True or False")

@@ -201,10 +201,10 @@ class _Elementwise:
 
     def _checked(self, verb: str, params: Tree, grads: Tree, state: Any) -> _Members:
         """The members with this step's learning rates, once everything fits together."""
-        members = self._members(params)
-        base.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
         if not isinstance(state, self.rule.state):
             raise base.other_state(verb, state, f"{self.rule.name}.init(params)")
+        members = self._members(params)
+        base.require_match(verb, "grads", params, [name for _, names in members for name in names], grads)
         for slot in state._fields[1:]:
             names = [name for options, names in members if slot in self.rule.slots(options) for name in names]
             base.require_match(verb, f"state.{slot}", params, names, getattr(state, slot))

@@ -249,6 +249,17 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
+def advice_on_buffers(plan_: Plan, buffers: Mapping[str, Tensor], error: Exception) -> str:
+    """What to write when a forward fails where a buffer meets activations of another dtype; empty if it is not that."""
+    low = plan_.policy.compute_dtype
+    names = [name for name, x in buffers.items() if x.is_floating_point() and x.dtype != low]
+    if low is None or "dtype" not in str(error) or not names:
+        return ""
+    where = f"params.buffers[{names[0]!r}]"
+    what = f"Buffers keep their dtype, and {names[0]!r} is {buffers[names[0]].dtype}"
+    return f"{what}: write .to(x.dtype) where the forward uses it, or {where} = {where}.to({low})"
+
+
 # -- activations split by `Policy.acts` --------------------------------------------------------------------------------
 
 

@@ -123,6 +123,11 @@ class Params(dict[str, Any]):
         """The same leaves in a new tree."""
         return self.like(self)
 
+    def _no_arithmetic(self, other: Any) -> Any:
+        raise TypeError("a tree has no arithmetic; write sf.tree.map(lambda a, b: a + b, params, other)")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _no_arithmetic
+
     def __or__(self, other: Any) -> "Params":
         mine, other = _alike([self, other])
         mine._require_fits(other)

@@ -368,6 +368,8 @@ class ShapeTrace:
             return self._unserved(_decisions(decided))
         if not (why := self._fails_in(adjust, "one")):
             return self._stopped(run, error)
+        if advice := wiring.advice_on_buffers(self.plan, self._buffers, error):
+            return ShardError(f"apply: a run of the forward without data failed in {why}\n{advice}")
         return ShardError(
             f"apply: a run of the forward without data, on whole weights, failed in {why}\nDoes the model run on one "
             "rank with these inputs? Tensors that are no parameters or buffers must follow x.device, and control flow "

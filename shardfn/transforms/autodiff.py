@@ -77,6 +77,8 @@ def value_and_grad(
     """
     if reduce not in ("mean", "sum", None):
         raise ValueError(f"value_and_grad(reduce={reduce!r}): 'mean', 'sum' or None")
+    if not callable(loss_fn):
+        raise TypeError(f"value_and_grad: expected a function loss_fn(params, *batch), got {type(loss_fn).__name__}")
     differentiate = differentiator(loss_fn, argnums, has_aux, reduce)
 
     @wraps(loss_fn)
@@ -338,7 +340,9 @@ def _objective(loss: Any, owner: Params | None) -> tuple[Tensor, Tensor | None]:
     loss = _whole(loss)
     if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ShardError(f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count), not {what}")
+        aux = ", or (loss, aux) with has_aux=True" if isinstance(loss, tuple) else ""
+        must = f"value_and_grad: the loss must be a scalar tensor or sf.data.Mean(total, count){aux}"
+        raise ShardError(f"{must}, not {what}")
     return loss, count
 
 

@@ -79,10 +79,13 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     and the state of torch's generators (5 kB) over compute axes.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, *inputs)"
+        )
     if not isinstance(params, Params):
         hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
-        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}{hint}")
+        made = f"write params = sf.shard(model, mesh, policy){hint}"
+        raise TypeError(f"apply: expected the tree that shard() makes, got {type(params).__name__}; {made}")
     note_tree(params)
     call = _Call(model, params, method or "__call__")
     adjust = call.prepare(args, kwargs)
@@ -236,6 +239,8 @@ class _Call:
         except RuntimeError as error:
             if (told := escaped(error)) is not None:
                 raise told from error
+            if advice := wiring.advice_on_buffers(self.plan, self.params.buffers, error):
+                raise ShardError(f"apply: {error}\n{advice}") from error
             raise
         finally:
             session.close()

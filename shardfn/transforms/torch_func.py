@@ -345,7 +345,8 @@ def _as_stacked(tree: Params) -> Params:
     first_dims = {_first_dim(tree, name, leaf) for name, leaf in tree.items()}
     if len(first_dims) != 1:
         shown = ", ".join(f"{size}{''.join(f'@{axis}' for axis in axes)}" for size, axes, _ in sorted(first_dims))
-        raise ShardError(f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}")
+        why = f"vmap: a tree that is mapped over its first dim has leaves with several of them: {shown}"
+        raise ShardError(f"{why}; write in_dims=(None, 0) to map over the second argument alone")
     ((size, axes, planned),) = first_dims
     return tree if planned else Params(tree, tree.plan.stacked(size, axes), tree.mesh, tree.buffers)
 

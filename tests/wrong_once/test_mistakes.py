@@ -1,6 +1,8 @@
 """Mistakes that a new user makes: what each error says to write is put in, and the program runs."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,24 @@ def _loss(model: nn.Module) -> Callable[[sf.Params, Tensor], Tensor]:
 def _step(mesh: DeviceMesh, loss: Callable[[nn.Module], Callable[..., Any]], **options: Any) -> Any:
     model = _mlp()
     return sf.value_and_grad(loss(model), **options)(_tree(mesh, model), X)
+
+
+class _Rotated(nn.Module):
+    """Activations times a buffer, as rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("angles", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.angles)
+
+
+def _low(mesh: DeviceMesh, model: nn.Module, dtype: torch.dtype = torch.float32) -> sf.Params:
+    params = sf.shard(model, mesh, sf.Policy(compute_dtype=torch.bfloat16))
+    params.buffers["angles"] = params.buffers["angles"].to(dtype)
+    return params
 
 
 class Mistake(NamedTuple):
@@ -115,6 +135,76 @@ MISTAKES: dict[str, Mistake] = {
         "Use 2 or 4 samples",
         lambda mesh: sf.data.local_batch(torch.ones(4, 8), mesh),
     ),
+    "a dict in place of a policy": Mistake(
+        lambda mesh: sf.shard(_mlp(), mesh, untyped(RULES)),
+        r"write sf\.Policy\(rules=\{\.\.\.\}\)",
+        lambda mesh: sf.shard(_mlp(), mesh, sf.Policy(rules=RULES)),
+    ),
+    "the tree before the model": Mistake(
+        lambda mesh: sf.apply(untyped(_tree(mesh)), untyped(_mlp()), X),
+        r"write apply\(model, params, \*inputs\)",
+        lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X),
+    ),
+    "a state dict in place of a tree": Mistake(
+        lambda mesh: sf.apply(model := _mlp(), untyped(model.state_dict()), X),
+        r"write params = sf\.shard\(model, mesh, policy\)",
+        lambda mesh: sf.apply(model := _mlp(), sf.shard(model, mesh, sf.Policy()), X),
+    ),
+    "what gather returns in place of a tree": Mistake(
+        lambda mesh: sf.apply(model := _mlp(), untyped(sf.gather(_tree(mesh, model))), X),
+        r"write params = sf\.shard\(model, mesh, policy\)",
+        lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X),
+    ),
+    "a loss in place of its function": Mistake(
+        lambda mesh: sf.grad(untyped(sf.apply(model := _mlp(), _tree(mesh, model), X).mean())),
+        r"expected a function loss_fn\(params, \*batch\), got",
+        lambda mesh: _step(mesh, _loss),
+    ),
+    "a loss with something beside it": Mistake(
+        lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1)),
+        r"or \(loss, aux\) with has_aux=True",
+        lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1), has_aux=True),
+    ),
+    "gradients that were not reduced": Mistake(
+        lambda mesh: sf.gather(_step(mesh, _loss, reduce=None)[1]),
+        "sf.reduce_grads|reduce_grads comes first|pending",
+        lambda mesh: sf.gather(sf.reduce_grads(_step(mesh, _loss, reduce=None)[1])),
+    ),
+    "an optimizer made as torch's are": Mistake(
+        lambda mesh: sf.optim.adamw(untyped(_tree(mesh))),
+        r"write adamw\(lr=1e-3\), and init\(params\)",
+        lambda mesh: sf.optim.adamw(lr=1e-3).init(_tree(mesh)),
+    ),
+    "the arguments of an update in another order": Mistake(
+        lambda mesh: (adam := sf.optim.adamw(1e-3)).update(params := _tree(mesh), params, untyped(adam.init(params))),
+        r"write update\(grads, state, params\), step\(params, grads, state\)",
+        lambda mesh: (adam := sf.optim.adamw(1e-3)).update(params := _tree(mesh), adam.init(params), params),
+    ),
+    "arithmetic on a tree": Mistake(
+        lambda mesh: untyped(_tree(mesh)) * 0.9,
+        r"write sf\.tree\.map\(lambda a, b: a \+ b, params, other\)",
+        lambda mesh: sf.tree.map(lambda a: a * 0.9, _tree(mesh)),
+    ),
+    "a tree mapped over with its batch": Mistake(
+        lambda mesh: sf.vmap(lambda p, x: sf.apply(_mlp(), p, x))(_tree(mesh, rules={}), X),
+        r"write in_dims=\(None, 0\)",
+        lambda mesh: sf.vmap(partial(sf.apply, model := _mlp()), in_dims=(None, 0))(_tree(mesh, model, {}), X),
+    ),
+    "heads without their number": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "(heads@tp d) c"}),
+        r"pass sizes=\{'heads': \.\.\.\}",
+        lambda mesh: _tree(mesh, rules={"0.weight": "(heads@tp d) c"}, sizes={"heads": 4}),
+    ),
+    "FSDP2 in the wrong place": Mistake(
+        lambda _: untyped(sf).fully_shard,
+        r"write from shardfn\.compat\.fsdp2 import fully_shard",
+        lambda _: import_module("shardfn.compat.fsdp2").fully_shard,
+    ),
+    "a buffer in another dtype than activations": Mistake(
+        lambda mesh: sf.apply(model := _Rotated(), _low(mesh, model), X),
+        r"write \.to\(x\.dtype\) where .*or params\.buffers\['angles'\] = .*\['angles'\]\.to\(torch\.bfloat16",
+        lambda mesh: sf.apply(model := _Rotated(), _low(mesh, model, torch.bfloat16), X),
+    ),
     "a method that the model lacks": Mistake(
         lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X, method="forwrd"),
         r"did you mean 'forward'\?",
@@ -127,7 +217,7 @@ MISTAKES: dict[str, Mistake] = {
 def test_a_mistake_says_what_to_write(name: str) -> None:
     mistake = MISTAKES[name]
     with sf.simulate(fsdp=2, tp=2) as mesh:
-        with pytest.raises((sf.ShardError, TypeError), match=mistake.says):
+        with pytest.raises((sf.ShardError, TypeError, AttributeError), match=mistake.says):
             mistake.wrong(mesh)
         mistake.mended(mesh)
 
