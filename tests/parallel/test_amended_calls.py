@@ -236,7 +236,7 @@ class Sized(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor, size: int) -> Tensor:
-        return self.down(self.up(x).view(len(x), -1, size).flatten(1).view(*x.shape[:2], -1))
+        return self.down(self.up(x).view(len(x), -1, size).cumsum(1).flatten(1).view(*x.shape[:2], -1))
 
 
 def test_a_size_that_is_another_later_is_not_taken_for_the_one_before() -> None:
@@ -401,7 +401,21 @@ def _written(m: Any, x: Tensor) -> Tensor:
     return m.down(m.up(x) + table)
 
 
-@pytest.mark.parametrize("forward", [_written, lambda m, x: m.down(m.norm(m.up(x).flatten(0, 1))).view(x.shape)])
+def _rectified(m: Any, x: Tensor) -> Tensor:
+    y = m.mlp(x)
+    F.relu(y, inplace=True)
+    return y
+
+
+def _marked(m: Any, x: Tensor) -> Tensor:
+    h, marks = m.up(x), torch.zeros(5, dtype=torch.bool)
+    marks[h.shape[-1] // 8] = True
+    return m.down(-h if bool(marks[2]) else h)
+
+
+@pytest.mark.parametrize(
+    "forward", [_written, _rectified, _marked, lambda m, x: m.down(m.norm(m.up(x).flatten(0, 1))).view(x.shape)]
+)
 def test_what_a_call_writes_is_not_a_copy(forward: Forward) -> None:
     with pytest.raises(sf.ShardError):
         sf.plan(_stack(forward), MESH, POLICY, example=_x())
