@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
+from shardfn.parallel import Amendment, ComputeAxes
 from shardfn.testing import assert_parity, on_meshes
 
 MESH = sf.MeshSpec(fsdp=2, tp=2)
@@ -250,6 +251,14 @@ def test_a_size_that_is_another_later_is_not_taken_for_the_one_before() -> None:
                 assert_parity({"out": sf.apply(model, params, x, size)}, {"out": model(x, size).detach()})
             except sf.ShardError as error:
                 assert size != HIDDEN, error
+
+
+def test_a_number_that_no_trace_saw_is_an_error() -> None:
+    axes = ComputeAxes(MESH, {"fsdp": 2, "tp": 2}, {"fsdp": 0, "tp": 0})
+    amendment = Amendment("layers.0", (), 0, "tp", "divide", given=64)
+    assert axes.amended(64, amendment) == 32
+    with pytest.raises(sf.ShardError, match=r"in 'layers\.0', a call of torch is given the size 32, which was 64"):
+        axes.amended(32, amendment)
 
 
 class Cached(Attention):
