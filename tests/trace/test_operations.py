@@ -13,13 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from shardfn import collectives
 from shardfn.comm.collective_autograd import watched
+from shardfn.layout.mesh import MeshSpec
 from shardfn.layout.partition import SAME, SUM, Part, Tag, even
+from shardfn.parallel import Amendment
 from shardfn.testing import on_meshes
 from shardfn.trace import operations
 from shardfn.trace.function_mode import PairedFunctionMode
 from shardfn.trace.interpreter import Interpreter
 from shardfn.trace.paired_sizes import Paired, local_of, whole_of
+from shardfn.trace.traced_axes import TracedAxes
 
 RANKS = 2
 
@@ -477,6 +481,27 @@ def test_what_is_claimed_of_a_lost_value_is_never_a_number() -> None:
     with run, watched(run.note_collective):
         done = (x.softmax(-1) @ x.t()).sum()
     assert run.tag(done).parts["tp"].why == "of a reason"
+
+
+def test_a_gather_has_parts_in_order_only_where_a_rank_has_one_piece() -> None:
+    run, mesh = Interpreter({"tp": RANKS}, "rank"), MeshSpec(tp=RANKS)
+    for runs, kind in ((((1, 4),), "same"), (((2, 2),), "lost")):  # such as positions of two samples in one dim
+        x = torch.empty(4, 3, device="meta")
+        run.mark(x, Tag({"tp": Part("split", 0, runs)}))
+        with run, watched(run.note_collective):
+            joined = collectives.all_gather(x, mesh, "tp", 0)
+        assert run.tag(joined).parts["tp"].kind == kind
+
+
+def test_an_amendment_of_a_value_that_is_another_is_refused() -> None:
+    run = Interpreter({"tp": RANKS}, "rank")
+    axes = TracedAxes(MeshSpec(tp=RANKS), {"tp": RANKS}, {"tp": 0}, run)
+    for part, problems in ((SUM, 0), (even(0, 4), 1)):
+        x = torch.empty(4, 3, device="meta")
+        run.mark(x, Tag({"tp": part}))
+        with watched(run.note_collective):
+            axes.amended(x, Amendment("layers.0", (), 0, "tp", "sum"))
+        assert len(run.problems) == problems
 
 
 @pytest.mark.parametrize("padded", [(), ((5, 6),), ((7, 8),), ((2, 3),)])
