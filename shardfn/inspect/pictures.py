@@ -12,9 +12,8 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from colorsys import hls_to_rgb
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, zip_longest
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -241,12 +240,9 @@ def visualize(x: Any, name: str | None = None, *, file: str | os.PathLike[str] |
 # ---------------------------------------------------------------------------------------------------------------------
 # Picture
 
-_INK, _QUIET, _EMPTY = "#1f2430", "#6b7280", "#eef0f3"
-_FEW = ("#7aa6d8", "#f2b36b", "#86c79a", "#e58c8a", "#b79fd9", "#c9a58b", "#ecaed0", "#a9b4bf")
-_TILE = (3.7, 2.3)  # inches of a picture
-_ROOM = (1.0, 1.35)  # inches beside and above it
-_NOTE: dict[str, Any] = {"family": "monospace", "textcoords": "offset points"}
-_FLAT = 0.35  # height of the picture of a vector, as a part of a matrix's
+_EMPTY = "#eef0f3"  # where nothing is shown, or nobody has anything
+_FEW = 12  # ranks with colours of their own choice
+_TILE = (4.4, 3.3)  # inches of a picture with its names
 
 
 def _figure(views: Mapping[str, TensorView]) -> "Figure":
@@ -260,97 +256,53 @@ def _figure(views: Mapping[str, TensorView]) -> "Figure":
     shown = groups[:_MAX_TILES]
     across = min(4, max(ceil(len(shown) ** 0.5), 1))
     down = max(ceil(len(shown) / across), 1)
-    width, height = across * (_TILE[0] + _ROOM[0]) + 0.2, down * (_TILE[1] + _ROOM[1]) + 0.5
-    figure = Figure(figsize=(width, height), dpi=144, facecolor="white")
+    figure = Figure(figsize=(across * _TILE[0], down * _TILE[1] + 0.3), dpi=144, layout="constrained")
     meshes = "; ".join(dict.fromkeys(f"mesh {view.mesh}" for view, _ in groups if view.axes)) or "no mesh"
     rest = f"  ({len(groups) - len(shown)} more layouts are not shown)" if len(groups) > len(shown) else ""
-    title = f"{meshes}; the numbers in the cells are ranks{rest}"
-    figure.text(0.75 / width, 1 - 0.3 / height, title, color=_QUIET, fontsize=9, va="center")
-    for i, (view, names) in enumerate(shown):
-        line, column = divmod(i, across)
-        tall = _TILE[1] * (1.0 if len(view.drawn) == 2 else _FLAT)
-        left, top = 0.75 + column * (_TILE[0] + _ROOM[0]), 0.4 + line * (_TILE[1] + _ROOM[1]) + 1.0
-        tile = figure.add_axes((left / width, 1 - (top + tall) / height, _TILE[0] / width, tall / height))
-        _draw_tile(tile, view, (_TILE[0], tall))
-        _name_tile(tile, view, names_text([name for name in names if name], 2))
+    figure.suptitle(f"{meshes}; the numbers in the cells are ranks{rest}", fontsize=9)
+    for tile, drawn in zip_longest(figure.subplots(down, across, squeeze=False).flat, shown):
+        if drawn is None:
+            tile.set_axis_off()
+        else:
+            _draw_tile(tile, *drawn)
     return figure
 
 
-def _draw_tile(tile: "Axes", view: TensorView, inches: tuple[float, float]) -> None:
+def _draw_tile(tile: "Axes", view: TensorView, names: Sequence[str]) -> None:
     """The cells of one view, in the colours of their ranks, with ticks at the cuts."""
-    from matplotlib.patches import Rectangle
-
     rows, columns = (strip.short(10) for strip in _strips(view))
-    xs, ys = _laid_out(columns, inches[0]), _laid_out(rows, inches[1])
-    tile.set(xlim=(0, inches[0]), ylim=(inches[1], 0))
+    xs, ys = _laid_out(columns), _laid_out(rows)
     for (row, (top, bottom)), (column, (left, right)) in _cells(rows, columns, ys, xs) if view.numel else ():
         ranks = view.owners((*row, *column)) if row is not None and column is not None else []
-        colours = [_colour(rank, max(view.ranks)) for rank in ranks[:: ceil(len(ranks) / 16)]] if ranks else [_EMPTY]
+        colours = _colours(ranks[:: max(ceil(len(ranks) / 16), 1)], max(view.ranks)) if ranks else [_EMPTY]
         step = (right - left) / len(colours)
-        for i, colour in enumerate(colours):
-            tile.add_patch(Rectangle((left + i * step, top), step, bottom - top, color=colour, linewidth=0.2))
-        tile.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=1.5))
-        text = _cell_text(view, row, column)
-        _write(tile, text, ((left + right) / 2, (top + bottom) / 2), (right - left, bottom - top))
-    _tick(tile, rows, columns, ys, xs)
+        tile.bar([left + i * step for i in range(len(colours))], bottom - top, step, top, align="edge", color=colours)
+        text, middle = _cell_text(view, row, column), ((left + right) / 2, (top + bottom) / 2)
+        size = min(10.0, 400 * (right - left) / len(text), 130 * (bottom - top))
+        tile.text(*middle, text, ha="center", va="center", fontsize=size)
+    tile.vlines(xs, 0, 1, colors="white")
+    tile.hlines(ys, 0, 1, colors="white")
+    tile.set(xlim=(0, 1), ylim=(1, 0))
+    tile.tick_params(length=0, labelsize=6.5)
+    tile.spines[:].set_visible(False)
+    for axis, strip, at in ((tile.xaxis, columns, xs), (tile.yaxis, rows, ys)):
+        axis.set_ticks(at, list(map(str, strip.cuts))) if strip.labels else axis.set_ticks([])
+        axis.set_label_text(_clipped(" + ".join(label for label, *_ in strip.labels), 44), fontsize=7)
+    lines = [*names_text([name for name in names if name], 2), _heading(view), *view.notes]
+    tile.set_title("\n".join(_clipped(line, 80) for line in lines), loc="left", fontsize=6.5, family="monospace")
 
 
-def _write(tile: "Axes", text: str, at: tuple[float, float], room: tuple[float, float]) -> None:
-    """Text in a cell, upright, or turned where that makes it larger; nothing where it would be too small to read."""
-    sizes = [min(10.0, 100 * along / (len(text) + 1), 55 * across) for along, across in (room, room[::-1])]
-    turned = sizes[1] > 1.3 * sizes[0]
-    size = sizes[turned]
-    if size >= 4:
-        tile.text(*at, text, ha="center", va="center", color=_INK, fontsize=size, rotation=90 if turned else 0)
-
-
-def _laid_out(strip: _Strip, inches: float) -> list[float]:
-    """Where the cuts of a strip are drawn; a gap takes a twelfth."""
+def _laid_out(strip: _Strip) -> list[float]:
+    """Where the cuts of a strip are drawn, from 0 to 1; a gap takes a twelfth."""
     total = max(sum(strip.lengths), 1)
     steps = [total / 12 if at is None else float(length) for length, at in zip(strip.lengths, strip.held, strict=True)]
-    scale = inches / max(sum(steps), 1.0)
-    return list(accumulate((step * scale for step in steps), initial=0.0))
+    return [at / max(sum(steps), 1.0) for at in accumulate(steps, initial=0.0)]
 
 
-def _colour(rank: int, last: int) -> str:
-    """A light colour of its own for each rank: a chosen few, or steps around the colour wheel."""
-    if last < len(_FEW):
-        return _FEW[rank]
-    red, green, blue = hls_to_rgb(rank / (last + 1), 0.74, 0.55)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+def _colours(ranks: Sequence[int], last: int) -> list[Any]:
+    """A light colour of its own for each rank, of those up to the last one."""
+    from matplotlib import colormaps
 
-
-def _name_tile(tile: "Axes", view: TensorView, names: Sequence[str]) -> None:
-    """Names and rule above the picture, notes below."""
-
-    def write(text: str, y: int, corner: tuple[float, float], size: float, colour: str, weight: str = "normal") -> None:
-        size = min(size, 72 * (_TILE[0] + 0.6) / (0.63 * max(len(text), 1)))
-        look = {"fontsize": size, "color": colour, "weight": weight, **_NOTE}
-        tile.annotate(text, corner, (0, y), xycoords="axes fraction", **look)
-
-    write(_clipped(_heading(view), 96), 22, (0, 1), 8.5, _INK)
-    for i, name in enumerate(reversed(names)):
-        write(_clipped(name, 64), 34 + 12 * i, (0, 1), 8.5, _INK, "bold")
-    for i, note in enumerate(view.notes):
-        write(_clipped(note, 96), -24 - 9 * i, (0, 0), 6, _QUIET)
-
-
-def _tick(tile: "Axes", rows: _Strip, columns: _Strip, ys: Sequence[float], xs: Sequence[float]) -> None:
-    """Ticks at the cuts, no closer than their numbers allow, and what the sides are called."""
-    tile.xaxis.tick_top()
-    tile.tick_params(length=0, pad=2, labelsize=6.5, colors=_QUIET)
-    tile.spines[:].set_visible(False)
-    for axis, strip, at, room in ((tile.xaxis, columns, xs, 0.3), (tile.yaxis, rows, ys, 0.12)):
-        kept: list[int] = []
-        for i in range(len(at) if strip.labels else 0):
-            if not kept or at[i] - at[kept[-1]] > room:
-                kept.append(i)
-        axis.set_ticks([at[i] for i in kept], [str(strip.cuts[i]) for i in kept])
-        alone = len(strip.labels) == 1
-        for text, start, stop in strip.labels:
-            middle = (strip.place(start, at) + strip.place(stop, at)) / 2
-            text = _clipped(text, 44) if alone else _clipped(text.partition(":")[0], 8)  # the rule above says it all
-            down = axis is tile.xaxis
-            spot, away = ((middle, ys[-1]), (0, -10)) if down else ((0, middle), (-26, 0))
-            look = {"ha": "center", "va": "center", "fontsize": 7, "color": _QUIET, **_NOTE}
-            tile.annotate(text, spot, away, rotation=0 if down or not alone else 90, **look)
+    if last < _FEW:
+        return [colormaps["Set3"](rank) for rank in ranks]
+    return [colormaps["hsv"](rank / (last + 1), alpha=0.5) for rank in ranks]
