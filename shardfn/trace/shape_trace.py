@@ -91,7 +91,7 @@ class ShapeTrace:
             return self._settle(known)
         except Unserved as failure:
             change = self._change(failure.failure)
-            text = said(change, self.plan) if change is not None else advice(failure.failure)
+            text = said(change, self.plan, failure.failure) if change is not None else advice(failure.failure)
             raise ShardError(f"{failure}\n{text}") from failure.__cause__
 
     def watched(self, adjust: Adjustments, places: Sequence[ValuePath]) -> Watch | None:
@@ -123,7 +123,7 @@ class ShapeTrace:
         """The change of the policy with which the forward runs to its end, found by trying."""
         kept, tries = Policy(), 0
         while tries < _TRIES:
-            for change in changes(self.plan, self.model, failure):
+            for change in changes(self.plan, failure):
                 tries += 1
                 with suppress(ShardError):
                     policy = replace(self.plan.policy, ignore=()) | kept | change

@@ -4,26 +4,12 @@ A change is only offered after a further run with it has gone to its end; `shape
 when none helps depends on the kind of the problem.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-from torch import nn
-
-from shardfn.layout import (
-    MAPPINGS,
-    OUT_DIM,
-    FailedOperation,
-    Layout,
-    ModuleInfo,
-    Plan,
-    Policy,
-    Problem,
-    first_match,
-    starred,
-)
-from shardfn.notation import Dim, ShardError, parse
+from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, starred
+from shardfn.notation import ShardError, parse
 
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
@@ -120,23 +106,20 @@ def advice(failure: Failure) -> str:
     return "\n".join(dict.fromkeys(_ADVICE[problem.kind] for problem in failure.problems))
 
 
-def said(change: Policy, plan: Plan) -> str:
+def said(change: Policy, plan: Plan, failure: Failure) -> str:
     """A change of the policy that helps, as it is written."""
     fields = ", ".join(f"{name}={getattr(change, name)!r}" for name in MAPPINGS if name in change.given)
     drops = any("@" in plan.policy.acts.get(pattern, "") for pattern in change.acts)
     loss = ", or compute the loss outside of the model, by sf.cross_entropy(logits, targets)" if drops else ""
-    return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}."
+    sizes = f"\nOr {_SIZES}{_PARALLEL}" if failure.raised or any(p.kind == "sizes" for p in failure.problems) else ""
+    return f"Write policy | sf.Policy({fields}), with which this run goes to its end{loss}.{sizes}"
 
 
-def changes(plan: Plan, model: nn.Module, failure: Failure) -> Iterator[Policy]:
+def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
     """Changes of the policy that may help, the likeliest first."""
     stuck = failure.stuck
-    if stuck is not None or failure.raised:
-        yield from _sizes(plan, model, failure.path)
     if stuck is not None:
         yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
-    for path in dict.fromkeys(problem.at for problem in failure.problems if problem.kind == "sizes"):
-        yield from _sizes(plan, model, path)
     asked = [problem for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")]
     yield from _gathered(plan, {name for problem in asked for name in problem.sources})
 
@@ -147,42 +130,11 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
     for name in sorted(names):
         module = plan.info.module(name)
         if module is not None and module.kind in OUT_DIM:
-            factors = _dim(plan, module, OUT_DIM[module.kind]).factors
+            layout = plan.weight_of(module)
+            pattern = first_match(plan.policy.rules, layout.names)
+            rule = plan.policy.rules[pattern] if pattern is not None else str(layout.rule)  # as it was given
+            factors = parse(rule).expand(2).without(plan.roles.data).dims[OUT_DIM[module.kind]].factors
             last = factors[0].name if len(factors) == 1 else "_"
             acts[first_match(plan.policy.acts, [name]) or starred(name)] = f"... {last}"
     if acts:
         yield Policy(acts=acts)
-
-
-def _sizes(plan: Plan, model: nn.Module, path: str) -> Iterator[Policy]:
-    """Attributes of a module that hold the size of a split dim, or how many of its outermost factor there are."""
-    texts: dict[int, list[str]] = {}
-    for layout in plan.layouts.values():
-        for dim, size in zip(parse(_written(plan, layout)).expand(len(layout.shape)).dims, layout.shape, strict=True):
-            factors = [factor for factor in dim.factors if factor.literal is None and factor.name != "_"]
-            if len(dim.blocks) != 1 or not any(set(factor.axes) & set(plan.roles.compute) for factor in factors):
-                continue
-            whole = size // prod(factor.literal for factor in dim.factors if factor.literal is not None)
-            texts.setdefault(whole, []).append(" ".join(map(str, factors)))
-            for factor in factors:
-                if factor.axes and factor.name in plan.policy.sizes:
-                    texts.setdefault(plan.policy.sizes[factor.name], []).append(str(factor))
-    module = dict(model.named_modules()).get(path)
-    numbers = {name: value for name, value in vars(module).items() if type(value) is int} if module is not None else {}
-    matching = {name: texts[value][0] for name, value in numbers.items() if value in texts and not name.startswith("_")}
-    pattern = first_match(plan.policy.local_sizes, [path])
-    local_sizes: Mapping[str, str] = plan.policy.local_sizes[pattern] if pattern is not None else {}
-    for chosen in [{name: text} for name, text in matching.items()] + [matching] * (len(matching) > 1):
-        if chosen.keys() - local_sizes.keys():
-            yield Policy(local_sizes={pattern or starred(path): {**local_sizes, **chosen}})
-
-
-def _written(plan: Plan, layout: Layout) -> str:
-    """The rule of a parameter as it was given, or what its default is."""
-    pattern = first_match(plan.policy.rules, layout.names)
-    return plan.policy.rules[pattern] if pattern is not None else str(layout.rule)
-
-
-def _dim(plan: Plan, module: ModuleInfo, dim: int) -> Dim:
-    """A dim of the weight of a linear as its rule has it, split over compute axes only."""
-    return parse(_written(plan, plan.weight_of(module))).expand(2).without(plan.roles.data).dims[dim]

@@ -55,12 +55,6 @@ def _by_heads(own: Any, h: Tensor) -> Tensor:
         (lambda own, h: h - h.mean(-1, keepdim=True), "mean over dim 1, of which", {"acts": {"up": "... _"}}),
         (lambda own, h: h.softmax(-1), "_softmax along dim 1, of which", {"acts": {"up": "... _"}}),
         (lambda own, h: h * h.sum(-1, True) ** 2, "pow of a sum that is still", {"acts": {"up": "... _"}}),
-        (_by_heads, "a size is taken from elsewhere", {"local_sizes": {"": {"heads": "heads@tp"}}}),
-        (
-            lambda own, h: h.view(-1, own.inner).tanh(),
-            r"failed in '_Between': (.|\n)*this rank's part of \(3, 24\), split by 'up'",
-            {"local_sizes": {"": {"inner": "heads@tp d"}}},
-        ),
     ],
 )
 def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change: dict[str, Any]) -> None:
@@ -74,6 +68,24 @@ def test_what_an_error_says_to_write_fits_the_problem(fn: Any, why: str, change:
     with sf.simulate(fsdp=1, tp=2) as mesh:
         out = sf.apply(model, sf.shard(model, mesh, policy), x)
         assert_parity({"out": out}, {"out": model(x).detach()}, tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "why", "sizes"),
+    [
+        (_by_heads, "a size is taken from elsewhere", {"heads": "heads@tp"}),
+        (
+            lambda own, h: h.view(-1, own.inner).tanh(),
+            r"failed in '_Between': (.|\n)*this rank's part of \(3, 24\), split by 'up'",
+            {"inner": "heads@tp d"},
+        ),
+    ],
+)
+def test_sizes_of_attributes_in_a_compiled_module(fn: Any, why: str, sizes: dict[str, str]) -> None:
+    model, x = _Between(fn), torch.randn(3, 8)
+    message = _message(model, RULES | COMPILED, x)
+    assert re.search(why, message) and "local_sizes={'attn': {'heads': 'heads@tp'}}" in message
+    sf.plan(model, TP, RULES | COMPILED | sf.Policy(local_sizes={"": sizes}), example=x)
 
 
 def test_what_nothing_helps_against_has_advice_by_its_kind() -> None:
