@@ -251,9 +251,8 @@ def _require_same(path: str, metadata: Metadata, state: Mapping[str, Tensor], wh
         if not isinstance(have, TensorStorageMetadata):
             problems.append(f"'{name}' is not in it")
         elif tuple(have.size) != tuple(tensor.shape) or have.properties.dtype != tensor.dtype:
-            problems.append(
-                f"'{name}' is {tuple(have.size)} {have.properties.dtype}, wanted {tuple(tensor.shape)} {tensor.dtype}"
-            )
+            found = f"{tuple(have.size)} {have.properties.dtype}"
+            problems.append(f"'{name}' is {found}, wanted {tuple(tensor.shape)} {tensor.dtype}")
     if problems:
         listed = "\n  ".join(problems[:8]) + ("\n  ..." if len(problems) > 8 else "")
         raise ShardError(f"checkpoint.load: '{path}' does not fit, {len(problems)} leaves:\n  {listed}")

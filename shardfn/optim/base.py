@@ -68,9 +68,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     names = list(require_tree("apply_updates", "updates", updates))
     require_match("apply_updates", "updates", params, names, updates)
     local, wrap = views(params, updates, names=names)
-    new = {
-        name: wrap(params[name], (local(params[name]) + local(updates[name])).to(params[name].dtype)) for name in names
-    }
+    pairs = ((name, params[name], updates[name]) for name in names)
+    new = {name: wrap(param, (local(param) + local(update)).to(param.dtype)) for name, param, update in pairs}
     return like(params, {**params, **new})
 
 
@@ -255,9 +254,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> C
     if not 0 <= floor <= peak < math.inf:
         raise ValueError(f"warmup_cosine: floor={floor!r} and peak={peak!r} must be 0 <= floor <= peak")
     if not 0 <= warmup <= total or total < 1:
-        raise ValueError(
-            f"warmup_cosine: warmup={warmup!r} and total={total!r} must be 0 <= warmup <= total, total >= 1"
-        )
+        raise ValueError(f"warmup_cosine: warmup={warmup!r}, total={total!r} must be 0 <= warmup <= total, total >= 1")
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -400,9 +397,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     def prepared(grads: Tree, state: Any, params: Tree) -> tuple[Tree, list[Any]]:
         """What the last member gets, and the states of those before it."""
         if not isinstance(state, tuple) or len(state) != len(optimizers):
-            raise TypeError(
-                f"chain: expected a tuple of {len(optimizers)} states, the one that chain(...).init returns"
-            )
+            raise TypeError(f"chain: expected a tuple of {len(optimizers)} states, that chain(...).init returns")
         states: list[Any] = []
         for member, member_state in zip(optimizers[:-1], state[:-1], strict=True):
             updates, after = member.update(grads, member_state, params)

@@ -173,9 +173,7 @@ class _Elementwise:
         raise_problems(verb, [f"groups: {problem} {known}" for problem in base.dead_patterns(self.groups, params)])
         for name in base.trainable(params):
             if params[name].is_complex():
-                raise TypeError(
-                    f"{verb}: params[{name!r}] is complex, which {self.rule.name} has no rule for; use from_torch"
-                )
+                raise TypeError(f"{verb}: params[{name!r}] is complex, for which it has no rule; use from_torch")
         wanted: dict[str, set[str]] = {slot: set() for slot in self.rule.state._fields[1:]}
         for options, names in self._members(params):
             for slot in self.rule.slots(options):
@@ -291,9 +289,7 @@ def _pieces(row: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
 def _elementwise(rule: UpdateRule, groups: Groups | None, state_dtype: torch.dtype | None, **options: Any) -> Optimizer:
     """The optimizer of a rule, after its options are checked."""
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
-        raise TypeError(
-            f"{rule.name}(state_dtype={state_dtype!r}): a floating torch.dtype, or None for the parameters'"
-        )
+        raise TypeError(f"{rule.name}(state_dtype={state_dtype!r}): a floating torch.dtype, or None")
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"{rule.name}(groups=...) takes a mapping of pattern -> options, not {type(groups).__name__}")
     base.require_options(rule.name, options, options)

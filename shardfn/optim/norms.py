@@ -125,9 +125,7 @@ def _norm(verb: str, leaves: Sequence[Tensor]) -> Tensor:
     if not sharded or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in sharded)):
         return _square_sum(leaves, wide).sqrt()
     if len(sharded) < len(leaves):
-        raise ShardError(
-            f"{verb}: the tree mixes DTensors and plain tensors; is a plain one a part or the whole? Shard all"
-        )
+        raise ShardError(f"{verb}: the tree mixes DTensors and plain tensors, which may be parts or whole; shard all")
     return _summed(verb, sharded, lambda mine: _square_sum(_pieces([locals_[i] for i in mine]), wide)).sqrt()
 
 
@@ -164,9 +162,7 @@ def _counts_on(verb: str, spec: _torch.DTensorSpec, at: tuple[int, ...]) -> bool
     """Whether the rank at a coordinate adds a leaf to the sum."""
     counts = _is_first(spec.placements, at)
     if counts is None:
-        raise ShardError(
-            f"{verb}: a leaf of shape {tuple(spec.shape)} is a sum that is still pending; call sf.reduce_grads first"
-        )
+        raise ShardError(f"{verb}: a leaf of shape {tuple(spec.shape)} is a pending sum; call sf.reduce_grads first")
     return counts
 
 
@@ -261,9 +257,8 @@ def _clip_parts(grads: Params, names: Sequence[str], max_norm: float) -> tuple[P
     def factor_for(axes: tuple[str, ...]) -> Tensor:
         return pvary(factor_for(axes[:-1]), lowered.mesh, axes[-1]) if axes else _factor(norm, max_norm)
 
-    scaled = {
-        name: lowered[name] * factor_for(lowered.plan.leaves[name][1].axes).to(lowered[name].dtype) for name in names
-    }
+    axes = {name: lowered.plan.leaves[name][1].axes for name in names}
+    scaled = {name: lowered[name] * factor_for(axes[name]).to(lowered[name].dtype) for name in names}
     clipped = lowered.like({**lowered, **scaled})
     return left(clipped), into_losses(norm, lowered.mesh, lowered.plan.roles.data)
 

@@ -84,9 +84,7 @@ def from_torch(cls: type[optim.Optimizer], *, elementwise: bool = False, **kwarg
         if name not in known:
             raise TypeError(base.no_option(f"from_torch: {cls.__name__}", name, known))
     if kwargs.get("differentiable"):
-        raise ValueError(
-            "from_torch: differentiable=True is not available; sf.optim.adamw and sgd have a differentiable update"
-        )
+        raise ValueError("from_torch: differentiable=True is not served; sf.optim.adamw and sgd are differentiable")
     adapter = _FromTorch(cls, dict(kwargs), elementwise)
     adapter.make([torch.zeros(1, 1)], torch.zeros((), dtype=torch.int64))  # torch checks its options
     return Optimizer(adapter.init, adapter.update, adapter.step)
@@ -189,9 +187,7 @@ class _FromTorch:
     def update(self, grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
         names = self._checked("from_torch.update", params, grads, state)
         if torch.is_grad_enabled() and any(grads[name].requires_grad for name in names):
-            raise ShardError(
-                "from_torch.update is not differentiable; detach the gradients, or use sf.optim.adamw or sgd"
-            )
+            raise ShardError("from_torch.update has no derivative; detach the gradients, or use sf.optim.adamw or sgd")
         with torch.no_grad():
             weights = {name: self._view(params[name]).clone() for name in names}
             after = self._advance(params, grads, state, weights, pure=True)

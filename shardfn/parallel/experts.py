@@ -370,9 +370,8 @@ def _probed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Tensor:
     rows = args[0].shape[0]
     if all(x.is_floating_point() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
         return class_of(module).forward(module, *args, **kwargs)
-    out = inspect.unwrap(class_of(module).forward)(
-        module, *map(_of_two, args), **{k: _of_two(v) for k, v in kwargs.items()}
-    )
+    few, named = map(_of_two, args), {key: _of_two(value) for key, value in kwargs.items()}
+    out = inspect.unwrap(class_of(module).forward)(module, *few, **named)
     return out[:1].expand(rows, *out.shape[1:]).contiguous()
 
 

@@ -249,9 +249,8 @@ def _check_heads(layer: Layer, module: Any, split: Sequence[str], inner: Sequenc
     size = module.embed_dim // ways
     wanted = dict.fromkeys(inner, fused) | {"out_proj.weight": 1}
     wanted |= {"in_proj_bias": 3} if module.in_proj_bias is not None else {}
-    whole = all(
-        [part.runs for part in layer.parts(name).values()] == [((count, size),)] for name, count in wanted.items()
-    )
+    runs = {name: [part.runs for part in layer.parts(name).values()] for name in wanted}
+    whole = runs == {name: [((count, size),)] for name, count in wanted.items()}
     if module.num_heads % ways or not whole:
         axis = split[0]
         raise layer.refuse(
@@ -288,9 +287,8 @@ def _merged(
         merged = _added(mask, q.dtype)
         if mask.dim() == 3:  # [b * heads, t, s]
             merged = merged.unflatten(0, (-1, module.num_heads))
-            merged = layer.own_part(
-                merged, {a: even(1, module.num_heads // layer.plan.axes[a]) for a in split}, " attn_mask"
-            )
+            parts = {axis: even(1, module.num_heads // layer.plan.axes[axis]) for axis in split}
+            merged = layer.own_part(merged, parts, " attn_mask")
         elif mask.is_floating_point():
             merged = layer.entered(merged, split, " attn_mask")
     if padding is not None:

@@ -337,9 +337,8 @@ def require_ids(where: str, ids: Tensor, size: int, ignore: int | None = None) -
         for values in values_of(ids):
             known = values if ignore is None else values[values != ignore]
             if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < size:
-                raise IndexError(
-                    f"{where}: index out of range: ids from {int(known.min())} to {int(known.max())}, size {size}"
-                )
+                least, most = int(known.min()), int(known.max())
+                raise IndexError(f"{where}: index out of range: ids from {least} to {most}, size {size}")
 
 
 # By the kind of a module: what makes its parallel forward.

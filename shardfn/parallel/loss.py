@@ -265,9 +265,8 @@ class SplitLogits(DTensor):
 
     def _plain(self) -> DTensor:
         where = self.device_mesh, self.placements
-        return DTensor.from_local(
-            self.local.contiguous(), *where, run_check=False, shape=self.shape, stride=self.stride()
-        )
+        layout = {"shape": self.shape, "stride": self.stride()}
+        return DTensor.from_local(self.local.contiguous(), *where, run_check=False, **layout)
 
     def __tensor_flatten__(self) -> Any:
         """What Dynamo asks for, which would lose the history of `own`."""

@@ -118,9 +118,7 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     unknown = [name for module in modules for _, name in module.params if name not in plan.canonical]
     odd = sorted(missing) or unknown or sorted(first - planned)
     if odd:
-        raise ShardError(
-            f"apply: the tree was made for another model: {odd[0]!r} is in one of them only; shard this model"
-        )
+        raise ShardError(f"apply: the tree was made for another model: {odd[0]!r} is in one of them; shard this model")
     for module in modules:
         if splits(plan, module) and kind_of(submodule(model, module.name)) != module.kind:
             raise ShardError(

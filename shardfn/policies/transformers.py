@@ -285,9 +285,7 @@ class _RulesReader:
         expert_axis = self.experts.get(name)
         if expert_axis is not None:
             if 0 not in whole:
-                self.problems.append(
-                    f"{name!r}: style {style!r} splits it by number of expert, as '{expert_axis}' does"
-                )
+                self.problems.append(f"{name!r}: style {style!r} splits it by number, as '{expert_axis}' does")
                 return
             whole.remove(0)
             dims[0] = experts = f"{self._named('experts', param.shape[0])}@{expert_axis}"

@@ -101,7 +101,7 @@ def axes_of_dims(spec: Spec, ndim: int, sizes: dict[str, int]) -> list[tuple[str
         first, *inner = dim.factors
         if any(sizes[axis] > 1 for factor in inner for axis in factor.axes):
             raise ShardError(
-                f"dropout: '{dim}' is split over an inner factor, so its parts lie apart; drop before dims are joined"
+                f"dropout: '{dim}' is split over an inner factor: its parts lie apart; drop before the join"
             )
         axes.append(first.axes)
     return axes

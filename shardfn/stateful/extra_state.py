@@ -141,9 +141,7 @@ def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"tuple": items} if isinstance(state, tuple) else items
     if isinstance(state, _PLAIN):
         return state
-    raise TypeError(
-        f"checkpoint: '{path}' is a {type(state).__name__}; it holds tensors, numbers, strings and containers"
-    )
+    raise TypeError(f"checkpoint: '{path}' is a {type(state).__name__}, not a tensor, number, string or container")
 
 
 def _joined(part: Any, path: str, tensor: Callable[[str, Mapping[str, Any]], Tensor]) -> Any:

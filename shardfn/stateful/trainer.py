@@ -267,9 +267,7 @@ class Trainer(nn.Module):
             raise FileNotFoundError(f"Trainer.load: no checkpoint in '{directory}'")
         notes = directories.notes(path)
         if missing := [name for name in others if name not in notes]:
-            raise ShardError(
-                f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes) or 'no others'}"
-            )
+            raise ShardError(f"Trainer.load: '{path}' was saved without {missing}; it has {sorted(notes)}")
         if left := [name for name in notes if name not in others]:
             asked = f"load(..., {left[0]}=...)"
             warnings.warn(f"Trainer.load: '{path}' also has {left}, which nobody asked for: {asked}", stacklevel=2)
@@ -504,8 +502,6 @@ def _microbatches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] % count):
             size = leaf.shape[0] if leaf.dim() else "no dim"
-            raise ShardError(
-                f"Trainer.step: accumulate={count} parts of a batch of shape {tuple(leaf.shape)} ({size} % {count})"
-            )
+            raise ShardError(f"Trainer.step: accumulate={count} parts of {tuple(leaf.shape)}, {size} % {count}")
     cut = [leaf.chunk(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(count)]

@@ -88,24 +88,18 @@ class _Target(NamedTuple):
 def find_target(fn: Callable[..., Any]) -> _Target:
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
-        raise TypeError(
-            f"run: {fn!r} cannot be imported by name on the ranks; define it with `def` at the top level of a module."
-        )
+        raise TypeError(f"run: {fn!r} cannot be imported by name on the ranks; define it at the top level of a module.")
     target: Any = sys.modules.get(module)
     file = getattr(target, "__file__", None)
     if module == "__main__" and file is None:
-        raise TypeError(
-            f"run: {qualname} was typed into an interpreter, where the ranks cannot import it; put it into a file."
-        )
+        raise TypeError(f"run: {qualname} was typed into an interpreter, where no rank can import it; write a file.")
     for part in qualname.split("."):
         target = getattr(target, part, None)
     depth = 0
     while target is not None and target != fn:
         target, depth = _undecorated(target), depth + 1
     if target is None:
-        raise TypeError(
-            f"run: {module}.{qualname} is not the function that was passed, so that the ranks cannot import it by name."
-        )
+        raise TypeError(f"run: {module}.{qualname} is not the function that was passed: ranks import it by name.")
     return _Target(module, file, qualname, depth)
 
 
@@ -212,9 +206,8 @@ def _dump(what: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise TypeError(
-            f"run: {what} cannot be sent between processes: {error}. Send plain tensors and module-level classes."
-        ) from error
+        why = f"{what} cannot be sent between processes: {error}"
+        raise TypeError(f"run: {why}. Send plain tensors and module-level classes.") from error
 
 
 def load_result(name: str, rank: int, answer: Answer) -> Any:

@@ -456,9 +456,8 @@ class Interpreter(_torch.TorchDispatchMode):
         of = {id(local_of(x)): self.tag(x).empty for x in inputs}
         asks = {id(local_of(x)): x.requires_grad for x in inputs}
         for axis in frozenset[str]().union(*of.values()):
-            stays, breaks = padding.after(
-                func, *mine, lambda x, axis=axis: axis in of[id(x)], lambda x: asks[id(x)], self._asked_for
-            )
+            zero, asked = (lambda x, axis=axis: axis in of[id(x)]), self._asked_for
+            stays, breaks = padding.after(func, *mine, zero, lambda x: asks[id(x)], asked)
             if breaks:
                 name = _torch.base_name(func).rstrip("_")
                 self.refuse(f"{name} of zeros, which are in what '{axis}' splits with padding (Policy.pad)", "zeros")

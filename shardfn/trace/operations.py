@@ -175,9 +175,8 @@ def pointwise(op: Operation) -> Part | None:
         for dim in (split.dim, split.second):
             at = -1 if dim is None else dim - (ndim - x.dim())
             if at >= 0 and x.shape[at] != 1 and op.split(x) is None:
-                raise NotRankByRank(
-                    f"{op.name} joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
-                )
+                why = f"joins a value whose dim {dim} is split with one of shape {tuple(x.shape)}, which is not"
+                raise NotRankByRank(f"{op.name} {why}")
     return split
 
 

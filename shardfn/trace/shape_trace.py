@@ -328,9 +328,8 @@ class ShapeTrace:
         around |= {path: wiring.chained(moves, around.get(path)) for path, moves in steps.items()}
         wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
-            return self._forward(
-                wired, run, beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs), flow.begin
-            )
+            functions = beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs)
+            return self._forward(wired, run, functions, flow.begin)
         except ShardError:
             raise
         except Exception as error:

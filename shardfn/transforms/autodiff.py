@@ -463,7 +463,5 @@ def _placed(name: str, gradient: Tensor, spec: _torch.DTensorSpec, reduce: PlanR
     if not isinstance(gradient, DTensor):
         raise ShardError(f"value_and_grad: '{name}' got a plain gradient of shape {tuple(gradient.shape)}")
     if reduce is None:
-        raise ShardError(
-            f"value_and_grad(reduce=None): '{name}' is used outside apply and gather; reduce its gradient at once"
-        )
+        raise ShardError(f"value_and_grad(reduce=None): '{name}' is used outside apply and gather; reduce it at once")
     return gradient.redistribute(gradient.device_mesh, list(spec.placements))

@@ -234,9 +234,7 @@ def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Ca
                 "with another one, so that this would change too, and a graph does not know that; pass a clone"
             )
         if any(x.requires_grad for x in result.tensors):
-            raise ShardError(
-                "jit: a result of the step requires a gradient; call sf.value_and_grad inside of the step, or detach it"
-            )
+            raise ShardError("jit: a result of the step requires a gradient; detach it, or put value_and_grad inside")
         index = dict(recording.inputs)
         outputs: list[Tensor] = []
 

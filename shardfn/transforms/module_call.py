@@ -79,9 +79,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     and the state of torch's generators (5 kB) over compute axes.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, *inputs)"
-        )
+        raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
     if not isinstance(params, Params):
         hint = "; parts of trees are joined by a | b, {**a, **b} is a dict" if isinstance(params, Mapping) else ""
         made = f"write params = sf.shard(model, mesh, policy){hint}"
@@ -99,9 +97,7 @@ class _Call:
 
     def __init__(self, model: nn.Module, params: Params, method: str) -> None:
         if not hasattr(model, method):
-            raise ShardError(
-                f"apply: {type(model).__name__} has no method '{method}'{did_you_mean(method, dir(model))}"
-            )
+            raise ShardError(f"apply: {type(model).__name__} has no '{method}'{did_you_mean(method, dir(model))}")
         self.model, self.params, self.method = model, params, method
         self.loops = method in _LOOPS
         self.plan = params.plan
@@ -459,9 +455,7 @@ def _bind(model: nn.Module, plan: Plan, grid: Grid, names: Any, adjust: Adjustme
     """What modules do in calls of a plan, to which shape-only traces have added; `seeded`: a `dropout_seed` goes on."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if not (isinstance(p, DTensor) or name in plan.canonical or name in plan.info.ignored):
-            raise ShardError(
-                f"apply: {name!r} was added to the model after sf.shard made the tree, which lacks it: shard it again"
-            )
+            raise ShardError(f"apply: {name!r} was added to the model after sf.shard made the tree: shard it again")
     axes = ComputeAxes(grid.mesh, grid.sizes, grid.coords)
     axes.varied = lambda: call_now().session.varied
     axes.gathers_again = lambda gathers: call_now().session.keeps_pieces(gathers)

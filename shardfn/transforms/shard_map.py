@@ -167,9 +167,8 @@ class _Region:
                 parts = prod(axes[axis] for axis in split)
                 size = length if isinstance(x, DTensor) else length * parts
                 if size % parts:
-                    problems.append(
-                        f"input {number}: {name}={size} over {'@'.join(split)}, {size} % {parts} = {size % parts}"
-                    )
+                    why = f"{size} % {parts} = {size % parts}"
+                    problems.append(f"input {number}: {name}={size} over {'@'.join(split)}, {why}")
                 if name != "_" and sizes.setdefault(name, size) != size:
                     problems.append(f"input {number}: {name}={size}, and {sizes[name]} before")
         raise_problems("shard_map", problems)

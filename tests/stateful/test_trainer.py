@@ -90,7 +90,7 @@ def test_accumulated_microbatches_equal_one_batch(mesh: DeviceMesh) -> None:
     batch = sf.data.local_batch(tokens(), mesh)
     assert_parity({"loss": trainer.step(*batch)["loss"]}, {"loss": whole.step(*batch)["loss"]})
     assert_parity(_full(trainer), _full(whole))
-    with pytest.raises(sf.ShardError, match=r"accumulate=3 parts of a batch of shape \(4, 5\) \(4 % 3\)"):
+    with pytest.raises(sf.ShardError, match=r"accumulate=3 parts of \(4, 5\), 4 % 3"):
         trainer.step(*(t[:4] for t in batch))
 
 

@@ -84,9 +84,7 @@ def across(verb: str, data: DeviceMesh, names: tuple[str, ...], placed: DeviceMe
     names = (*names, *(placed.mesh_dim_names or ()))
     ranks = _ranks_across(groups)
     if len(set(names)) < len(names) or len(set(ranks.flatten().tolist())) < ranks.numel():
-        raise ShardError(
-            f"{verb}: parameters are DTensors on {placed}, which device_mesh={data} does not cross. {ONE_MESH}"
-        )
+        raise ShardError(f"{verb}: parameters are DTensors on {placed}, which {data} does not cross. {ONE_MESH}")
     mesh = mesh_of(groups, data.device_type, names, ranks)
     use_part(mesh, tuple(placed.mesh_dim_names or ()), placed)
     return mesh
@@ -271,9 +269,7 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
     if not shard:
-        raise ShardError(
-            "fully_shard: dp_mesh_dims names no dim to shard over; replicate by sf.policies.ddp(), or by DDP"
-        )
+        raise ShardError("fully_shard: dp_mesh_dims names no dim to shard over; replicate by DDP or sf.policies.ddp()")
     if not replicate:
         return mesh[shard[0]] if len(shard) == 1 else mesh[shard]._flatten("_".join(shard))
     order = [axis for axis in mesh.mesh_dim_names if axis in (*shard, *replicate)]

@@ -457,9 +457,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
                 parts.append(unwrap_local(grad))
         total = _sum_of_powers(parts, p, wide, record.device)
         for axis in axes:
-            dist.all_reduce(
-                total, dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, record.mesh.get_group(axis)
-            )
+            kind = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
+            dist.all_reduce(total, kind, record.mesh.get_group(axis))
         both = torch.stack([total, _sum_of_powers(whole, p, wide, record.device)])
         total = both.max() if p == math.inf else both.sum() ** (1 / p)
         total = total.cpu() if record.offload else total
