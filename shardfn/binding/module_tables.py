@@ -340,10 +340,8 @@ class ForwardStandIn(StandIn):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module()))
         if copied is None:
-            raise ShardError(
-                f"copy.deepcopy: {type(self._module()).__name__} copies its attributes before memo knows its copy, "
-                "whose forward would be the original's; write memo[id(self)] = copy first"
-            )
+            why = f"copy.deepcopy: {type(self._module()).__name__} copies its attributes before memo knows its copy"
+            raise ShardError(f"{why}, whose forward would be the original's; write memo[id(self)] = copy first")
         return ForwardStandIn(copied, copy.deepcopy(self.original, memo))
 
     def __reduce__(self) -> Any:

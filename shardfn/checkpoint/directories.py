@@ -80,10 +80,8 @@ def require_own_part(what: str, value: DTensor, ranks: Sequence[int]) -> None:
         ShardError: it is another rank's.
     """
     if foreign := rank_of_part(value, ranks):
-        raise ShardError(
-            f"{what} is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints: "
-            "trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict."
-        )
+        why = f"{what} is {foreign}: torch.save of sharded parameters writes one part a rank. Save whole checkpoints:"
+        raise ShardError(f"{why} trainer.save, sf.checkpoint.save, torch.distributed.checkpoint, or a full state dict.")
 
 
 def rank_of_part(value: DTensor, ranks: Sequence[int]) -> str | None:

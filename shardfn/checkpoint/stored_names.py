@@ -255,10 +255,8 @@ def _converted(model: Any, known: list[str], stored: Shapes) -> tuple[dict[str, 
 
 
 def _not_followed(what: str, error: Exception) -> ShardError:
-    return ShardError(
-        f"safetensors: transformers makes {what}, which cannot be done part by part ({error}). Load the model by "
-        "from_pretrained on one rank and pass src= to shard; save it by save_pretrained."
-    )
+    why = f"safetensors: transformers makes {what}, which cannot be done part by part ({error}). Load the model"
+    return ShardError(f"{why} by from_pretrained on one rank and pass src= to shard; save it by save_pretrained.")
 
 
 def files_of(model: Any, tensors: Mapping[str, Patchwork], names: Names | None) -> dict[str, Patchwork]:

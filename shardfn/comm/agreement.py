@@ -184,10 +184,8 @@ def check_batch(grid: Grid, compute: Sequence[str], batch: Any, problem: str | N
         if odd:
             coords = odd[0] if grid.pure else grid.coords.values()
             where = ", ".join(f"{name}={coord}" for name, coord in zip(grid.sizes, coords, strict=True))
-            raise ShardError(
-                f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the "
-                f"same samples; load batches by sf.data.rank(mesh), which counts data axes only."
-            )
+            why = f"apply: the inputs differ between ranks along '{axis}' (this is {where}). Those ranks work on the"
+            raise ShardError(f"{why} same samples; load batches by sf.data.rank(mesh), which counts data axes only.")
 
 
 def _fingerprint(batch: Any) -> int:

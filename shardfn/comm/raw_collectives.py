@@ -264,10 +264,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def _check_parts(name: str, x: Tensor, size: int) -> None:
     if x.numel() % size:
-        raise ShardError(
-            f"{name}: the flat tensor has {x.numel()} elements, the group {size} ranks, "
-            f"{x.numel()} % {size} = {x.numel() % size}. Pad it to a multiple of {size}."
-        )
+        why = f"{name}: the flat tensor has {x.numel()} elements, the group {size} ranks"
+        raise ShardError(f"{why}, {x.numel()} % {size} = {x.numel() % size}. Pad it to a multiple of {size}.")
 
 
 def check_addable(name: str, x: Tensor) -> None:

@@ -59,10 +59,8 @@ _UNITS_REGATHERED = 2  # how many units may be whole at the same time in a backw
 def _refuse(written: str | None) -> None:
     """Raise for a weight, if there is one, that a forward has written in place, unless the forward raises itself."""
     if written is not None and sys.exception() is None:
-        raise RuntimeError(
-            f"'{written}' was changed in place by the forward, in the copy that was gathered for it: the change is "
-            "lost. Make it a buffer, or update the tree of parameters between steps."
-        )
+        why = f"'{written}' was changed in place by the forward, in the copy that was gathered for it: the change"
+        raise RuntimeError(f"{why} is lost. Make it a buffer, or update the tree of parameters between steps.")
 
 
 class Session:

@@ -306,10 +306,8 @@ def _make_grid(mesh: DeviceMesh, order: tuple[str, ...]) -> Grid:
     for dim, axis in enumerate(sizes):
         rows = mesh.mesh.movedim(dim, -1).reshape(-1, sizes[axis])
         if bool((rows.diff() < 0).any()):
-            raise ShardError(
-                f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process group "
-                "by rank, so that shards would be mixed up. Sort the ranks along each axis."
-            )
+            why = f"the mesh has ranks in descending order along '{axis}': {rows.tolist()}; torch orders a process"
+            raise ShardError(f"{why} group by rank, so that shards would be mixed up. Sort the ranks along each axis.")
     groups = {axis: mesh.get_group(axis) for axis in sizes}
     coords = {axis: mesh.get_local_rank(axis) if size > 1 else 0 for axis, size in sizes.items()}
     numbers = tuple(mesh.mesh.flatten().tolist())
@@ -328,10 +326,8 @@ def require_member(mesh: DeviceMesh) -> None:
         ShardError: it is a mesh of other ranks, or one of processes within a simulation.
     """
     if simulated() and dist.get_backend(mesh.get_group(0)) != "fake":
-        raise ShardError(
-            "the mesh is one of processes, and this runs in a simulation (sf.simulate, sf.check), which has a mesh of "
-            "its own: take that, such as params.mesh, instead of one from outside"
-        )
+        why = "the mesh is one of processes, and this runs in a simulation (sf.simulate, sf.check), which has a"
+        raise ShardError(f"{why} mesh of its own: take that, such as params.mesh, instead of one from outside")
     if mesh.get_coordinate() is not None:
         return
     sizes = ", ".join(f"{axis}={size}" for axis, size in axes_of(mesh).items())

@@ -107,10 +107,8 @@ def amend(call: tuple[Any, Any], amendments: Sequence[Amendment], changed: Chang
     for amendment in amendments:
         leaf = leaves[amendment.at] if amendment.at < len(leaves) else None
         if isinstance(leaf, Tensor) == (amendment.how in ("divide", "multiply")) or leaf is None:
-            raise ShardError(
-                f"apply: in {amendment.path or '(the model)'!r}, a call of torch has other arguments than when the "
-                "shape-only trace saw it"
-            )
+            why = f"apply: in {amendment.path or '(the model)'!r}"
+            raise ShardError(f"{why}, a call of torch has other arguments than when the shape-only trace saw it")
         leaves[amendment.at] = changed(leaf, amendment)
     return _with(call, iter(leaves))
 

@@ -293,10 +293,8 @@ def _given(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         )
     tokens, ids, weights = routed
     if ids.shape != weights.shape or ids.shape[:-1] != tokens.shape[:-1] or ids.is_floating_point() or not ids.dim():
-        raise ShardError(
-            f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and weights "
-            f"{tuple(weights.shape)}; expected [.., c], whole numbers [.., k] and [.., k]"
-        )
+        why = f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and"
+        raise ShardError(f"{why} weights {tuple(weights.shape)}; expected [.., c], whole numbers [.., k] and [.., k]")
     return _Routed(tokens, ids, weights), others
 
 

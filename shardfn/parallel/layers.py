@@ -87,10 +87,8 @@ def _grouped(layer: Layer, module: Any, columns: Sequence[str], rows: Sequence[s
     ways = layer.ways(columns)
     pieces = [run[0] for axis in columns for run in layer.parts("weight")[axis].runs]
     if rows or module.groups % ways or len(columns) > 1 or pieces != [1]:
-        raise layer.refuse(
-            f"a convolution in groups={module.groups} is split between whole groups: by one axis that divides their "
-            f"number, on the first dim, 'ch@{(*columns, *rows)[0]} ...'"
-        )
+        why = f"a convolution in groups={module.groups} is split between whole groups: by one axis that"
+        raise layer.refuse(f"{why} divides their number, on the first dim, 'ch@{(*columns, *rows)[0]} ...'")
     return {axis: even(dim, module.in_channels // ways) for axis in columns}
 
 

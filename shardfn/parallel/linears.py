@@ -123,10 +123,8 @@ class Layer:
             ShardError: it has others.
         """
         if x.shape[dim] != have:
-            raise self.refuse(
-                f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that produces them "
-                "alike, with the same name and axis in its rule"
-            )
+            why = f"it got {x.shape[dim]} channels, and {have} are this rank's. Split the layer that"
+            raise self.refuse(f"{why} produces them alike, with the same name and axis in its rule")
 
 
 _Value = TypeVar("_Value")
@@ -148,10 +146,8 @@ class _ByAttribute(dict[str, _Value]):
                 f". '{path}' is owned by {child!r}: call that child, module.{inner}(x), which computes with its part "
                 f"by itself, or give it a forward of its own: Policy(compute={{{child!r}: fn}})."
             )
-        raise ShardError(
-            f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given "
-            f"the weights that it owns itself: {', '.join(map(repr, owned)) or 'none'}{remedy}"
-        )
+        why = f"apply: the parallel forward of {module.name or '(the model)'!r} asks for {key!r}, and a module is given"
+        raise ShardError(f"{why} the weights that it owns itself: {', '.join(map(repr, owned)) or 'none'}{remedy}")
 
 
 class Layouts(_ByAttribute[Layout]):
@@ -235,10 +231,8 @@ def kept_by_acts(plan: Plan) -> set[str]:
         if not (columns := plan.compute_axes(layout, OUT_DIM[module.kind])):
             continue
         if list(last) != columns or len(columns) != 1:
-            raise ShardError(
-                f"apply: Policy.acts asks for {module.name!r} split over {', '.join(last)}, whose last dim is split "
-                f"over {', '.join(columns)}"
-            )
+            why = f"apply: Policy.acts asks for {module.name!r} split over {', '.join(last)}"
+            raise ShardError(f"{why}, whose last dim is split over {', '.join(columns)}")
         if layout.leaves[0].shape[0] != layout.leaves[0].extent[0]:
             raise ShardError(_padded_logits(plan, module.name, layout, columns[0]))
         names.add(module.name)

@@ -111,10 +111,8 @@ def cross_entropy(
 
 def _require_fitting(logits: Tensor, targets: Tensor) -> None:
     if tuple(logits.shape[:-1]) != tuple(targets.shape):
-        raise ShardError(
-            f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not "
-            f"{tuple(targets.shape)}"
-        )
+        why = f"cross_entropy: logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}"
+        raise ShardError(f"{why}, not {tuple(targets.shape)}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise ShardError(f"cross_entropy: targets are class indices, not {targets.dtype}")
     if isinstance(targets, DTensor):

@@ -177,10 +177,8 @@ def bound(module: nn.Module, method: str) -> Any:
 
 
 def _added(what: str) -> ShardError:
-    return ShardError(
-        f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters before the model is "
-        "wrapped, or shard what you add as a module of its own"
-    )
+    why = f"{what} after the model was sharded: nobody would reduce its gradient. Change parameters"
+    return ShardError(f"{why} before the model is wrapped, or shard what you add as a module of its own")
 
 
 def _add_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

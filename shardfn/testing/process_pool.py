@@ -452,10 +452,8 @@ def _team(ranks: int) -> _Team:
     team = teams[ranks] = _Team(ranks)
     failed = [answer for answer in team.wait(_START_TIMEOUT) if isinstance(answer, Failure)]
     if failed:
-        raise RuntimeError(
-            f"run: {ranks} ranks could not be started: {failed[0].text}\n"
-            "A script that calls run must guard its main part with `if __name__ == '__main__':`."
-        )
+        why = f"run: {ranks} ranks could not be started: {failed[0].text}\nA script that calls run"
+        raise RuntimeError(f"{why} must guard its main part with `if __name__ == '__main__':`.")
     return team
 
 

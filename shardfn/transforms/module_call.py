@@ -117,10 +117,8 @@ class _Call:
         if (recorded := recording()) is not None:
             recorded.models.append(self.model)
         elif _torch.is_traced() and not torch.compiler.is_compiling():
-            raise ShardError(
-                "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for, and "
-                "would be wrong; use sf.jvp or sf.vjp"
-            )
+            what = "apply: torch.func.linearize and make_fx record a graph that loses what collectives wait for"
+            raise ShardError(f"{what}, and would be wrong; use sf.jvp or sf.vjp")
         adjust, problem = Adjustments(), None
         try:
             if self.loops:
@@ -147,10 +145,8 @@ class _Call:
     def _require_plain_loop(self) -> None:
         """What a method that runs until its tokens say so cannot be part of."""
         if _torch.in_transform() or self.grid.pure:
-            raise ShardError(
-                f"apply: '{self.method}' goes on until its tokens say so, which no transform, recorded step or "
-                "simulated mesh can follow; call it outside of them"
-            )
+            why = f"apply: '{self.method}' goes on until its tokens say so, which no transform"
+            raise ShardError(f"{why}, recorded step or simulated mesh can follow; call it outside of them")
         if self._masks() is not None:
             raise ShardError(f"apply: '{self.method}' with dropout under a dropout_seed; call model.eval() before")
 

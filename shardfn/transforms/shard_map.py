@@ -229,10 +229,8 @@ class _Typed(TorchFunctionMode):
     def note_index(self, axis: str) -> None:
         """The function asks where this rank is: from then on it may take another part of a list on each."""
         if axis in self._axes and self._parted:
-            raise ShardError(
-                "shard_map: axis_index after chunk, split or unbind; call it before, so that a part which is chosen by "
-                "it can be followed, or use sf.collectives.shard_slice"
-            )
+            why = "shard_map: axis_index after chunk, split or unbind; call it before, so that a part which"
+            raise ShardError(f"{why} is chosen by it can be followed, or use sf.collectives.shard_slice")
         self._indexed |= {axis} & self._axes
 
     def note_collective(self, moved: Moved, x: Tensor, out: Tensor) -> Tensor:
@@ -246,10 +244,8 @@ class _Typed(TorchFunctionMode):
         """Over which axes a tensor differs; constants do not."""
         axes, derived = self._known[x] if x in self._known else (frozenset[str](), False)
         if not derived and x.grad_fn is not None:  # also of what an autograd.Function made, in which there was none yet
-            raise ShardError(
-                f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function or "
-                "a closure brings in: pass it as an input, or compute outside of the region"
-            )
+            why = f"shard_map: nothing is known of a tensor of shape {tuple(x.shape)}, which an autograd.Function"
+            raise ShardError(f"{why} or a closure brings in: pass it as an input, or compute outside of the region")
         return axes
 
     def varied(self, x: Tensor, axes: Iterable[str]) -> Tensor:

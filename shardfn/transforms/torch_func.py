@@ -184,10 +184,8 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
 
 @_torch.refuse_forward_mode
 def _no_forward_mode() -> ShardError:
-    return ShardError(
-        "torch.func.jvp cannot take DTensors, nor can what is made of it (jacfwd, hessian, linearize): use sf.jvp or "
-        "sf.hvp, which take trees of shards"
-    )
+    why = "torch.func.jvp cannot take DTensors, nor can what is made of it (jacfwd, hessian, linearize)"
+    return ShardError(f"{why}: use sf.jvp or sf.hvp, which take trees of shards")
 
 
 def _require_tuples(verb: str, *values: Any) -> None:

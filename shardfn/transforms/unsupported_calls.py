@@ -85,10 +85,8 @@ def _codes(func: Any, depth: int = 4) -> tuple[Any, ...]:
 
 
 def _refused(verb: str, name: str) -> ShardError:
-    return ShardError(
-        f"{verb}: the function calls {name}, which has no derivative and no mapped form: results would be wrong in "
-        f"silence. Use sf.collectives (psum, pmean, all_gather, ...), or communicate outside"
-    )
+    why = f"{verb}: the function calls {name}, which has no derivative and no mapped form: results would be wrong"
+    return ShardError(f"{why} in silence. Use sf.collectives (psum, pmean, all_gather, ...), or communicate outside")
 
 
 class _Refusing(TorchDispatchMode):

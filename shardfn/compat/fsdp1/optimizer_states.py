@@ -242,10 +242,8 @@ def _to_load(
     ids: dict[int, Any] = {id(p): names[id(p)] if named else index for index, p in enumerate(params)}
     unknown = [key for key in state["state"] if isinstance(key, str) and key not in parameters]
     if unknown:
-        raise ShardError(
-            f"optimizer states: {len(unknown)} names are not in the model, the first is "
-            f"{unknown[0]!r}{did_you_mean(unknown[0], parameters)}"
-        )
+        why = f"optimizer states: {len(unknown)} names are not in the model"
+        raise ShardError(f"{why}, the first is {unknown[0]!r}{did_you_mean(unknown[0], parameters)}")
     states: dict[Any, Any] = {}
     for key, values in state["state"].items():
         parameter = parameters.get(key)

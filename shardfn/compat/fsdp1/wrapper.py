@@ -263,10 +263,8 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
             ValueError: something in it is wrapped already; frozen and trainable parameters in one unit.
         """
         for name, _, _ in Instance.all_in(self.module):
-            raise ValueError(
-                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{name} in\n{self.module}"
-            )
+            why = "FSDP auto wrapping requires modules to not already have FSDP"
+            raise ValueError(f"{why} applied but found {name} in\n{self.module}")
         record = self.__dict__[RECORD]
         kwargs = vars(record.settings) | {"mixed_precision": mixed}
 

@@ -100,10 +100,8 @@ class Group(sharded_module.Sharded):
             return
         for name, group in tree.units.items():
             if group.is_root:  # this one is not
-                raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires running forward through "
-                    "the root module first"
-                )
+                why = f"FSDP state has already been lazily initialized for {name}\nFSDP requires"
+                raise RuntimeError(f"{why} running forward through the root module first")
         for group in tree.units.values():
             group.is_root = group is self
 
@@ -509,10 +507,8 @@ class FSDPModule(nn.Module):
         Raises:
             ShardError: always.
         """
-        raise ShardError(
-            "FSDPModule.set_all_reduce_hook: reductions are the engine's own; look at gradients after the backward, or "
-            "register_post_accumulate_grad_hook on parameters"
-        )
+        why = "FSDPModule.set_all_reduce_hook: reductions are the engine's own; look at gradients after the backward"
+        raise ShardError(f"{why}, or register_post_accumulate_grad_hook on parameters")
 
     def _get_fsdp_state(self) -> Group:
         return Group.of(self)
