@@ -84,10 +84,8 @@ class Call:
         """
         threads = [call.thread for call in GOING_ON if call.session is self.session]
         if threads[-1] != self.thread or len(set(threads)) > _MOST_THREADS:
-            raise ShardError(
-                "apply: two threads compute with the weights of one call at once, in an order that may differ from "
-                "rank to rank. Let the forward wait for a thread before it computes itself, or starts another one"
-            )
+            why = "apply: two threads compute with the weights of one call at once, maybe in another order on each rank"
+            raise ShardError(f"{why}. Let the forward wait for a thread before it computes, or starts another one")
 
 
 def _varied(binding: Any, session: Any, name: str) -> Tensor:
@@ -492,10 +490,9 @@ class ModelBinding:
         """
         leaves = _torch.pytree.tree_leaves(output)
         if (later := next((leaf for leaf in leaves if isinstance(leaf, _LATER)), None)) is not None:
-            raise ShardError(
-                f"apply: the forward returns a {type(later).__name__.replace('_', ' ')}, which reads parameters when "
-                "the call is over, and they are shards again. Return what it yields: a list, or tensors"
-            )
+            kind = type(later).__name__.replace("_", " ")
+            why = f"apply: the forward returns a {kind}, which reads parameters when the call is over"
+            raise ShardError(f"{why}, and they are shards again. Return what it yields: a list, or tensors")
         session.binding = self
         for x in leaves:
             if isinstance(x, Tensor) and x.grad_fn is not None:  # when nothing is saved, this keeps the session

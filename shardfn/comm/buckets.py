@@ -405,10 +405,8 @@ class GatherBucket(torch.autograd.Function):
         shapes = [] if ctx.on_grid.grid.pure else ctx.on_grid._shard_shapes
         for leaf, tangent, shape in zip(ctx.on_grid.leaves, tangents[1:], shapes, strict=False):
             if tangent is not None and not isinstance(tangent, DTensor) and tuple(tangent.shape) != shape:
-                raise ShardError(
-                    f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}: torch.func.jacfwd"
-                    f" cannot take DTensors, nor can hessian; use sf.jvp or sf.hvp, which take trees of shards"
-                )
+                why = f"'{leaf.name}' has a tangent of shape {tuple(tangent.shape)}, its shard {shape}"
+                raise ShardError(f"{why}: torch.func.jacfwd and hessian take no DTensors; use sf.jvp or sf.hvp")
         return GatherBucket.apply(ctx.on_grid, *_or_zeros(ctx.on_grid, tangents[1:], ctx.dtypes, "sum"))
 
     @staticmethod

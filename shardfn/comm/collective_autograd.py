@@ -221,10 +221,8 @@ def bind(kind: str, x: Tensor, mesh: Mesh, axis: str, *dims: Any) -> Tensor:
             out = apply(x, *where)
         return watcher(Moved(kind, varies, axis, dims), x, out)
     if not _torch.traces_first_order():
-        raise ShardError(
-            "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong. "
-            "Transform outside the compiled function, or put @torch.compiler.disable on the part that transforms."
-        )
+        why = "torch.compile cannot take vmap, jvp or a second derivative of a collective: it would be silently wrong"
+        raise ShardError(f"{why}. Transform outside of it, or put @torch.compiler.disable on the part that transforms.")
     # Dynamo does not see that an argument of `func.grad` requires a gradient, and drops `backward`; of a view it does.
     return _InGraph.apply(x.view_as(x), kind, mesh, axis, dims)
 

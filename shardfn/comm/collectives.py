@@ -399,10 +399,8 @@ def all_to_all_rows(x: Tensor, mesh: Mesh, axis: str, send: Sequence[int], recei
     if sum(both[0]) != len(x):
         raise ShardError(f"all_to_all_rows: x has {len(x)} rows, and send={list(both[0])} adds up to {sum(both[0])}")
     if size > 1 and not x.is_meta and (torch.compiler.is_compiling() or _torch.has_no_memory() or _torch.simulated()):
-        raise ShardError(
-            "all_to_all_rows: how many rows a rank receives depends on values, which torch.compile, sf.jit and "
-            "sf.simulate cannot follow. Leave it out of the graph, or use all_to_all with the same number for all ranks"
-        )
+        why = "all_to_all_rows: how many rows come depends on values, which a graph and sf.simulate cannot follow"
+        raise ShardError(f"{why}. Leave it out of them, or use all_to_all with the same number for all ranks")
     return x if size == 1 else bind("all_to_all_rows", x, mesh, axis, 0, *both)
 
 

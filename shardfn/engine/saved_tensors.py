@@ -119,10 +119,8 @@ class Gathered:
         before = 0 if isinstance(saved, DTensor) else self._begins[begins]  # a DTensor counts its changes by itself
         if _torch.version_of(saved) != before:
             name = self.on_grid.bucket.leaves[list(self._begins).index(begins)]
-            raise RuntimeError(
-                f"'{name}' was changed in place by the forward; Policy(regather=...) frees it, and its backward would "
-                f"use the value from before. Write a new tensor instead, or update the tree of parameters."
-            )
+            why = f"'{name}' was changed in place by the forward; Policy(regather=...) frees it"
+            raise RuntimeError(f"{why}. Write a new tensor instead, or update the tree of parameters.")
 
     def start_again(self) -> bool:
         """Start to gather the bytes that the forward had; False when they are there, or on their way.

@@ -158,10 +158,8 @@ class _FromTorch:
             return self.templates[key]
         layout = params.plan.leaves[name][0] if isinstance(params, Params) and name in params.plan.leaves else None
         if layout is not None and not layout.plain:
-            raise ShardError(
-                f"from_torch: {self.cls.__name__} looks at whole matrices; '{layout.name}' is stored in parts by "
-                f"its rule '{layout.rule}'. Leave it to another optimizer by masked(...), or write a plain rule."
-            )
+            why = f"{self.cls.__name__} looks at whole matrices; '{layout.name}' is stored in parts by '{layout.rule}'"
+            raise ShardError(f"from_torch: {why}. Leave it to another optimizer by masked(...), or write a plain rule.")
         try:
             return self._tried(torch.zeros_like(params[name]).detach())
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -178,10 +176,8 @@ class _FromTorch:
         optimizer.step()
         for name, value in _outside_tensors(optimizer).items():
             if name not in before or (before[name] is not value and before[name] != value):
-                raise ShardError(
-                    f"from_torch: {self.cls.__name__} counts {name!r} = {value!r}, which is no tensor in the state of "
-                    "a parameter and would begin anew at each step. Give trainer.parameters() to it instead."
-                )
+                why = f"{self.cls.__name__} counts {name!r} = {value!r}, no tensor in the state of a parameter"
+                raise ShardError(f"from_torch: {why}: it would begin anew. Give trainer.parameters() to it.")
         return {key: value for key, value in optimizer.state[weight].items() if isinstance(value, Tensor)}
 
     def update(self, grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:

@@ -184,10 +184,8 @@ class ComputeAxes:
         axis, how, size = amendment.axis, amendment.how, self.sizes[amendment.axis]
         if how in ("multiply", "divide"):
             if x != amendment.given:
-                raise ShardError(
-                    f"apply: in {amendment.path or '(the model)'!r}, a call of torch is given the size {x}, which was "
-                    f"{amendment.given} when the shape-only trace saw it; take it from a tensor, x.shape[-1]"
-                )
+                why = f"in {amendment.path or '(the model)'!r}, a call of torch is given the size {x}"
+                raise ShardError(f"apply: {why}, which was {amendment.given}; take it from a tensor, x.shape[-1]")
             return x * size if how == "multiply" else x // size
         if how == "sum":
             self._count(x, axis, 2)

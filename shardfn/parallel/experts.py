@@ -287,10 +287,8 @@ def _given(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     routed, others = values[:3], tuple(values[3:])
     name = class_of(module).__name__
     if len(routed) < 3 or not all(isinstance(x, Tensor) for x in routed) or bound.kwargs:
-        raise ShardError(
-            f"Experts: {name} has to be called with tokens [.., c], experts [.., k] and their weights [.., k], all "
-            "tensors and no keyword-only arguments; give it a parallel forward of its own otherwise"
-        )
+        why = f"Experts: {name} has to be called with tensors by position, tokens [.., c], experts [.., k] and weights"
+        raise ShardError(f"{why} [.., k]; give it a parallel forward of its own otherwise")
     tokens, ids, weights = routed
     if ids.shape != weights.shape or ids.shape[:-1] != tokens.shape[:-1] or ids.is_floating_point() or not ids.dim():
         why = f"Experts: {name} got tokens {tuple(tokens.shape)}, experts {tuple(ids.shape)} of {ids.dtype} and"
@@ -336,10 +334,8 @@ def _experts_of(module: nn.Module, axis: str, local: Mapping[str, Tensor], layou
             )
     inside = [name for name, child in module.named_modules() if name and parameters_of(child)] if shared else []
     if inside:
-        raise ShardError(
-            f"Experts: {class_of(module).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use "
-            f"for their own tokens, so that its gradients would be parts of a sum. Put '{axis}' into Policy.batch"
-        )
+        why = f"Experts: {class_of(module).__name__} has parameters in '{inside[0]}', which all ranks of '{axis}' use"
+        raise ShardError(f"{why}: their gradients would be parts of a sum. Put '{axis}' into Policy.batch")
     return experts
 
 

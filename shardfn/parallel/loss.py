@@ -268,10 +268,8 @@ class SplitLogits(DTensor):
 
     def __tensor_flatten__(self) -> Any:
         """What Dynamo asks for, which would lose the history of `own`."""
-        raise ShardError(
-            "torch.compile: split logits cannot enter a compiled function. Pass an ordinary DTensor, "
-            "logits.redistribute(placements=logits.placements), or compile the whole step by sf.jit"
-        )
+        why = "torch.compile: split logits cannot enter a compiled function. Compile the whole step by sf.jit, or pass"
+        raise ShardError(f"{why} an ordinary DTensor, logits.redistribute(placements=logits.placements)")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

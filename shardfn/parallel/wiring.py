@@ -121,10 +121,8 @@ def owned_names(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
         raise ShardError(f"apply: the tree was made for another model: {odd[0]!r} is in one of them; shard this model")
     for module in modules:
         if splits(plan, module) and kind_of(submodule(model, module.name)) != module.kind:
-            raise ShardError(
-                f"apply: {module.name!r} splits its weights and has another forward than when its plan was made (a "
-                f"patched one, or another class); give it a parallel forward: Policy(compute={{{module.name!r}: fn}})"
-            )
+            why = f"apply: {module.name!r} splits its weights and has another forward than when its plan was made"
+            raise ShardError(f"{why}; give it a parallel forward: Policy(compute={{{module.name!r}: fn}})")
     return {m.name: {attribute: plan.canonical[name] for attribute, name in m.params} for m in modules}
 
 

@@ -47,10 +47,8 @@ def entered(verb: str, tree: Any) -> Any:
     def enter(params: Params) -> Params:
         depth = vmap_depth()
         if depth != (params.plan.vmaps or 0) and data_axes_of(params):
-            raise ShardError(
-                f"{verb}: a vmap goes on around it, and the tree comes from outside: gradients of one sample would be "
-                f"added to those of other samples on other ranks. Pass the tree to sf.vmap too, with None in in_dims."
-            )
+            why = f"{verb}: a vmap goes on around it, and the tree comes from outside: gradients of samples would be"
+            raise ShardError(f"{why} added up over ranks. Pass the tree to sf.vmap too, with None in in_dims.")
         return lower(params, depth)
 
     return over_params(enter, tree)

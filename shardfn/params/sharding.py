@@ -168,10 +168,8 @@ def _gather_whole(tree: Params, names: Sequence[str]) -> list[Tensor]:
     for name in names:
         _, leaf = plan_.leaves[name]
         if tuple(tree[name].shape) != leaf.shape and not in_transform():
-            raise ShardError(
-                f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}; a "
-                "function that changes shapes leaves the layouts behind: gather first, then apply it to what comes out"
-            )
+            why = f"gather: '{name}' has shape {tuple(tree[name].shape)}, its layout {leaf.rule} has {leaf.shape}"
+            raise ShardError(f"{why}; gather first, then apply a function that changes shapes to what comes out")
         axes = tuple(axis for axis in plan_.roles.storage if axis in leaf.axes)
         alike.setdefault((axes, tree[name].dtype), []).append(name)
     out: dict[str, Tensor] = {}

@@ -168,10 +168,8 @@ def _refuse_idle(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(callable, (*args[1:], *kwargs.values()))) and params and all(map(_is_idle, params)):
         name = type(optimizer).__name__
-        raise ShardError(
-            f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. value_and_grad "
-            f"returns gradients: give them to sf.optim.from_torch({name}, ...), by step(params, grads, state)"
-        )
+        why = f"{name}.step: it has leaves of a tree, which have no gradient, and would train nothing. Give those of"
+        raise ShardError(f"{why} value_and_grad to sf.optim.from_torch({name}, ...), by step(params, grads, state)")
 
 
 def _is_idle(leaf: Tensor) -> bool:

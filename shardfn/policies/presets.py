@@ -197,10 +197,8 @@ def _chosen(root: nn.Module, fn: Callable[[Any], Any]) -> list[nn.Module]:
         if not isinstance(answer, bool | dict):
             raise TypeError(f"from_wrap_policy: CustomPolicy returned {answer!r} for {name!r}; True, False or a dict")
         if isinstance(answer, dict) and answer:
-            raise ShardError(
-                f"from_wrap_policy: CustomPolicy returned settings {sorted(answer)} for {name or '(the model)'!r}; "
-                f"settings of one unit are not available. Return True, and set them for all units in Policy."
-            )
+            why = f"CustomPolicy returned settings {sorted(answer)} for {name or '(the model)'!r}"
+            raise ShardError(f"from_wrap_policy: {why}. Return True, and set them for all units in Policy.")
         if answer:
             chosen.append(module)
     return chosen

@@ -325,16 +325,12 @@ def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[S
         return [part_over(mesh_grid, [])] * ndim, 0
     known = {(name, number): axes for name, number, axes in splits}
     if (path, call) not in known:
-        raise ShardError(
-            f"dropout_seed: call {call + 1} of {path!r} was not made in the shape-only trace, which another forward of "
-            f"such inputs led to; say how its input is split, if at all: Policy(acts={{{path!r}: 'b s c'}})"
-        )
+        why = f"dropout_seed: call {call + 1} of {path!r} was not made in the shape-only trace; say how its input"
+        raise ShardError(f"{why} is split, if at all: Policy(acts={{{path!r}: 'b s c'}})")
     axis_of_dim = known[path, call]
     if axis_of_dim is None:
-        raise ShardError(
-            f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how; "
-            f"say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before samples and heads are joined"
-        )
+        why = f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how"
+        raise ShardError(f"{why}; say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before the join")
     return [part_over(mesh_grid, [axis] if axis else []) for axis in axis_of_dim], 0
 
 

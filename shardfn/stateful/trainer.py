@@ -150,10 +150,8 @@ class Trainer(nn.Module):
             ShardError: in `step`, whose `loss_fn` must use the parameters that it is given.
         """
         if self._differentiates:
-            raise ShardError(
-                "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated: "
-                "nothing would train. Use the ones it is given: sf.apply(trainer.module, params, ...)"
-            )
+            why = "Trainer.step: loss_fn called the trainer, whose parameters are not those that are differentiated"
+            raise ShardError(f"{why}. Use the ones it is given: sf.apply(trainer.module, params, ...)")
         params = None if self._is_whole else self._held.params(self.module, holds_back=lambda unit: not self._syncs)
         return self._held.run(self.module, params, kwargs.pop("method", None) or "__call__", args, kwargs)
 
@@ -434,10 +432,8 @@ def _check_settings(model: Any, optimizer: Any, accumulate: Any, clip: Any, ema:
         raise TypeError(f"Trainer: expected an nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        raise TypeError(
-            f"Trainer(optimizer={name}): expected one of sf.optim, for example sf.optim.adamw(1e-3) or "
-            f"sf.optim.from_torch({name}, lr=1e-3); or leave it out and give trainer.parameters() to a torch optimizer"
-        )
+        why = f"Trainer(optimizer={name}): expected one of sf.optim, such as sf.optim.from_torch({name}, lr=1e-3)"
+        raise TypeError(f"{why}; or leave it out and give trainer.parameters() to a torch optimizer")
     for name, value in (("clip", clip), ("ema", ema)):
         if value is not None and not isinstance(value, int | float):
             raise TypeError(f"Trainer({name}={value!r}): expected a number, or None")
@@ -473,10 +469,8 @@ def _weight(count: Tensor | None) -> Tensor:
         ShardError: the count has a derivative, so that the gradient of the quotient is no mean of gradients.
     """
     if count is not None and count.requires_grad:
-        raise ShardError(
-            "Trainer.step: loss_fn returns sf.data.Mean(total, count) with a count that depends on the parameters, "
-            "which accumulate > 1 cannot differentiate. Use accumulate=1, or count.detach() to leave its derivative out"
-        )
+        why = "Trainer.step: loss_fn returns sf.data.Mean(total, count) with a count that depends on the parameters"
+        raise ShardError(f"{why}. Use accumulate=1, or count.detach() to leave its derivative out")
     return torch.ones((), dtype=torch.float64) if count is None else count
 
 

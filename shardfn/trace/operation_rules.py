@@ -468,18 +468,6 @@ def _group_norm(op: Operation) -> Parts:
     return [part, *[even(1, groups)] * (len(op.results) - 1)]
 
 
-@rule_for("pixel_shuffle")
-@_moving
-def _shuffled(op: Operation, part: Part) -> Part:
-    """[.., ch * r * r, h, w] -> [.., ch, h * r, w * r]"""
-    channels, times = op.args[0].dim() - 3, op.args[1] ** 2
-    lose_if(part.dim > channels, "pixel_shuffle along a dim that is split")
-    if part.dim < channels:
-        return part
-    lose_if(any(inner % times for _, inner in part.runs), "pixel_shuffle of parts of channels")
-    return replace(part, runs=tuple((outer, inner // times) for outer, inner in part.runs))
-
-
 @rule_for("glu")
 def _glu(op: Operation) -> Part | None:
     """Each element of the first half with one of the second."""

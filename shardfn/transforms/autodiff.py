@@ -205,10 +205,8 @@ def _times_ranks(grads: Any) -> Any:
 
 def _require_reduction(reduce: Reduction, tree: Any) -> None:
     if reduce is None and isinstance(tree, Params) and data_axes_of(tree):
-        raise ShardError(
-            "value_and_grad(reduce=None): pending sums cannot be differentiated again, which leaves that ask for "
-            "gradients themselves, as a Trainer's, would want. Use 'mean', or sf.tree.map(torch.detach, params)"
-        )
+        why = "value_and_grad(reduce=None): pending sums cannot be differentiated again, as leaves that ask"
+        raise ShardError(f"{why} for gradients would want. Use 'mean', or sf.tree.map(torch.detach, params)")
 
 
 def grad(

@@ -229,10 +229,8 @@ def _recorded_step(step: Callable[..., Any], arguments: _Flat, backend: str | Ca
             result = _flatten(step(*args, **kwargs))
         written = next((x for x, version in sharing if _torch.version_of(x) != version), None)
         if written is not None:
-            raise ShardError(
-                f"jit: the step writes a tensor of shape {tuple(written.shape)}, which shares a part of its memory "
-                "with another one, so that this would change too, and a graph does not know that; pass a clone"
-            )
+            why = f"jit: the step writes a tensor of shape {tuple(written.shape)}, which shares a part of its memory"
+            raise ShardError(f"{why} with another one: this would change too, in no graph; pass a clone")
         if any(x.requires_grad for x in result.tensors):
             raise ShardError("jit: a result of the step requires a gradient; detach it, or put value_and_grad inside")
         index = dict(recording.inputs)

@@ -206,10 +206,8 @@ def _require_own_shards(module: nn.Module) -> None:
     others = shards_in(module) - inner
     for name, parameter in module.named_parameters():
         if REPLACED in vars(parameter):
-            raise ShardError(
-                f"FullyShardedDataParallel: '{name}' is tied to '{vars(parameter)[REPLACED]}' of a module that was "
-                "wrapped before, and would train apart from it. Wrap the module that holds both, or use a policy."
-            )
+            why = f"FullyShardedDataParallel: '{name}' is tied to '{vars(parameter)[REPLACED]}' of one wrapped before"
+            raise ShardError(f"{why}, and would train apart. Wrap the module that holds both, or use a policy.")
         if isinstance(parameter, DTensor) and id(parameter) in others:
             why = f"'{name}' is a shard already ({parameter.placements}), of another model that holds this module"
             raise ShardError(f"FullyShardedDataParallel: {why}. Wrap the module that both share, once, by itself.")

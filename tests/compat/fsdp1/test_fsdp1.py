@@ -291,7 +291,7 @@ def _wrapped_wrongly() -> None:
     tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     tied[0] = FSDP(tied[0])
-    with pytest.raises(sf.ShardError, match=r"'1\.weight' is tied to 'weight' of a module that was wrapped before"):
+    with pytest.raises(sf.ShardError, match=r"'1\.weight' is tied to 'weight' of one wrapped before"):
         FSDP(tied)
     fsdp = FSDP(nn.Linear(4, 4))
     with pytest.raises(sf.ShardError, match="this module is wrapped already"):
