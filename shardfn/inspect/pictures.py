@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product, zip_longest
+from itertools import accumulate, pairwise, product
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -260,11 +260,11 @@ def _figure(views: Mapping[str, TensorView]) -> "Figure":
     meshes = "; ".join(dict.fromkeys(f"mesh {view.mesh}" for view, _ in groups if view.axes)) or "no mesh"
     rest = f"  ({len(groups) - len(shown)} more layouts are not shown)" if len(groups) > len(shown) else ""
     figure.suptitle(f"{meshes}; the numbers in the cells are ranks{rest}", fontsize=9)
-    for tile, drawn in zip_longest(figure.subplots(down, across, squeeze=False).flat, shown):
-        if drawn is None:
-            tile.set_axis_off()
-        else:
-            _draw_tile(tile, *drawn)
+    tiles: Any = figure.subplots(down, across, squeeze=False).flat
+    for tile in tiles[len(shown) :]:
+        tile.set_axis_off()
+    for tile, (view, names) in zip(tiles, shown, strict=False):
+        _draw_tile(tile, view, names)
     return figure
 
 

@@ -114,6 +114,10 @@ class Interpreter(_torch.TorchDispatchMode):
         """What a tensor is over an axis."""
         return self.tag(x).parts.get(axis)
 
+    def _is_parted(self, x: Tensor) -> bool:
+        """Whether ranks have other values of it."""
+        return any(part.kind != "same" for part in self.tag(x).parts.values())
+
     def mark(self, tensor: Tensor, tag: Tag) -> None:
         """Say what a collective or a module made of a tensor."""
         self._tags[tensor] = tag, self._writes
@@ -126,7 +130,7 @@ class Interpreter(_torch.TorchDispatchMode):
     def read(self, *values: Tensor) -> None:
         """Python reads these: refuse what is made of a rank's sizes, of which both sides have one memory."""
         for x in values:
-            if not x.is_meta and self.sides.at == "both" and any(p.kind != "same" for p in self.tag(x).parts.values()):
+            if not x.is_meta and self.sides.at == "both" and self._is_parted(x):
                 self.refuse("the forward reads a value that is made of this rank's sizes", "sizes", x)
 
     # -- where the run is ---------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class Interpreter(_torch.TorchDispatchMode):
         written = dict(self._written)
 
         def undo() -> None:
-            self.found, self._written = found, written
+            self.found, self._written = found, dict(written)
             self._instead = self._done = self._expected = None
             for noted, count in zip((self.problems, self.losses, self.sides.decided), counts, strict=True):
                 del noted[count:]
@@ -422,6 +426,10 @@ class Interpreter(_torch.TorchDispatchMode):
             self._compare(func, arguments, mine, local_results, whole, parts)
             if why := self._repeats_otherwise(inputs, results if name in _REPEATING else ()):
                 self._lose_all([by_axis for by_axis in parts if by_axis], why, "pads")
+        if _torch.is_mutable(func) and func.namespace != "aten" and any(self._is_parted(x) for x in inputs):
+            self._writes += 1  # of something, to any of them
+            stored = [(_torch.storage_number(local_of(x)), local_of(x).untyped_storage()) for x in inputs]
+            self._written |= {number: (storage, self._writes) for number, storage in stored}
         self._require_alike(func, inputs, parts)
         self._need_whole(inputs, parts)
         known = self._joined(inputs, parts, str(func))

@@ -442,8 +442,8 @@ def _grown(adjust: Adjustments, found: Adjustments) -> Adjustments | None:
         new = getattr(found, name) - known
         if name == "sums":  # the outer ones later: before what these sums meet asks for more
             new = {at for at in new if not any(is_in(path, at[0]) for path, _, _ in new)}
-        if new:  # amendments are found anew, of values that are others now
-            return replace(adjust, **({} if name == "amended" else {"amended": frozenset()}), **{name: known | new})
+        if new:
+            return replace(adjust, **{name: known | new})
     return None
 
 

@@ -1,12 +1,14 @@
 """Forwards that are written for one process, and split: calls of torch get what a rank has."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from families import FAMILIES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 from shardfn.parallel import Amendment, ComputeAxes
 from shardfn.testing import assert_parity, on_meshes
+from shardfn.trace import ShapeTrace
 
 MESH = sf.MeshSpec(fsdp=2, tp=2)
 HEADS, WIDTH, HIDDEN = 4, 16, 32
@@ -428,3 +431,50 @@ def _marked(m: Any, x: Tensor) -> Tensor:
 def test_what_a_call_writes_is_not_a_copy(forward: Forward) -> None:
     with pytest.raises(sf.ShardError):
         sf.plan(_stack(forward), MESH, POLICY, example=_x())
+
+
+@torch.library.custom_op("shardfn_tests::into", mutates_args=("out",))
+def into(x: Tensor, out: Tensor) -> None:
+    """Sums from the left on."""
+    out.copy_(x.cumsum(-1))
+
+
+@into.register_fake
+def _(x: Tensor, out: Tensor) -> None:
+    if x.shape != out.shape:
+        raise ValueError(f"{x.shape} is not {out.shape}")
+
+
+@pytest.mark.parametrize(("width", "why"), [(None, "written with values that are split"), (HIDDEN, "sizes that one")])
+def test_what_an_unknown_operation_writes_is_not_taken_for_a_part(width: int | None, why: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.up(x)
+        sums = torch.zeros_like(h) if width is None else x.new_zeros(*x.shape[:-1], width)
+        into(h.detach() * 1, sums)
+        return m.down(h * sums)
+
+    kind = type("Own", (Parts,), {"forward": forward})
+    with pytest.raises(sf.ShardError, match=why):
+        sf.plan(Stack(kind).double(), MESH, POLICY, example=_x())
+
+
+def test_a_number_that_is_known_is_not_written_twice() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, numbers = m.up(x), torch.arange(2)
+        numbers *= h.shape[-1]
+        return m.down(h) * numbers.sum()
+
+    kind = type("Own", (Parts,), {"forward": forward})
+    with pytest.raises(sf.ShardError, match="made of this rank's sizes"):
+        sf.plan(Stack(kind).double(), MESH, POLICY, example=_x())
+
+
+def test_a_key_for_several_queries_is_a_ranks_own_rather_than_amended() -> None:
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    model: Any = replace(FAMILIES["Llama"], fields=FAMILIES["Llama"].fields | fields).make()
+    policy = sf.policies.from_transformers(model)
+    without = sf.Policy(**{name: getattr(policy, name) for name in policy.given if name != "local_sizes"})
+    plan = sf.plan(model, MESH, without)
+    calls = [("", (torch.zeros(2, 8, dtype=torch.long),), {})]
+    buffers = dict(model.named_buffers())
+    assert not ShapeTrace(model, plan, MESH, buffers, "forward", calls).adjustments().amended
