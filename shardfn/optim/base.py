@@ -148,7 +148,7 @@ def require_outside(verb: str, params: Tree, grads: Tree) -> None:
     """A step in place has no derivative."""
     if is_differentiated(leaf for tree in (params, grads) for leaf in leaves(tree)):
         write = "updates, state = optimizer.update(grads, state, params) and sf.optim.apply_updates(params, updates)"
-        raise ShardError(f"{verb} works in place, and what goes on around it asks for a derivative. Write {write}")
+        raise ShardError(f"{verb} works in place and has no derivative, for which something asks. Write {write}")
 
 
 def require_match(verb: str, what: str, params: Tree, names: Sequence[str], other: Tree) -> None:

@@ -162,7 +162,7 @@ def _counts_on(verb: str, spec: _torch.DTensorSpec, at: tuple[int, ...]) -> bool
     """Whether the rank at a coordinate adds a leaf to the sum."""
     counts = _is_first(spec.placements, at)
     if counts is None:
-        raise ShardError(f"{verb}: a leaf of shape {tuple(spec.shape)} is a pending sum; call sf.reduce_grads first")
+        raise ShardError(f"{verb}: a leaf of shape {tuple(spec.shape)} is a sum that is still pending: sf.reduce_grads")
     return counts
 
 

@@ -176,7 +176,7 @@ class _FromTorch:
         optimizer.step()
         for name, value in _outside_tensors(optimizer).items():
             if name not in before or (before[name] is not value and before[name] != value):
-                why = f"{self.cls.__name__} counts {name!r} = {value!r}, no tensor in the state of a parameter"
+                why = f"{self.cls.__name__} counts {name!r} = {value!r}, which is no tensor in the state of a parameter"
                 raise ShardError(f"from_torch: {why}: it would begin anew. Give trainer.parameters() to it.")
         return {key: value for key, value in optimizer.state[weight].items() if isinstance(value, Tensor)}
 

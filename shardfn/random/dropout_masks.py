@@ -330,7 +330,7 @@ def offsets_of_call(path: str, plan: Plan, mesh_grid: Grid, splits: Collection[S
     axis_of_dim = known[path, call]
     if axis_of_dim is None:
         why = f"dropout_seed: the input of {path!r} is split over {', '.join(compute)}, and no dim of it explains how"
-        raise ShardError(f"{why}; say it: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}), or drop before the join")
+        raise ShardError(f"{why}: Policy(acts={{{path!r}: 'b s c@{compute[0]}'}}); or drop before heads are joined")
     return [part_over(mesh_grid, [axis] if axis else []) for axis in axis_of_dim], 0
 
 

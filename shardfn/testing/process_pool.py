@@ -88,7 +88,7 @@ class _Target(NamedTuple):
 def find_target(fn: Callable[..., Any]) -> _Target:
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
-        raise TypeError(f"run: {fn!r} cannot be imported by name on the ranks; define it at the top level of a module.")
+        raise TypeError(f"run: {fn!r} cannot be imported by name on the ranks; define it with `def` in a module.")
     target: Any = sys.modules.get(module)
     file = getattr(target, "__file__", None)
     if module == "__main__" and file is None:

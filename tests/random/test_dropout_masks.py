@@ -328,7 +328,7 @@ def test_a_split_dim_that_is_not_found_is_asked_for(mesh: DeviceMesh) -> None:
     ):
         sf.apply(model, params, x)
     joined = nn.Sequential(_Reshaped(joins=True)).double()
-    with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="before samples and heads are joined"):
+    with sf.data.dropout_seed(1), pytest.raises(sf.ShardError, match="before heads are joined"):
         sf.apply(joined, sf.shard(joined, mesh, sf.Policy(rules=rules)), x)
     fused = nn.Sequential(_Reshaped(halves=True)).double()
     in_halves = {"0.up.weight": "(2 ff@tp) c@fsdp", "0.up.bias": "(2 ff@tp)", "0.down.weight": "c@fsdp (2 ff@tp)"}

@@ -142,7 +142,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the tree before the model": Mistake(
         lambda mesh: sf.apply(untyped(_tree(mesh)), untyped(_mlp()), X),
-        r"write apply\(model, params, \*inputs\)",
+        r"write apply\(model, params, x\)",
         lambda mesh: sf.apply(model := _mlp(), _tree(mesh, model), X),
     ),
     "a state dict in place of a tree": Mistake(

@@ -343,8 +343,10 @@ class StayTogether:
         for name, old, slots in self._shards.values():
             new = next((now for table, key in slots if (now := table[key]) is not old), old)
             if not isinstance(new, DTensor):
-                why = f"load_state_dict(assign=True): {name!r} is whole, and would replace a shard. Leave that"
-                raise ShardError(f"{why} out, or give distribute_tensor(value, shard.device_mesh, shard.placements).")
+                raise ShardError(
+                    f"load_state_dict(assign=True): {name!r} is whole, and would replace a shard. Leave assign=True "
+                    "out, or give it distribute_tensor(value, shard.device_mesh, shard.placements)."
+                )
             if new.device_mesh != old.device_mesh and torch.equal(new.device_mesh.mesh, old.device_mesh.mesh):
                 move_to_mesh(new, old.device_mesh, new.placements)
             for table, key in slots:
