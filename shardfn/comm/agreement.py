@@ -246,8 +246,8 @@ def wrong_inputs(batch: Any, device: torch.device, dtensors: bool = False) -> st
             continue
         name = pytree.keystr(path[1:])  # path[0] tells positional arguments from others
         if isinstance(leaf, DTensor) and not dtensors:
-            part = "this data rank's part of a batch, x.to_local(), or the whole leaf of a tree, sf.gather(tree)[name]"
-            return f"apply: input {name} is a DTensor; inputs are plain tensors: {part}"
+            part = "this data rank's part of a batch: pass x.to_local(), or of a tree the leaf sf.gather(tree)[name]"
+            return f"apply: input {name} is a DTensor; inputs are plain tensors, {part}"
         if leaf.device.type != device.type and (leaf.dim() or leaf.is_meta):
             why = f"apply: input {name} is on '{leaf.device}', the parameters are on '{device}'"
             return f"{why}; move it with .to('{device.type}')"

@@ -126,11 +126,11 @@ def by_all_names(items: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tupl
     return list(by_id.values())
 
 
-def _noted(model: nn.Module) -> Iterator[tuple[str, Placed | None]]:
-    """(name, placement before) of every parameter that is a shard by now."""
-    for path, module in model.named_modules(remove_duplicate=False):
+def _noted(model: nn.Module) -> Iterator[tuple[int, Placed | None]]:
+    """(id, placement before) of every parameter that is a shard by now; names may leave out those of wrappers."""
+    for module in model.modules():
         for attribute, placed in unwrapped(module).__dict__.get(PLACED, {}).items():
-            yield f"{path}.{attribute}" if path else attribute, placed
+            yield id(parameters_of(module).get(attribute)), placed
 
 
 def shards_in(model: nn.Module) -> set[int]:
@@ -145,11 +145,11 @@ def note_shard(module: nn.Module, attribute: str, placed: Placed | None) -> None
     unwrapped(module).__dict__.setdefault(PLACED, {})[attribute] = placed
 
 
-def _tied(items: Iterable[tuple[str, Tensor]], noted: Mapping[str, Placed | None]) -> tuple[ParamInfo, ...]:
+def _tied(items: Iterable[tuple[str, Tensor]], noted: Mapping[int, Placed | None]) -> tuple[ParamInfo, ...]:
     """One entry a tensor object; its later names are aliases. Of shards is `noted` how they lay before."""
     infos = []
     for tensor, (name, *aliases) in by_all_names(items):
-        placed = noted[name] if name in noted else _placed(name, tensor)
+        placed = noted[id(tensor)] if id(tensor) in noted else _placed(name, tensor)
         # A parameter says so itself; a plain tensor of a mapping (a state dict) is trainable when it can be.
         trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else may_be_differentiated(tensor)
         infos.append(ParamInfo(name, tuple(tensor.shape), tensor.dtype, trains, tuple(aliases), placed))

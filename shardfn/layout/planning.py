@@ -72,6 +72,9 @@ def replace_units(policy: Policy, modules: Mapping[str, nn.Module]) -> Policy:
     return replace(policy, units=tuple(map(_unit_pattern, units)))
 
 
+_WRAPPER = "_checkpoint_wrapped_module."  # of torch's, for activation checkpointing
+
+
 def _unit_pattern(unit: Any) -> Any:
     return f"class:{class_name(unit)}" if isinstance(unit, type) else unit
 
@@ -92,6 +95,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
         rules.pop(tensor, None)  # its layout cannot be decided; the others are still checked
         problems.append(problem)
     members: dict[str, list[Layout]] = {name: [] for name in ("", *_unit_names(draft))}  # by unit
+    inside = {name.removeprefix(_WRAPPER): name for name in members}
     kept = _kept_axes(draft, rules, forwards)
     layouts: dict[str, Layout] = {}
     for param in info.params:
@@ -99,7 +103,7 @@ def decide(info: ModelInfo, axes: dict[str, int], policy: Policy) -> Plan:
             stays = kept.get(param.name, ())
             layout = _layout(replace(draft, role=role.keeping(stays)), param, *rules[param.name])
             stays = tuple(axis for axis in stays if axis in layout.axes)  # a `?` may have made it whole
-            layouts[param.name] = layout = replace(layout, unit=_owner(param, members), kept=stays)
+            layouts[param.name] = layout = replace(layout, unit=_owner(param, inside), kept=stays)
             members[layout.unit].append(layout)
     problems += uncomputable(draft, layouts, forwards)
     local_sizes = decide_local_sizes(draft, rules)
@@ -389,9 +393,10 @@ def _auto_units(modules: Sequence[ModuleInfo]) -> list[str]:
     return units
 
 
-def _owner(param: ParamInfo, units: Mapping[str, object]) -> str:
-    """The deepest unit that holds all names of a parameter."""
-    return max(units.keys() & set.intersection(*(modules_above([name]) for name in param.names)), key=len, default="")
+def _owner(param: ParamInfo, units: Mapping[str, str]) -> str:
+    """The deepest unit that holds all names of a parameter, which leave out a wrapper around the model."""
+    above = set.intersection(*(modules_above([name]) for name in param.names))
+    return units[max(units.keys() & above, key=len, default="")]
 
 
 def _unit(draft: Draft, name: str, layouts: Sequence[Layout], module: ModuleInfo | None) -> Unit:

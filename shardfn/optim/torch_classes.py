@@ -163,11 +163,9 @@ class _FromTorch:
         try:
             return self._tried(torch.zeros_like(params[name]).detach())
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise ShardError(
-                f"from_torch: torch's {self.cls.__name__} cannot update '{name}', {base.kind_of(params[name])} of "
-                f"shape {tuple(params[name].shape)}: {str(error).partition(chr(10))[0]} Choose what it can with "
-                "masked(...)."
-            ) from error
+            what = f"'{name}', {base.kind_of(params[name])} of shape {tuple(params[name].shape)}"
+            why = f"torch's {self.cls.__name__} cannot update {what}: {str(error).partition(chr(10))[0]}"
+            raise ShardError(f"from_torch: {why} Choose what it can with masked(...).") from error
 
     def _tried(self, weight: Tensor) -> dict[str, Tensor]:
         optimizer = self.make([weight], torch.zeros((), dtype=torch.int64))

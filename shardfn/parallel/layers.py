@@ -148,15 +148,12 @@ def _batch_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w:
 
 def _group_norm(layer: Layer, module: Any, parts: dict[str, Part], x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Whole groups on each rank."""
-    ways = layer.ways(list(parts))
+    ways, groups = layer.ways(list(parts)), module.num_groups
     pieces = [outer for part in parts.values() for outer, _ in part.runs]
-    if module.num_groups % ways or pieces != [1] * len(parts):
-        raise layer.refuse(
-            f"num_groups={module.num_groups} must be whole groups for each of {ways} ranks, "
-            f"{module.num_groups} % {ways} = {module.num_groups % ways}; choose another num_groups, or leave the norm "
-            "and the layers around it whole"
-        )
-    y = F.group_norm(x, module.num_groups // ways, w, bias, module.eps)
+    if groups % ways or pieces != [1] * len(parts):
+        why = f"num_groups={groups} must be whole groups for each of {ways} ranks, {groups} % {ways} = {groups % ways}"
+        raise layer.refuse(f"{why}; choose another, or leave the norm and the layers around it whole")
+    y = F.group_norm(x, groups // ways, w, bias, module.eps)
     for axis, part in parts.items():
         layer.axes.note_part(y, axis, part.at(1))
     return y

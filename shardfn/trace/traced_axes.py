@@ -328,11 +328,9 @@ class StepFinder:
             return None
         if size % ranks:
             near = self._rules.get(path) or self._region or next(iter(self._rules.values()))
-            raise ShardError(
-                f"apply: Policy.acts splits dim {dim} at {path!r} by '{near}', {size} over "
-                f"{axis}={ranks}, {size} % {ranks} = {size % ranks}. Pad the batch to a multiple, or write "
-                f"'@{axis}?' to leave such inputs whole."
-            )
+            why = f"{size} over {axis}={ranks}, {size} % {ranks} = {size % ranks}"
+            instead = f"Pad the batch to a multiple, or write '@{axis}?' to leave such inputs whole."
+            raise ShardError(f"apply: Policy.acts splits dim {dim} at {path!r} by '{near}', {why}. {instead}")
         return Step(path, at, axis, dim, "slice" if part is None else "own")
 
     def _may_scatter(self, path: str, x: Tensor, axis: str, dim: int) -> None:

@@ -176,10 +176,10 @@ class Instance(Sharded):
 
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters of instances that shard none are whole everywhere."""
-        whole = [(name, inside) for name, inside, record in Instance.all_in(module) if not record.settings.shards]
-        parts = ((name, *part) for name, inside in whole for part in own_modules(inside))
-        names = (".".join(filter(None, (name, path, key))) for name, path, part in parts for key in parameters_of(part))
-        return {exactly(name): "..." for name in names if name in named}
+        whole = [inside for _, inside, record in Instance.all_in(module) if not record.settings.shards]
+        parts = (part for inside in whole for _, part in own_modules(inside))
+        ids = {id(parameter) for part in parts for parameter in parameters_of(part).values()}
+        return {exactly(name): "..." for name, parameter in named.items() if id(parameter) in ids}
 
 
 def as_before(buffer: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from shardfn.stateful import refuse_held_back
 _applying: ContextVar[bool] = ContextVar("applying", default=False)  # an instance around applies a function
 _SHARED = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set))
 _WALKS = ("named_", "parameters", "buffers", "modules", "children")  # how methods that go through a tree begin
-_FLAT = "flat_param _flat_param _handle _handles _all_handles _fully_sharded_module_to_handle _unshard".split()
+_FLAT = "flat_param _flat_param _handles _all_handles _fully_sharded_module_to_handle _unshard".split()
 
 
 class _Known:
@@ -173,6 +173,7 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
     _use_orig_params = _Known(lambda own: own.settings.use_orig_params)
     _device_mesh = _Known(lambda own: own.mesh)
     _inter_node_pg = _Known(lambda own: own.mesh.get_group("replicate"))
+    _handle = _Known(lambda own: None)  # as torch's class has it where nothing is flat
     training_state = _Known("training_state")
     _is_root = _Known("is_root")
     _sync_gradients = _Known("syncs")
@@ -294,9 +295,12 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         return self.__dict__[WRAPPED]
 
     @property
-    def _has_params(self) -> bool:
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that no instance inside has; torch's class has flat ones in the place of these."""
         inner = {id(p) for name, inside, _ in Instance.all_in(self) if name for p in inside.parameters()}
-        return any(id(p) not in inner for p in self.parameters())
+        return [p for p in self.parameters() if id(p) not in inner]
+
+    _has_params: Any = property(lambda self: bool(self.params))
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -305,11 +309,9 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in _FLAT:
-            raise AttributeError(
-                f"FullyShardedDataParallel has no '{name}' here: there is no flat parameter, each parameter is a "
-                "DTensor of its own. Use named_parameters(), param.to_local() for this rank's part, or "
-                "summon_full_params() for whole ones."
-            )
+            why = f"FullyShardedDataParallel has no '{name}' here: no parameter is flat, each is a DTensor of its own"
+            instead = "named_parameters(), p.to_local() for this rank's part, or summon_full_params() for whole ones"
+            raise AttributeError(f"{why}. Use {instead}.")
         return getattr(self.__dict__[WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

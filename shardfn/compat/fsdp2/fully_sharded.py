@@ -236,6 +236,9 @@ def fully_shard(
     return module
 
 
+vars(fully_shard)["state"] = lambda module: module.__dict__.get(sharded_module.RECORD)  # None: it is not sharded
+
+
 def _check_reshard(value: bool | int | None, ranks: int) -> None:
     """Refuse what is no group size, with the words of torch.
 

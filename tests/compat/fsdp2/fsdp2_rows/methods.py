@@ -467,6 +467,7 @@ def has_a_state() -> None:
     model = sharded()
     states = [model._get_fsdp_state(), *(block._get_fsdp_state() for block in model.blocks)]
     assert len({id(state) for state in states}) == 3
+    assert OURS.fully_shard.state(model) is states[0] and OURS.fully_shard.state(nn.Linear(1, 1)) is None
     pair: list[Any] = [nn.Linear(2, 2), nn.Linear(2, 2)]
     OURS.fully_shard(pair)
     assert pair[0]._get_fsdp_state() is pair[1]._get_fsdp_state()
