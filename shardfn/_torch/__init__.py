@@ -32,8 +32,9 @@ from shardfn._torch.symbols import OF_MEMORY, PLAIN, Node, plainly, symbol, wrap
 from shardfn._torch.tensors import call_parameters, differentiates_from_local, dtensor_spec, dtypes_of, fresh_leaves
 from shardfn._torch.tensors import move_to_mesh, same_layouts, spec_of, unwrap_local, unwrap_locals, version_of
 from shardfn._torch.tensors import version_of_saved, versions_of, with_local, with_locals, wrap_local
-from shardfn._torch.transforms import Level, checkpoint_nothing_in_transforms, differentiated_in_transform
-from shardfn._torch.transforms import differentiated_in_vmap, from_outside, has_no_memory, in_transform, innermost
-from shardfn._torch.transforms import innermost_transform, innermost_value, is_traced, kinds_of_transforms, materialized
-from shardfn._torch.transforms import outside_transforms, prepare_forward_mode, pull_back, refuse_forward_mode
-from shardfn._torch.transforms import seen_by_dynamo, simulated, traces_first_order, values_of, vmap_depth
+from shardfn._torch.transforms import JVP, MESSAGES, Level, checkpoint_nothing_in_transforms
+from shardfn._torch.transforms import differentiated_in_transform, differentiated_in_vmap, from_outside, has_no_memory
+from shardfn._torch.transforms import in_transform, innermost, innermost_transform, innermost_value, is_traced
+from shardfn._torch.transforms import kinds_of_transforms, materialized, outside_transforms, prepare_forward_mode
+from shardfn._torch.transforms import pull_back, refuse_of_dtensors, seen_by_dynamo, simulated, traces_first_order
+from shardfn._torch.transforms import values_of, vmap_depth

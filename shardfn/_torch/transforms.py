@@ -89,14 +89,18 @@ def prepare_forward_mode() -> None:
         torch.autograd.forward_ad._maybe_load_decompositions()
 
 
-def refuse_forward_mode(of_dtensors: Callable[[], Exception]) -> None:
-    """Have `torch.func.jvp` of a DTensor, which torch refuses without a reason, raise this."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+# What torch.distributed does with its arguments in place, and what `torch.func.jvp` of a DTensor begins with.
+MESSAGES = [getattr(torch.ops.c10d, name).default for name in ("allreduce_", "reduce_", "broadcast_", "allgather_")]
+JVP = torch.ops.aten._has_same_storage_numel.default
+
+
+def refuse_of_dtensors(operations: Iterable[Any], why: Callable[[], Exception]) -> None:
+    """Have operations on a DTensor, which torch refuses without a reason, raise this."""
 
     def refuse(*_: Any) -> Any:
-        raise of_dtensors()
+        raise why()
 
-    handlers.setdefault(torch.ops.aten._has_same_storage_numel.default, refuse)
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(operations, refuse))
 
 
 @cache

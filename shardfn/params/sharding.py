@@ -246,11 +246,9 @@ def require_reduced(verb: str, name: str, leaf: Tensor) -> None:
         ShardError: it is.
     """
     if isinstance(leaf, DTensor) and any(isinstance(placement, Partial) for placement in leaf.placements):
-        raise ShardError(
-            f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through "
-            "sf.reduce_grads(tree); a function in sf.tree.map that adds up a leaf ends with "
-            "value.redistribute(placements=leaf.placements)"
-        )
+        why = f"{verb}: '{name}' is a sum that is still pending. Gradients of value_and_grad(reduce=None) go through"
+        instead = "a function in sf.tree.map that adds up leaves ends in value.redistribute(placements=leaf.placements)"
+        raise ShardError(f"{why} sf.reduce_grads(tree); {instead}")
 
 
 def reduce_grads(

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfn._torch import in_transform, pytree, unwrap_local, with_local
+from shardfn._torch import MESSAGES, in_transform, pytree, refuse_of_dtensors, unwrap_local, with_local
 from shardfn.comm import pvary
 from shardfn.context import holding, is_under_way
 from shardfn.layout import Plan, clear_padding_, grid_of, matches, per_rank
@@ -176,6 +176,13 @@ def _is_idle(leaf: Tensor) -> bool:
     leaf_of_tree = isinstance(leaf, DTensor) and not isinstance(leaf, nn.Parameter)
     return leaf_of_tree and not leaf.requires_grad and leaf.grad is None
 
+
+def _no_message() -> ShardError:
+    instead = "Write x = x.full_tensor() instead, which is of all ranks; or send this rank's part, x.to_local()"
+    return ShardError(f"torch.distributed sends plain tensors, and this is a DTensor. {instead}")
+
+
+refuse_of_dtensors(MESSAGES, _no_message)
 
 watch_optimizers = cache(partial(register_optimizer_step_pre_hook, _refuse_idle))
 

@@ -182,10 +182,12 @@ def _using(verb: str, func: Callable[..., Any], primals: Any, has_aux: bool) -> 
     return call
 
 
-@_torch.refuse_forward_mode
 def _no_forward_mode() -> ShardError:
     why = "torch.func.jvp cannot take DTensors, nor can what is made of it (jacfwd, hessian, linearize)"
     return ShardError(f"{why}: use sf.jvp or sf.hvp, which take trees of shards")
+
+
+_torch.refuse_of_dtensors([_torch.JVP], _no_forward_mode)
 
 
 def _require_tuples(verb: str, *values: Any) -> None:

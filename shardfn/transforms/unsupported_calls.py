@@ -114,11 +114,9 @@ class _OfParts(TorchFunctionMode):
         name, part = getattr(func, "__name__", "").strip("_"), self._parts[operands[0]]
         keeps = name in _KEEPING or _is_pointwise(name) or (name == "getitem" and _adds_dims(args[1]))
         if not keeps and not (part.members and _is_over_members(name, args, kwargs or {})):
-            raise ShardError(
-                f"{self._verb}: {name} of {part.leaf!r} would be that of this rank's part, which is all that a leaf is "
-                "inside a transform. Use sf.tree.dot or sf.optim.global_norm of trees, or the whole leaf: "
-                f"sf.gather(params)[{part.leaf!r}]"
-            )
+            why = f"{name} of {part.leaf!r} would be that of this rank's part, all that a leaf is inside a transform"
+            instead = f"sf.tree.dot or sf.optim.global_norm of trees, or the whole sf.gather(params)[{part.leaf!r}]"
+            raise ShardError(f"{self._verb}: {why}. Use {instead}")
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor):
