@@ -1,12 +1,12 @@
 """How modules compute with split weights: tensor, sequence and expert parallelism.
 
-Read `compute_axes` (collectives that a parallel forward can use), `amended_calls` (what is otherwise on a rank in a
-forward of one process), `linears` (also embeddings) and `layers` (convolutions, norms, attention), `wiring` (which
-forward a module of a plan gets), `experts` and `loss`. A new kind of layer of torch is a row of `_FORWARDS` in
-`layers`, and one of `_LAYERS` in `layout/model_info.py` (see `kind_of`, also of `OUT_DIM` for linears, and of
-`BIAS_DIM` if its bias lies along a dim of the weight); a class of your own gets its parallel forward by `sf.register`.
-Heads of `nn.MultiheadAttention` are checked in `layers._check_heads`. Not here: the shape-only trace, which subclasses
-`ComputeAxes`, see `trace`.
+Read `compute_axes` (collectives that a parallel forward can use), `amended_calls` (calls of torch in a forward of one
+process that get other arguments on a rank), `linears` (also embeddings) and `layers` (convolutions, norms, attention),
+`wiring` (which forward a module of a plan gets), `experts` and `loss`. A new kind of layer of torch is a row of
+`_FORWARDS` in `layers`, and one of `_LAYERS` in `layout/model_info.py` (see `kind_of`, also of `OUT_DIM` for linears,
+and of `BIAS_DIM` for what asks `Layer.sides` or `Layer.made`, which know dims 0 and 1 of a weight); a class of your own
+gets its parallel forward by `sf.register`. Heads of `nn.MultiheadAttention` are checked in `layers._check_heads`. Not
+here: the shape-only trace, which subclasses `ComputeAxes`, see `trace`.
 """
 
 from shardfn.parallel import wiring

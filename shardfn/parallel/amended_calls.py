@@ -19,6 +19,9 @@ arguments with which the call does:
 A call is known by the module that makes it and its place: the instructions that are running, from the forward of that
 module to torch. What runs once more when the module is left (a `torch.utils.checkpoint` in it, the backward of an
 `autograd.Function`) is not amended, nor is what is compiled.
+
+A new `how` is one here, a case of `ComputeAxes.amended`, what `TracedAxes.amended` expects of the argument, and a way
+in `PairedFunctionMode._ways`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,8 @@
 
 The config classes and enums are torch's own; what belongs to FSDP2 is that of `compat.fsdp2`. `FlatParameter` is there
 for `isinstance(p, FlatParameter)`, which is always False here. docs/howto/from-fsdp1.md lists what each argument and
-method does. Read `instance` (the arguments of one FSDP object), then `wrapper`, which meets the engine in
-`compat.common` and clips by a norm of its own. Not here: numerics.
+method does. Read `instance` (the arguments of one FSDP object), then `wrapper`, whose calls go
+through `compat.common.run` to `apply` and the engine, and which clips by a norm of its own. Not here: numerics.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, FlatParameter, FullStateDictConfig
