@@ -935,3 +935,16 @@ def test_what_an_inner_derivative_was_made_for_asks_for_nothing_outside(mesh: De
     value, slope = sf.value_and_grad(outer)(torch.tensor(2.0, dtype=torch.float64))
     assert not value.requires_grad and not slope.requires_grad
     torch.testing.assert_close(slope, value)  # value is a square of t, which is 2
+
+
+@on_meshes({"fsdp": 1})
+def test_a_value_that_is_written_over_is_torchs_own_error(mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 4)
+
+    def loss(p: Any) -> Tensor:
+        y = sf.apply(model, p, torch.ones(2, 4)).exp()  # whose result its derivative needs
+        return y.add_(1).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        sf.grad(loss)(sf.shard(model, mesh, sf.Policy()))
+    assert "sf.hvp" not in str(caught.value)
