@@ -88,6 +88,14 @@ def test_sizes_of_attributes_in_a_compiled_module(fn: Any, why: str, sizes: dict
     sf.plan(model, TP, RULES | COMPILED | sf.Policy(local_sizes={"": sizes}), example=x)
 
 
+def test_a_sum_that_is_pending_is_not_written_into_what_is_whole() -> None:
+    def forward(own: Any, h: Tensor) -> Tensor:
+        return h * torch.ones(3, 1).index_put((torch.tensor([0]),), h.sum(-1, True)[:1])
+
+    message = _message(_Between(forward), RULES | COMPILED, torch.randn(3, 8))
+    assert "values are written into a tensor that is split otherwise" in message
+
+
 def test_what_nothing_helps_against_has_advice_by_its_kind() -> None:
     model = _Between(lambda own, h: torch.linalg.matrix_exp(h @ h.mT) @ h)
     message = _message(model, RULES | COMPILED, torch.randn(2, 8))

@@ -165,6 +165,8 @@ def refused(kind: str) -> Any:
             return sf.hvp(loss, (params, x), params.select("0.*"))
         case "torch's jvp":
             return torch.func.jvp(lambda p: loss(p, x), (params,), (params,))
+        case "torch's grad of a tree from outside":
+            return torch.func.vmap(lambda row: torch.func.grad(lambda p: loss(p, row[None]))(params))(x)
         case "torch's jacfwd":
             return torch.func.jacfwd(lambda p: loss(p, x))(params)
         case "linearize":
@@ -188,6 +190,7 @@ def refused(kind: str) -> Any:
         ("another layout", sf.ShardError, "another layout than the primal"),
         ("a leaf too few", sf.ShardError, "the tangent has no leaf '2.weight'"),
         ("torch's jvp", sf.ShardError, "use sf.jvp or sf.hvp"),
+        ("torch's grad of a tree from outside", sf.ShardError, "torch.func.vmap goes on around a gradient"),
         ("torch's jacfwd", sf.ShardError, "use sf.jvp or sf.hvp"),
         ("linearize", sf.ShardError, "loses what collectives wait for"),
         ("no tuple", TypeError, "primals and tangents are tuples"),
