@@ -4,6 +4,7 @@ import sys
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -377,6 +378,13 @@ def test_a_picture_in_a_file(tmp_path: Path) -> None:
     visualize({}, file=tmp_path / "empty.png")
     visualize(torch.zeros(2, 3), file=tmp_path / "plain.png")
     assert "matplotlib.pyplot" not in sys.modules  # no global state
+
+
+def test_a_place_without_a_layout_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: drawn.append(figure))
+    visualize({f"p{n}": torch.zeros(n, n + 1) for n in (2, 3, 4)}, file="unused.png")
+    assert [tile.axison for tile in drawn[0].axes] == [True, True, True, False]
 
 
 def test_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

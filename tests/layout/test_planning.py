@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from drawing import untyped
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardfn as sf
 
@@ -311,6 +312,14 @@ def test_diff() -> None:
     assert a.diff(b).split("\n")[0] == (
         "w: o i (2, 3) float32, stored as (2, 3), trainable -> o i (3, 2) float32, stored as (3, 2), trainable"
     )
+
+
+def test_units_inside_of_an_outermost_checkpoint_wrapper() -> None:
+    model = checkpoint_wrapper(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    made = sf.plan(model, MESH, sf.Policy())
+    assert [layout.unit for layout in made.layouts.values()] == [
+        f"_checkpoint_wrapped_module.{i}" for i in (0, 0, 1, 1)
+    ]
 
 
 # Size
