@@ -7,15 +7,20 @@ had assigned them, and what these hold. When some have changed, the run is repea
 places that remember what they were asked (`Watch`). What was only added and multiplied, or only appended to, is no
 guard from then on; a comparison is one by its outcome. So a counter and an annealed factor cost one such repetition,
 and no more.
+
+Values of tensors decide, too: `if mask.all()`, `lengths.max().item()`. A run notes what it does with the tensors whose
+values it knows (`ValueReads`), and what Python is told of them. A later call does the same with its own tensors first,
+as far as anything was told; when that is something else, there is another run. What `.item()` returned is a number as
+the others are.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from itertools import chain, repeat
+from functools import cache, partial
+from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, is_not, methodcaller
 from types import FunctionType, MethodType
 from typing import Any
@@ -27,11 +32,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import attributes_read, children_of, forward_hooks, pytree
 from shardfn.layout import StandIn, class_of, unwrapped
-from shardfn.trace.meta_values import MetaValues, is_cache
+from shardfn.trace.meta_values import MetaValues, ValueReads, is_cache
 from shardfn.trace.paired_sizes import methods
 from shardfn.trace.state_rollback import Contents, alike, reach, read, users_classes
 
 _NOTHING = object()
+_VALUES: dict[int, Any] = {}  # stands for the table of what Python was told of the values of tensors
+VALUES = id(_VALUES), None  # the key of all of it
 _dict_of = attrgetter("__dict__")
 _values_of = methodcaller("values")
 _forward_of = attrgetter("forward")
@@ -119,14 +126,20 @@ class Structure:
 class Guards:
     """What must be as it was in a run, for the run to tell about a call."""
 
-    def __init__(self, leaves: Sequence[Any], places: Sequence[ValuePath]) -> None:
-        """The guards of a run whose arguments have these leaves, and which read what is in these places."""
+    def __init__(self, leaves: Sequence[Any], places: Sequence[ValuePath], reads: ValueReads) -> None:
+        """The guards of a run whose arguments have these leaves, and which read these places and values."""
         kinds = (Tensor, FunctionType, nn.Module, *_WORDS)
         positions = [at for at, leaf in enumerate(leaves) if not (isinstance(leaf, kinds) or is_cache(leaf))]
         self.places = [*(ValuePath(None, at) for at in positions), *places]
         self.values = [place.now(leaves) for place in self.places]
         self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
         self.questions: Sequence[Question] = ()
+        reads.end()
+        self.reads, self.sources = reads, {at: (ValuePath({0: x}, 0), 0) for at, x in reads.sources.items()}
+        for place in (*places, *(ValuePath(None, at) for at in range(len(leaves)) if reads.sources)):
+            where = {id(leaf): at for at, leaf in enumerate(pytree.tree_leaves(place.now(leaves)))}
+            self.sources |= {at: (place, where[id(x)]) for at, x in reads.sources.items() if id(x) in where}
+        self._ask_values()
         self.loose: dict[tuple[int, Any], tuple[ValuePath, Any]] = {}  # what they are about, and was there
         self._list()
 
@@ -149,9 +162,25 @@ class Guards:
         same = same and all(leaves[at] is value or _equal(leaves[at], value, self.held) for at, value in self._leaves)
         return (same or not self.broken(leaves)) and self.answered(leaves)
 
-    def answered(self, leaves: Sequence[Any]) -> bool:
-        """Whether all questions have the answers that they had."""
-        return not self.questions or answered(self.questions, lambda place: place.now(leaves))
+    def answered(self, leaves: Sequence[Any], values: bool = True) -> bool:
+        """Whether all questions have the answers that they had; `values`: also those about values of tensors."""
+        return answered([*self.questions, *self.of_values * values], self._look(leaves))
+
+    def _ask_values(self, but: Set[int] = frozenset()) -> None:
+        """Be guarded by what Python was told of the values of tensors, but for some."""
+        told = enumerate(self.reads.told)
+        self.of_values = [(methodcaller("__call__", _told_at(at)), answer) for at, answer in told if at not in but]
+
+    def _look(self, leaves: Sequence[Any]) -> Look:
+        """What is now in places."""
+
+        @cache
+        def told() -> list[Any]:
+            now = {n: pytree.tree_leaves(place.now(leaves))[at] for n, (place, at) in self.sources.items()}
+            with torch.no_grad():
+                return self.reads.told_of(now)
+
+        return lambda place: told()[place.name] if place.table is _VALUES else place.now(leaves)
 
     def broken(self, leaves: Sequence[Any]) -> list[ValuePath]:
         """The places that now hold another value; an equal one takes the place of the old one."""
@@ -186,6 +215,11 @@ class Guards:
         entries = ((t, key) for t, held in tables for key, x in held.items() if x is value and t is not None)
         return places + [ValuePath(table, key) for table, key in entries]
 
+    def told_alike(self, watch: "Watch") -> bool:
+        """Whether Python was told the same of values there, but for those that the watch remembers."""
+        pairs = zip_longest(self.reads.told, watch.told)
+        return all(mine == theirs for at, (mine, theirs) in enumerate(pairs) if at not in watch.items)
+
     def relaxed(self, watch: "Watch") -> bool:
         """From now on ask the watched places only what the watch has seen; False if the known run went another way."""
         known = {place.key: value for place, value in zip(self.places, self.values, strict=True)}
@@ -195,8 +229,11 @@ class Guards:
         seen = list(watch.places.values())
         if not all(type(known.get(place.key, _NOTHING)) is type(value) for place, value in seen):
             return False
-        if watch.asked or not answered(watch.questions, lambda place: known[place.key]):
+        known |= {_told_at(at).key: told for at, told in enumerate(self.reads.told)}
+        alike = self.told_alike(watch) and answered(watch.questions, lambda place: known[place.key])
+        if watch.asked or not alike:
             return False
+        self._ask_values(but=watch.items)
         self.questions, self.loose = watch.questions, {place.key: (place, known[place.key]) for place, _ in seen}
         lists = {id(value) for _, value in self.loose.values()}
         self.held = {at: entry for at, entry in self.held.items() if at not in lists}
@@ -209,6 +246,11 @@ class Guards:
         self.places, self.values = [place for place, _ in kept], [value for _, value in kept]
         self._list()
         return True
+
+
+def _told_at(number: int) -> ValuePath:
+    """Where what Python was told of a value is."""
+    return ValuePath(_VALUES, number)
 
 
 def answered(questions: Sequence[Question], look: Look) -> bool:
@@ -271,6 +313,7 @@ class Watch(TorchFunctionMode):
         self.places = {place.key: (place, place.now(leaves)) for place in places}
         self.questions: list[Question] = []
         self.asked: set[tuple[int, Any]] = set()  # lists
+        self.items: set[int] = set()  # which of the values that Python was told are remembered
         self._math = patch.multiple(math, **{name: _followed(getattr(math, name)) for name in _MATH})
 
     @staticmethod
@@ -303,6 +346,11 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)
         self._math.stop()
 
+    @property
+    def told(self) -> Sequence[Any]:
+        """What Python was told of values."""
+        return self._known.reads.told
+
     def note(self, of: Callable[[Look], Any], answer: Any) -> Any:
         """Something was asked of a number."""
         self.questions.append((of, answer))
@@ -310,6 +358,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = any(isinstance(x, Tensor) and self._known.of(x) is not None for x in args)
+        if known and func is Tensor.item:
+            place, value = _told_at(len(self._known.reads.told)), func(*args)
+            self.items.add(place.name)
+            return _number(self, value, lambda look: look(place)[0])
         free = getattr(func, "__name__", "").strip("_").removeprefix("i") in _ARITHMETIC and not known
 
         def plain(x: Any) -> Any:

@@ -10,11 +10,12 @@ made of sizes and of integer inputs, which is cheap to do for real beside the me
 not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,18 +50,104 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
+class _Numbered(int):
+    """Stands for a tensor in what is remembered of a run."""
+
+
+class _Step(NamedTuple):
+    func: Any
+    inputs: Any  # (args, kwargs)
+    made: list[int]  # the numbers of tensors
+    told: list[Any]  # what Python was told
+
+
+class ValueReads:
+    """The operations on known values in a run, and what Python was told of them, which may decide how it goes on."""
+
+    def __init__(self) -> None:
+        self.sources: dict[int, Tensor] = {}  # tensors from outside, by number
+        self._were = list[tuple[Tensor, int, Tensor]]()  # the same, their versions and values at first
+        self._numbers, self._next, self._steps = WeakIdKeyDictionary(), count(), list[_Step]()
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation was done."""
+        inputs = _torch.pytree.tree_map_only(Tensor, self._number_of, (args, kwargs))
+        made = [self._numbers.setdefault(x, _Numbered(next(self._next))) for x in tensors_of(out)]
+        self._steps.append(_Step(func, inputs, made, _told(func, out)))
+
+    def begin(self, given: Sequence[Tensor]) -> None:
+        """An operation on tensors with data is done next."""
+        for x in given:
+            if x not in self._numbers and x.numel() <= _LARGEST:
+                self._were.append((x, _torch.version_of(x), x.detach().clone()))
+            self._number_of(x)
+
+    def put_back(self) -> None:
+        """Give tensors with data, which a forward has written in place, the values that they had."""
+        for x, version, was in self._were:
+            if _torch.version_of(x) != version:
+                with torch.no_grad():
+                    x.copy_(was)
+
+    def _number_of(self, x: Tensor) -> int:
+        if x not in self._numbers:
+            self._numbers[x] = number = _Numbered(next(self._next))
+            self.sources[number] = x
+        return self._numbers[x]
+
+    def end(self) -> None:
+        """Keep what is needed to ask again."""
+        steps, wanted = list[_Step](), set[int]()
+        for step in reversed(self._steps):
+            if step.told or wanted.intersection(step.made) or _writes(step.func):
+                steps.append(step)
+                wanted.update(x for x in leaves_of(step.inputs) if type(x) is _Numbered)
+        self._steps = steps[::-1] if any(step.told for step in steps) else []
+        self.sources = {number: x for number, x in self.sources.items() if number in wanted and self._steps}
+
+    @property
+    def told(self) -> list[list[Any]]:
+        """What Python was told, in its order."""
+        return [step.told for step in self._steps if step.told]
+
+    def told_of(self, sources: Mapping[int, Tensor]) -> list[list[Any]]:
+        """What Python would be told of these in the places of the sources."""
+        known = {number: x.detach().to("cpu", copy=True) for number, x in sources.items()}
+        all_told: list[list[Any]] = []
+        for func, inputs, made, told in self._steps:
+            args, kwargs = _torch.pytree.tree_map_only(_Numbered, known.__getitem__, inputs)
+            out = func(*args, **kwargs)
+            all_told += [_told(func, out)] * bool(told)
+            known |= zip(made, tensors_of(out), strict=True)
+        return all_told
+
+
+def _writes(func: Any) -> bool:
+    return func not in (Tensor.clone, Tensor.tolist) and _torch.is_mutable(func)
+
+
+def _told(func: Any, out: Any) -> list[Any]:
+    """What Python is told of an operation: numbers, and whether there is anything where the shape is by values."""
+    told = [x for x in leaves_of(out) if not isinstance(x, Tensor | None)]
+    if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+        told += [x.numel() == 0 for x in tensors_of(out)]
+    return told
+
+
 class MetaValues:
     """What is known of the values of meta tensors."""
 
     def __init__(self, on_cpu: bool = True) -> None:
         """`on_cpu`: the forward computes there, so that tensors of its own, made without a device, meet the others."""
         self._known, self._on_cpu = WeakIdKeyDictionary(), on_cpu
+        self.reads = ValueReads()
         self._moved = WeakIdKeyDictionary()  # tensor with data -> how often it was written, what stands for it
 
     def note(self, blank: Tensor, real: Tensor, made: bool = False) -> None:
         """A meta tensor stands for a real one; `made`: of numbers, so that it counts whatever its dtype."""
         if (made or not (real.is_floating_point() or real.is_complex())) and real.numel() <= _LARGEST:
-            self._known[blank] = real.detach().to("cpu", copy=True)  # which operations in place may change
+            self._known[blank] = known = real.detach().to("cpu", copy=True)  # which operations in place may change
+            self.reads.note(Tensor.clone, (real,), {}, known)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without data, and where its inputs are known with values beside it."""
@@ -74,13 +161,16 @@ class MetaValues:
             args, kwargs = _torch.without_writing(func, self._meeting, args, kwargs)  # or what is written would be lost
             tensors = tensors_of((args, kwargs))
         known = all(x in self._known for x in tensors) if tensors else _makes_small_integers(name, args, kwargs)
-        if not known or name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
-            return self._without_values(func, args, kwargs)
+        random, blank = torch.Tag.nondeterministic_seeded in func.tags, any(x.is_meta for x in tensors)
+        if not known or name in EMPTY or random:
+            held = not random and (self._on_cpu or not blank) and all(self.of(x) is not None for x in tensors)
+            return (self._with_data if held else self._without_values)(func, args, kwargs)
         real_args, real_kwargs = _torch.pytree.tree_map(self._real, (args, kwargs))
         try:
             real = func(*real_args, **real_kwargs)
         except (NotImplementedError, RuntimeError):  # not for this dtype on the CPU, or nowhere
             return self._without_values(func, args, kwargs)
+        self.reads.note(func, real_args, real_kwargs, real)
         if name == "_local_scalar_dense":
             return real
         out = self._blank(func, args, kwargs, real)
@@ -109,8 +199,11 @@ class MetaValues:
         return self._known.get(x) if x.is_meta or not _torch.holds_data(x) else x
 
     def as_list(self, x: Tensor) -> Any:
-        """The values of a tensor; None when they are not known."""
-        return self._known[x].tolist() if x in self._known else None
+        """The values of a tensor, which Python is told; None when they are not known."""
+        known = self.of(x)
+        if known is not None:
+            self.reads.note(Tensor.tolist, (known,), {}, known.tolist())
+        return None if known is None else known.tolist()
 
     def _meeting(self, x: Any) -> Any:
         """What stands for a tensor with data where it meets others; scalars may be anywhere."""
@@ -130,10 +223,8 @@ class MetaValues:
             if not (isinstance(index, Tensor) and index.dtype == torch.bool and index in self._known):
                 indices.append(index)
                 continue
-            for rows in self._known[index].nonzero().unbind(1):
-                blank = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
-                self.note(blank, rows)
-                indices.append(blank)
+            rows = self.run(torch.ops.aten.nonzero.default, (index,), {})
+            indices += self.run(torch.ops.aten.unbind.int, (rows, 1), {})
         return args[0], indices, *args[2:]
 
     def _blank(self, func: Any, args: Any, kwargs: Any, real: Any) -> Any:
@@ -147,6 +238,14 @@ class MetaValues:
         if isinstance(value, Tensor):
             return self._known[value]
         return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _with_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on tensors with data, or one that writes into such."""
+        args, kwargs = _torch.pytree.tree_map_only(Tensor, self.of, (args, kwargs))
+        self.reads.begin(tensors_of((args, kwargs)))
+        out = self._without_values(func, args, kwargs)
+        self.reads.note(func, args, kwargs, out)
+        return out
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation; what it writes is not known any more."""

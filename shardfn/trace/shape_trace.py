@@ -28,7 +28,7 @@ from shardfn.random import dropout_modules
 from shardfn.trace import function_mode as beside
 from shardfn.trace.guards import ValuePath, Watch, reads_noted
 from shardfn.trace.interpreter import Interpreter
-from shardfn.trace.meta_values import to_meta
+from shardfn.trace.meta_values import ValueReads, to_meta
 from shardfn.trace.paired_sizes import Decision, Paired, Side, Size
 from shardfn.trace.state_rollback import ReachableState
 from shardfn.trace.suggestions import Failure, Unserved, advice, changes, described, header, over, said
@@ -73,6 +73,7 @@ class ShapeTrace:
         self._several, self._several_tried = True, False  # inputs of one module that `Policy.acts` splits
         self._amends = plan_.policy.compile is False and not any(map(_is_compiled, model.modules()))  # calls of torch
         self._decided: Sequence[Decision] = ()  # in the last run
+        self.value_reads = ValueReads()  # the same
         self._on_cpu = isinstance(mesh, MeshSpec) or mesh.device_type == "cpu"
 
     def adjustments(self, known: Adjustments | None = None, blanks: Sequence[ValuePath] = ()) -> Adjustments:
@@ -238,6 +239,7 @@ class ShapeTrace:
         _name_all(run.numbers, weights.buffers, "buffer")
         with ExitStack() as around:
             around.enter_context(self._reached.undone(x for _, args, named in calls for x in (*args, *named.values())))
+            around.callback(run.values.reads.put_back)
             for place in self._blanks:
                 if place.table is not None:
                     place.table[place.name] = blank = to_meta(place.table[place.name], run.values)
@@ -329,7 +331,9 @@ class ShapeTrace:
         wired = self._of_both(wiring.wire(self.plan, self.names, axes, adjust, around, compiles=False), run)
         try:
             functions = beside.PairedFunctionMode(run, adjust, amends, self.varies_inputs)
-            return self._forward(wired, run, functions, flow.begin)
+            kept = self._forward(wired, run, functions, flow.begin)
+            self.value_reads = run.values.reads
+            return kept
         except ShardError:
             raise
         except Exception as error:

@@ -25,7 +25,7 @@ from shardfn.notation import ShardError, did_you_mean
 from shardfn.parallel import Adjustments, ComputeAxes, SplitLogits, kept_by_acts, wiring
 from shardfn.params import Params
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
-from shardfn.trace import Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
+from shardfn.trace import VALUES, Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
 from shardfn.transforms.forward_mode import as_now
 
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
@@ -177,6 +177,7 @@ class _Call:
         leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         kinds = [signature(leaf, sizes=not caches) for leaf in leaves]
+        leaves += self.params.buffers.values()
         derived = torch.is_grad_enabled(), derivatives_asked_for() if self.plan.policy.pad else ""
         key = (self.method, derived, str(structure), *self.kept.structure.hooks(), *kinds)
         candidates = self.kept.traces.setdefault(key, [])
@@ -192,7 +193,7 @@ class _Call:
 
     def _trace(self, key: Any, known: "list[_Traced]", sizes: Any, args: Any, kwargs: Any) -> Adjustments:
         """What a shape-only trace finds, or that one of those before is about this call too; see [Note: guards]."""
-        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        leaves = [*_torch.pytree.tree_leaves((args, kwargs)), *self.params.buffers.values()]
         candidates = [traced for traced in known if traced.sizes == sizes]
         calls = [("", args, kwargs)]
         trace = ShapeTrace(self.model, self.plan, self.grid.mesh, self.params.buffers, self.method, calls)
@@ -200,17 +201,18 @@ class _Call:
         asked = {place for traced in candidates for place in traced.asked}
         for traced, places in zip(candidates[:_TRIES], broken, strict=False):
             unwatched = (place for place in places if place.key in asked or not Watch.serves(place.now(leaves)))
-            if not traced.guards.answered(leaves) or any(True for _ in unwatched):
+            if not traced.guards.answered(leaves, values=VALUES in asked) or any(True for _ in unwatched):
                 continue
             more = [*places, *(place for place, _ in traced.guards.loose.values())]
             watch = trace.watched(traced.adjust, more)
             asked |= {place.key for place in more} if watch is None else watch.asked
+            asked |= {VALUES} if watch is None or not traced.guards.told_alike(watch) else set()
             if watch is not None and traced.guards.relaxed(watch):
                 return traced.adjust
         blanks = [place for places in broken for place in places if place.holds_tensors]
         same = (adjust for other, adjust in reversed(self.kept.adjustments.items()) if other[:2] == key[:2])
         adjust = self.kept.adjustments[key] = trace.adjustments(next(same, None), blanks)
-        known.insert(0, _Traced(adjust, Guards(leaves, list(trace.reads.values())), asked, sizes))
+        known.insert(0, _Traced(adjust, Guards(leaves, list(trace.reads.values()), trace.value_reads), asked, sizes))
         del known[_MOST_TRACES:]
         return adjust
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from shardfn.testing import assert_parity, on_meshes
+from shardfn.testing import assert_close, assert_parity, on_meshes
 from shardfn.trace.shape_trace import ShapeTrace
 
 RULES = sf.Policy(rules={"up.weight": "f@tp c", "down.weight": "c f@tp"})
@@ -213,7 +213,18 @@ def assigns(m: Any, h: Tensor, step: Any) -> Tensor:
     return h
 
 
-ECONOMICAL = [(counts, int, 1, 1), (annealed, float, 1, 1), (assigns, lambda _: 0, 1, 0), (in_two_ways, float, 3, 9)]
+def by_items(m: Any, h: Tensor, step: Any) -> Tensor:
+    m.kept = step if m.kept is None else m.kept + step
+    return h / m.kept.item() if m.kept.item() < 1000 else h
+
+
+ECONOMICAL = [
+    (by_items, lambda step: torch.tensor(step + 1), 2, 1),
+    (counts, int, 1, 1),
+    (annealed, float, 1, 1),
+    (assigns, lambda _: 0, 1, 0),
+    (in_two_ways, float, 3, 9),
+]
 
 
 @on_meshes({"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2}, timeout=200)
@@ -251,3 +262,51 @@ def test_in_a_loop_one_position_is_another_kind_than_several(mesh: DeviceMesh) -
     assert_parity({"y": sf.apply(model, params, inputs(1), method="generate")}, {"y": own(inputs(1)).detach()})
     with pytest.raises(sf.ShardError):
         sf.apply(model, params, inputs(4), method="generate")
+
+
+TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a truth": lambda m, ids: ids.sum() > 5,
+    "a mask that picks nothing": lambda m, ids: len(ids[ids > 2]),
+    "an item": lambda m, ids: ids[0].item() > 2,
+    "an item that is multiplied": lambda m, ids: 2 * ids.float().mean().item() > 5,
+    "a whole number": lambda m, ids: int(ids.max()) > 2,
+    "a list": lambda m, ids: 3 in ids.tolist(),
+    "a comparison": lambda m, ids: torch.equal(ids, torch.full((3,), 3)),
+    "a tensor that is written": lambda m, ids: ids.clone().add_(1).max() > 2,
+    "a view that is written": lambda m, ids: _with_last_row_added(ids).sum() > 5,
+    "a buffer": lambda m, ids: m.steps.add_(1).item() % 2 == 1,
+    "an attribute": lambda m, ids: m.kept.add_(1).item() % 2 == 1,
+    "an attribute that is assigned": lambda m, ids: _assigned(m).item() % 2 == 1,
+    "what a list holds": lambda m, ids: _assigned_in_list(m.seen).item() % 2 == 1,
+    "a tensor beside": lambda m, ids: m.kept.add_(ids.max()) % 2 == 1,
+}
+
+
+def _with_last_row_added(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[-1:].add_(ids[:1])
+    return ids
+
+
+def _assigned(m: Any) -> Tensor:
+    m.kept = m.kept + 1
+    return m.kept
+
+
+def _assigned_in_list(seen: list[Tensor]) -> Tensor:
+    seen[0] = seen[0] + 1
+    return seen[0]
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_values_of_tensors_that_choose_another_way(mesh: DeviceMesh) -> None:
+    for name, told in TOLD.items():
+        models = [of(lambda m, h, ids, told=told: h if told(m, ids) else h * (1 + h.sum())) for _ in range(2)]
+        for model in models:
+            model.register_buffer("steps", torch.tensor(0))
+            model.kept, model.seen = torch.tensor(0), [torch.tensor(0)]
+        params = sf.shard(models[0], mesh, RULES)
+        for call in range(4):
+            x, ids = inputs(), torch.full((3,), 3 * (1 - call % 2))
+            found, expected = sf.apply(models[0], params, x, ids), models[1](x, ids).detach()
+            assert_close(found, expected, name=f"{name}, call {call}")

@@ -388,9 +388,18 @@ def with_state(draw: Draw) -> Block:
         return block
     if kind == "schedule":
         block = mlp(draw)
-        block.init.append("self.calls = 0")
-        odd = draw.choice(["h.flip(-1)", "h.cumsum(-1)", "h.sin()"])
-        block.forward[1:1] = [f"h = {odd} if self.calls > 1 else h", "self.calls += 1"]
+        calls, kind = draw.choice(
+            [
+                ("0", "self.calls"),
+                ("torch.tensor(0)", "self.calls"),
+                ("torch.tensor(0)", "self.calls.item()"),
+                ("torch.zeros(2)", "self.calls.sum() / 2"),
+            ]
+        )
+        added = draw.choice(["self.calls += 1", "self.calls = self.calls + 1"])
+        block.init.append(f"self.calls = {calls}")
+        odd = draw.choice(["h.flip(-1)", "h.cumsum(-1)", "h.sin()", "h * (1 + h.sum())"])
+        block.forward[1:1] = [f"h = {odd} if {kind} > 1 else h", added]
         return block
     block = mlp(draw)
     block.arguments, block.passes = ", seen", ", seen"
