@@ -34,6 +34,8 @@ __all__ += ["value_and_grad", "visualize", "vjp", "vmap"]
 
 _ELSEWHERE = {
     "FullyShardedDataParallel": "from shardfn.compat.fsdp1 import FullyShardedDataParallel",
+    "FSDP": "from shardfn.compat.fsdp1 import FullyShardedDataParallel",
+    "clip_grad_norm_": "grads, norm = sf.optim.clip(grads, max_norm)",
     "fully_shard": "from shardfn.compat.fsdp2 import fully_shard",
     "load": "sf.checkpoint.load(path, like)",
     "save": "sf.checkpoint.save(path, params)",

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _python_dispatch
+
+from shardfn._torch.modules import left_by_dynamo
 
 
 def in_selective_checkpoint() -> bool:
@@ -104,3 +107,20 @@ def grad_dtypes_of(leaves: Iterable[Tensor]) -> list[torch.dtype]:
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Whether hooks of a leaf wait for its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def watch_backward(why: Callable[[], Exception]) -> None:
+    """Have a backward of what asked for no gradient, of which torch says just that, raise this."""
+    original = torch.autograd.backward
+
+    @left_by_dynamo
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise why() from error
+
+    torch.autograd.backward = backward

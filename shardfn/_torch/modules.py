@@ -121,7 +121,7 @@ def left_by_dynamo(function: Any) -> Any:
     """
     action = eval_frame._FrameAction
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    vars(function)["_torchdynamo_disable"] = True
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="write sf.jit instead")
     return function
 
 

@@ -147,8 +147,8 @@ def save(
 
     Communication: that of torch.distributed.checkpoint, and two barriers.
     """
-    target = Path(path)
     state, first = _flat_state(tree), _is_first(tree, mesh)
+    target = Path(path)
     temporary = target.parent / f".writing-{target.name}"
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -216,7 +216,8 @@ def _flat_state(tree: Any) -> dict[str, Tensor]:
         elif isinstance(leaf, int | float):
             state[name] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
         elif leaf is not None:
-            raise TypeError(f"checkpoint: '{name}' is a {type(leaf).__name__}; a checkpoint holds tensors and numbers")
+            kind = type(leaf).__name__
+            raise TypeError(f"checkpoint: '{name}' is a {kind}; write save(path, tree), of tensors and numbers")
     return state
 
 

@@ -17,6 +17,8 @@ from shardfn.notation import ShardError, did_you_mean
 
 _ELSEWHERE = {  # what FSDP1 and FSDP2 call fields
     "param_dtype": "compute_dtype",
+    "mp_policy": "compute_dtype",
+    "mixed_precision": "compute_dtype",
     "cast_forward_inputs": "cast_inputs",
     "reshard_after_forward": "regather",
     "sharding_strategy": "regather",

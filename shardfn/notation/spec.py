@@ -276,11 +276,12 @@ def parse(rule: str, span: Span | None = None) -> Spec:
 
 
 def unknown_axes(spec: Spec, axes: Mapping[str, int]) -> list[str]:
-    """Problems of axes that a mesh lacks."""
+    """Problems of axes that a mesh lacks, and of dims that have the name of one, as in a JAX `PartitionSpec`."""
     have = ", ".join(f"{name}={size}" for name, size in axes.items())
     used = [(axis, factor.span) for factor in spec.factors for axis in factor.axes]
     used += [(axis, spec.partial_span) for axis in spec.partial]
-    return [
+    bare = [factor for factor in spec.factors if factor.name in axes and not factor.axes]
+    return [f"a dim is split by an @: write '_@{x.name}'\n{spec.caret(x.span)}" for x in bare] + [
         f"unknown mesh axis '{axis}'; the mesh has {have}"
         f"{did_you_mean(axis, axes) or f'; for a mesh that splits nothing over it write {have}, {axis}=1'}\n"
         f"{spec.caret(span)}"

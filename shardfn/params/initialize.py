@@ -132,7 +132,8 @@ def agreed_plan(
 
 def _checked_plan(origin: Origin, mesh: DeviceMesh, policy: Policy | Plan) -> Plan:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only")
+        why = f"shard: expected a DeviceMesh, got {type(mesh).__name__}; a MeshSpec is for plan() only"
+        raise TypeError(f"{why}; write shard(model, mesh, policy)")
     plan_ = plan(origin.model, mesh, policy.policy if isinstance(policy, Plan) else policy)
     if isinstance(policy, Plan):
         if plan_ != policy:

@@ -5,6 +5,7 @@ that `shard` begins with in `initialize.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardfn import layout
-from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, wrap_local
+from shardfn._torch import holds_data, in_transform, materialized, unwrap_local, watch_backward, wrap_local
 from shardfn.comm import BucketOnGrid, FreshBuffers, GatherBucket, gather_leaves, in_front, leaf_spec, portions
 from shardfn.context import is_differentiated, note_tree
 from shardfn.layout import (
@@ -80,7 +81,16 @@ def shard(
         instead = "Shard a tree outside, and put what is made of it into sf.tree.map(fn, params)"
         _refuse_differentiated("shard", tensors, instead)
     watch_optimizers()
+    _watch_backwards()
     return shard_own(Origin(model, init, src), mesh, policy, alike=True)
+
+
+def _no_gradients() -> ShardError:
+    why = "loss.backward(): nothing asks for a gradient; the leaves of a tree of shards do not. Write"
+    return ShardError(f"{why} loss, grads = sf.value_and_grad(loss_fn)(params, x), or make an sf.Trainer")
+
+
+_watch_backwards = cache(partial(watch_backward, _no_gradients))
 
 
 def _refuse_differentiated(what: str, tensors: Iterable[Tensor], instead: str) -> None:
@@ -235,7 +245,8 @@ def selected_layouts(tree: Params, names: str | Sequence[str] | None) -> list[La
 
 def require_params(verb: str, tree: object) -> Params:
     if not isinstance(tree, Params):
-        raise TypeError(f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}")
+        write = f"{verb}(params)[name]" if isinstance(tree, Tensor) else f"{verb}(sf.shard(model, mesh, policy))"
+        raise TypeError(f"{verb}: expected the tree that shard() makes, got {type(tree).__name__}; write {write}")
     return tree
 
 

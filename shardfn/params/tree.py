@@ -184,6 +184,7 @@ def _no_message() -> ShardError:
 
 refuse_of_dtensors(MESSAGES, _no_message)
 
+
 watch_optimizers = cache(partial(register_optimizer_step_pre_hook, _refuse_idle))
 
 

@@ -72,7 +72,7 @@ class ValueReads:
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation was done."""
         inputs = _torch.pytree.tree_map_only(Tensor, self._number_of, (args, kwargs))
-        made = [self._numbers.setdefault(x, _Numbered(next(self._next))) for x in tensors_of(out)]
+        made = [self._numbers[x] if x in self._numbers else self._new(x) for x in tensors_of(out)]
         self._steps.append(_Step(func, inputs, made, _told(func, out)))
 
     def begin(self, given: Sequence[Tensor]) -> None:
@@ -91,9 +91,12 @@ class ValueReads:
 
     def _number_of(self, x: Tensor) -> int:
         if x not in self._numbers:
-            self._numbers[x] = number = _Numbered(next(self._next))
-            self.sources[number] = x
+            self.sources[self._new(x)] = x
         return self._numbers[x]
+
+    def _new(self, x: Tensor) -> int:
+        self._numbers[x] = number = _Numbered(next(self._next))
+        return number
 
     def end(self) -> None:
         """Keep what is needed to ask again."""

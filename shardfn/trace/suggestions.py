@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, starred
+from shardfn.layout import MAPPINGS, OUT_DIM, FailedOperation, Plan, Policy, Problem, first_match, is_in, starred
 from shardfn.notation import ShardError, parse
 
 _PARALLEL = "give the module a parallel forward: Policy(compute={path: fn}), or @sf.register for its class."
 _SIZES = (
-    "take sizes from tensors (x.shape[-1], or rearrange with the known head size) instead of the configuration: only "
-    "this rank's part of each split dim is there; or name the attribute that holds one, as in "
-    "Policy(local_sizes={'attn': {'heads': 'heads@tp'}}); or "
+    "take sizes from tensors (x.shape[-1], or rearrange with the size of a head, not with their number) instead of the "
+    "configuration: only this rank's part of each split dim is there; or name the attribute that holds one, as in "
+    "Policy(local_sizes={'attn': {'heads': 'heads@tp'}}). A loop over heads takes all, Policy(acts={'qkv': '... _'}); "
+    "or "
 )
 _ADVICE = {
     "gradient": "Split both sides alike in the rules, or write sf.collectives.pvary(x, mesh, axis) on the shared "
@@ -78,6 +79,10 @@ def over(plan: Plan) -> str:
 
 def described(plan: Plan, failure: Failure) -> str:
     """What an operation that raised was given, and whose parts these are, line by line; or what came before."""
+    module = plan.info.module(failure.path)
+    if module is not None and module.kind.endswith("norm"):  # which computes whole
+        rule = f"{{'{failure.path}.*': '_@{plan.roles.compute[0]}'}}"
+        return f"\n  its channels are split, and its parameters are not; write a rule, {rule}"
     if failure.stuck is None:
         return "".join(f"\n  before that, in {p.at or '(the model)'!r}: {p.what}" for p in failure.problems[-1:])
     if not any(part.split for _, tag in failure.stuck.inputs for part in tag.parts.values()):
@@ -122,6 +127,8 @@ def changes(plan: Plan, failure: Failure) -> Iterator[Policy]:
         yield from _gathered(plan, {name for _, tag in stuck.inputs for name in tag.split_by})
     asked = [problem for problem in failure.problems if problem.kind in ("whole", "acts", "rules", "sums", "sizes")]
     yield from _gathered(plan, {name for problem in asked for name in problem.sources})
+    loops = [problem.at for problem in asked if problem.kind == "sizes" and not problem.sources]
+    yield from _gathered(plan, {x.name for x in plan.info.modules if any(is_in(x.name, path) for path in loops)})
 
 
 def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
@@ -134,6 +141,8 @@ def _gathered(plan: Plan, names: Collection[str]) -> Iterator[Policy]:
             pattern = first_match(plan.policy.rules, layout.names)
             rule = plan.policy.rules[pattern] if pattern is not None else str(layout.rule)  # as it was given
             factors = parse(rule).expand(2).without(plan.roles.data).dims[OUT_DIM[module.kind]].factors
+            if not any(factor.axes for factor in factors):
+                continue
             last = factors[0].name if len(factors) == 1 else "_"
             acts[first_match(plan.policy.acts, [name]) or starred(name)] = f"... {last}"
     if acts:

@@ -27,6 +27,7 @@ from shardfn.params import Params
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import VALUES, Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
 from shardfn.transforms.forward_mode import as_now
+from shardfn.transforms.unsupported_calls import require_no_compiler
 
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
@@ -36,6 +37,7 @@ _CHECKED_CALLS = 2  # how many calls of a model compare their batch over the com
 _LOOPS = ("generate",)  # methods that call the model as often as its tokens say
 
 
+@_torch.left_by_dynamo
 def apply(model: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
     """Run `model` with the weights of `params`, like `torch.func.functional_call`.
 
@@ -78,6 +80,7 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     `"generate"` gathers each bucket once, then communicates over compute axes only; it exchanges a few bytes each time,
     and the state of torch's generators (5 kB) over compute axes.
     """
+    require_no_compiler("apply")
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
     if not isinstance(params, Params):

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) -> N
         sf.checkpoint.load(path, {"more": 1.0})
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         sf.checkpoint.load(tmp_path, {"params": _one()})
-    with pytest.raises(TypeError, match="'name' is a str; a checkpoint holds tensors and numbers"):
+    with pytest.raises(TypeError, match=r"'name' is a str; .* tensors and numbers"):
         sf.checkpoint.save(tmp_path / "step-2", {"params": _one(), "name": "mine"})
     assert [other.name for other in tmp_path.iterdir()] == ["step-1"]
     assert sf.checkpoint.load(path, {"params": _one()})["params"].keys() == _one().keys()

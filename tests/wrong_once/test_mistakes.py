@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import einops
 import pytest
 import torch
 from drawing import untyped
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+from shardfn.testing import on_meshes
 
 RULES = {"0.weight": "f@tp c@fsdp", "0.bias": "f@tp", "2.weight": "c@fsdp f@tp"}
 X = torch.ones(4, 8)
@@ -52,12 +55,55 @@ def _low(mesh: DeviceMesh, model: nn.Module, dtype: torch.dtype = torch.float32)
     return params
 
 
+class _Looped(nn.Module):
+    """Attention within one position, head by head, as a loop or by einops."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.o, self.head = nn.Linear(8, 16), nn.Linear(16, 8), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.head(self.q(x)))
+
+
+def _by_loop(q: Tensor) -> Tensor:
+    heads = q.unflatten(-1, (-1, 4))
+    return torch.cat([heads[..., i, :].softmax(-1) for i in range(heads.shape[-2])], -1)
+
+
+def _with_number(q: Tensor) -> Tensor:
+    return einops.rearrange(einops.rearrange(q, "b (h d) -> b h d", d=4).softmax(-1), "b h d -> b (h d)", h=4)
+
+
+def _without_number(q: Tensor) -> Tensor:
+    return einops.rearrange(einops.rearrange(q, "b (h d) -> b h d", d=4).softmax(-1), "b h d -> b (h d)")
+
+
+HEADS = {"q.weight": "(heads@tp d) c@fsdp", "o.weight": "c@fsdp (heads@tp d)"}
+
+
+def _heads(mesh: DeviceMesh, head: Callable[[Tensor], Tensor], **fields: Any) -> Any:
+    model = _Looped(head)
+    return sf.apply(model, _tree(mesh, model, HEADS, sizes={"heads": 4}, **fields), X)
+
+
+def _normed(mesh: DeviceMesh, rules: Any) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    return sf.apply(model, _tree(mesh, model, {**RULES, **rules}), X)
+
+
 class Mistake(NamedTuple):
     """A program, what its error says, and the program with what that says to write."""
 
     wrong: Callable[[DeviceMesh], Any]
     says: str
     mended: Callable[[DeviceMesh], Any]
+
+
+def _torch_step(mesh: DeviceMesh) -> Any:
+    model, adam = _mlp(), sf.optim.from_torch(torch.optim.AdamW)
+    params = _tree(mesh, model)
+    return adam.step(params, sf.grad(_loss(model))(params, X), adam.init(params))
 
 
 def _alone(**axes: int) -> Any:
@@ -165,6 +211,86 @@ MISTAKES: dict[str, Mistake] = {
         r"or \(loss, aux\) with has_aux=True",
         lambda mesh: _step(mesh, lambda model: lambda params, x: (sf.apply(model, params, x).mean(), 1), has_aux=True),
     ),
+    "torch.compile around apply": Mistake(
+        lambda mesh: torch.compile(_loss(model := _mlp()), backend="eager")(_tree(mesh, model), X),
+        r"Write sf\.jit\(fn\) in its place",
+        lambda mesh: _loss(model := _mlp())(_tree(mesh, model, compile={"backend": "eager"}, units=("*",)), X),
+    ),
+    "torch.compile around value_and_grad": Mistake(
+        lambda mesh: torch.compile(sf.value_and_grad(_loss(model := _mlp())), backend="eager")(_tree(mesh, model), X),
+        r"or Policy\(compile=True\)",
+        lambda mesh: sf.value_and_grad(_loss(model := _mlp()))(
+            _tree(mesh, model, compile={"backend": "eager"}, units=("*",)), X
+        ),
+    ),
+    "a backward as of a module": Mistake(
+        lambda mesh: _loss(model := _mlp())(_tree(mesh, model), X).backward(),
+        r"Write loss, grads = sf\.value_and_grad\(loss_fn\)\(params, x\)",
+        lambda mesh: _step(mesh, _loss),
+    ),
+    "a batch norm without a rule": Mistake(
+        lambda mesh: _normed(mesh, {}),
+        r"write a rule, \{'1\.\*': '_@tp'\}",
+        lambda mesh: _normed(mesh, {"1.*": "_@tp"}),
+    ),
+    "a loop over heads": Mistake(
+        lambda mesh: _heads(mesh, _by_loop),
+        r"Write policy \| sf\.Policy\(acts=\{'q': '\.\.\. _'\}\)",
+        lambda mesh: _heads(mesh, _by_loop, acts={"q": "... _"}),
+    ),
+    "the number of heads in a pattern of einops": Mistake(
+        lambda mesh: _heads(mesh, _with_number),
+        r"rearrange with the size of a head, not with their number",
+        lambda mesh: _heads(mesh, _without_number),
+    ),
+    "a rule as JAX writes it": Mistake(
+        lambda mesh: _tree(mesh, rules={"0.weight": "tp fsdp"}),
+        "write '_@tp'(.|\n)*write '_@fsdp'",
+        lambda mesh: _tree(mesh, rules={"0.weight": "_@tp _@fsdp"}),
+    ),
+    "a field as FSDP2 calls it": Mistake(
+        lambda mesh: _tree(mesh, reshard_after_forward=True),
+        "that is 'regather' here",
+        lambda mesh: _tree(mesh, regather=True),
+    ),
+    "a policy as FSDP2 calls it": Mistake(
+        lambda mesh: _tree(mesh, mp_policy=torch.bfloat16),
+        "that is 'compute_dtype' here",
+        lambda mesh: _tree(mesh, compute_dtype=torch.bfloat16),
+    ),
+    "the policy before the mesh": Mistake(
+        lambda mesh: sf.shard(_mlp(), untyped(sf.Policy()), untyped(mesh)),
+        r"write shard\(model, mesh, policy\)",
+        lambda mesh: sf.shard(_mlp(), mesh, sf.Policy()),
+    ),
+    "an optimizer of torch on the leaves": Mistake(
+        lambda mesh: torch.optim.AdamW(_tree(mesh).values()).step(),
+        r"sf\.optim\.from_torch\(AdamW, \.\.\.\), by step\(params, grads, state\)",
+        lambda mesh: _torch_step(mesh),
+    ),
+    "parameters of a tree": Mistake(
+        lambda mesh: _tree(mesh).parameters(), r"use params\.values\(\)", lambda mesh: _tree(mesh).values()
+    ),
+    "a tree in another dtype": Mistake(
+        lambda mesh: _tree(mesh).bfloat16(),
+        r"use sf\.tree\.cast\(params, dtype\)",
+        lambda mesh: sf.tree.cast(_tree(mesh), torch.bfloat16),
+    ),
+    "gather of a leaf": Mistake(
+        lambda mesh: sf.gather(untyped(_tree(mesh)["0.weight"])),
+        r"write gather\(params\)\[name\]",
+        lambda mesh: sf.gather(_tree(mesh))["0.weight"],
+    ),
+    "gather of a model": Mistake(
+        lambda mesh: sf.gather(untyped(_mlp())),
+        r"write gather\(sf\.shard\(model, mesh, policy\)\)",
+        lambda mesh: sf.gather(sf.shard(_mlp(), mesh, sf.Policy())),
+    ),
+    "clipping as torch calls it": Mistake(
+        lambda _: untyped(sf).clip_grad_norm_,
+        r"write grads, norm = sf\.optim\.clip\(grads, max_norm\)",
+        lambda mesh: sf.optim.clip(_step(mesh, _loss)[1], 1.0),
+    ),
     "gradients that were not reduced": Mistake(
         lambda mesh: sf.gather(_step(mesh, _loss, reduce=None)[1]),
         "sf.reduce_grads|reduce_grads comes first|pending",
@@ -226,3 +352,19 @@ def test_a_mistake_says_what_to_write(name: str) -> None:
 def test_a_mesh_of_gpus_where_there_is_none_says_so() -> None:
     with pytest.raises(sf.ShardError, match=r"torch sees no GPU here; write make_mesh\('cpu', \.\.\.\)"):
         sf.make_mesh("cuda", fsdp=1)
+
+
+@on_meshes({"fsdp": 1, "tp": 2})
+def test_a_mistake_of_one_rank_says_what_to_write(mesh: DeviceMesh, tmp_path: Path) -> None:
+    torch.manual_seed(mesh.get_rank())
+    with pytest.raises(sf.ShardError, match=r"Call torch\.manual_seed before making the model, or pass src=0"):
+        _tree(mesh)
+    torch.manual_seed(0)
+    model = _mlp()
+    params = _tree(mesh, model)
+    with pytest.raises(sf.ShardError, match=r"load batches by sf\.data\.rank\(mesh\)"):
+        sf.apply(model, params, X + mesh.get_rank())
+    sf.apply(model, params, X + sf.data.rank(mesh)[0])
+    with pytest.raises(TypeError, match=r"write save\(path, tree\)"):
+        sf.checkpoint.save(untyped(params), str(tmp_path / "step-1"))
+    sf.checkpoint.save(str(tmp_path / "step-1"), params)
