@@ -37,4 +37,4 @@ from shardfn._torch.transforms import differentiated_in_transform, differentiate
 from shardfn._torch.transforms import in_transform, innermost, innermost_transform, innermost_value, is_traced
 from shardfn._torch.transforms import kinds_of_transforms, materialized, outside_transforms, prepare_forward_mode
 from shardfn._torch.transforms import pull_back, refuse_of_dtensors, seen_by_dynamo, simulated, traces_first_order
-from shardfn._torch.transforms import values_of, vmap_depth
+from shardfn._torch.transforms import callback_of_dynamo, values_of, vmap_depth

@@ -210,4 +210,8 @@ def is_traced() -> bool:
 
 def seen_by_dynamo() -> bool:
     """Whether Dynamo traces this call, or looks at the calls that are made here: in a frame that it gave up, say."""
-    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
+    return torch.compiler.is_compiling() or callback_of_dynamo() is not None
+
+
+# What Dynamo does with the frames of calls that are made here; None when it does not look at them.
+callback_of_dynamo: Callable[[], Any] = eval_frame.get_eval_frame_callback

@@ -21,7 +21,7 @@ from shardfn.layout import Reduction as PlanReduction
 from shardfn.notation import ShardError
 from shardfn.params import Mean, Params, data_axes_of, entered, is_tree, map_local
 from shardfn.transforms.module_call import apply
-from shardfn.transforms.unsupported_calls import ours_only, require_no_compiler
+from shardfn.transforms.unsupported_calls import ours_only
 
 Reduction = Literal["mean", "sum"] | None
 _CANNOT = (  # what torch says of DTensors, the last in forward mode
@@ -102,7 +102,6 @@ def differentiator(
 
     @_torch.left_by_dynamo
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
-        require_no_compiler("value_and_grad")
         for position in positions:
             if not -len(args) <= position < len(args):
                 raise TypeError(f"value_and_grad: argnums={argnums}, but there are {len(args)} arguments")

@@ -27,7 +27,6 @@ from shardfn.params import Params
 from shardfn.random import Masks, Offsets, dropout_modules, dropping, offsets_of_call, part_over, stream
 from shardfn.trace import VALUES, Guards, ShapeTrace, Structure, Watch, is_cache, signature, snapshot, tensors_in
 from shardfn.transforms.forward_mode import as_now
-from shardfn.transforms.unsupported_calls import require_no_compiler
 
 _signature = lru_cache(maxsize=2**8)(inspect.signature)
 _SMALL = 16  # in a loop, numbers up to that may choose between ways of a forward; others are counters or sizes
@@ -80,7 +79,9 @@ def apply(model: nn.Module, params: Params, *args: Any, method: str | None = Non
     `"generate"` gathers each bucket once, then communicates over compute axes only; it exchanges a few bytes each time,
     and the state of torch's generators (5 kB) over compute axes.
     """
-    require_no_compiler("apply")
+    if _torch.callback_of_dynamo() is not None:
+        instead = "Write sf.jit(fn) in its place; or Policy(compile=True), which compiles the forward of every unit"
+        raise ShardError(f"apply: torch.compile does not follow what gathers and reduces shards. {instead}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: expected an nn.Module, got {type(model).__name__}; write apply(model, params, x)")
     if not isinstance(params, Params):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree, seen_by_dynamo
+from shardfn._torch import AS_TENSORS, TorchDispatchMode, in_transform, pytree
 from shardfn.context import holding, losses_over
 from shardfn.notation import ShardError
 from shardfn.params import data_axes_of, has_parts, watched_parts
@@ -40,13 +40,6 @@ _KEEPING = frozenset(  # what is done element by element, or is not about elemen
 )
 # What takes a dim away.
 _TAKING_A_DIM = frozenset("sum mean prod amax amin logsumexp std var norm select unbind".split())
-
-
-def require_no_compiler(verb: str) -> None:
-    """Raises ShardError when Dynamo follows the calls that are made here."""
-    if seen_by_dynamo():
-        instead = "Write sf.jit(fn) in its place; or Policy(compile=True), which compiles the forward of every unit"
-        raise ShardError(f"{verb}: torch.compile does not follow what gathers and reduces shards. {instead}")
 
 
 def ours_only(verb: str, func: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardfn._torch import buffers_of, parameters_of
 from shardfn.comm import exchange_numbers
 from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
-from shardfn.layout import exactly, shards_in
+from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
 from shardfn.stateful import REPLACED
 
@@ -111,7 +112,9 @@ class Instance(Sharded):
                 parameter.data = parameter.data.to(self.device)
         has_meta = any(x.is_meta for x in (*params, *module.buffers()))
         src = self._source(module, has_meta)
-        put_shards(module, self, init=_init(self.settings.param_init_fn) if has_meta and src is None else None, src=src)
+        if has_meta and src is None:
+            _materialize(module)
+        put_shards(module, self, src=src)
         for _, inside, record in Instance.all_in(module):
             record._set_dtypes_of_gradients(inside)
 
@@ -213,27 +216,56 @@ def _require_own_shards(module: nn.Module) -> None:
             raise ShardError(f"FullyShardedDataParallel: {why}. Wrap the module that both share, once, by itself.")
 
 
-def _init(fill: Callable[[nn.Module], Any] | None) -> Callable[[Any], Any]:
-    """What fills the meta tensors of one module: `param_init_fn`, or its own `reset_parameters`."""
+def _materialize(module: nn.Module) -> None:
+    """Give meta tensors memory and values, in the order of torch: instances inside first, each breadth first."""
+    tied = by_all_names(module.named_parameters(remove_duplicate=False))
+    for instance in _in_post_order(module, set()):
+        if Instance.has_sharded(instance):
+            _materialize_own(unwrapped(instance), Instance.of(instance))
+    for _, names in (one for one in tied if one[0].is_meta):
+        for name in names[1:]:  # memory of their own
+            path, _, attribute = name.rpartition(".")
+            module.get_submodule(path)._parameters[attribute] = module.get_parameter(names[0])
+
+
+def _in_post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    seen.add(id(module))
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _in_post_order(child, seen)
+    yield module
+
+
+def _materialize_own(module: nn.Module, record: Instance) -> None:
+    """By `param_init_fn`, called with every module, or `reset_parameters()`; not what instances inside have."""
+    fill, seen = record.settings.param_init_fn, {id(module), *map(id, record.ignored_modules)}
     if fill is not None and not callable(fill):
         raise ValueError(f"Expected {fill} to be callable but got {type(fill)}")
+    modules = [module]
+    for one in modules:
+        inside = [child for child in one.children() if id(child) not in seen and not Instance.has_sharded(child)]
+        modules += inside
+        seen.update(map(id, inside))
+    of_meta = [one for one in modules if any(map(attrgetter("is_meta"), (*one.parameters(False), *one.buffers(False))))]
+    for one in modules if fill is not None and of_meta else of_meta:
+        if fill is None:
+            one.to_empty(device=record.device, recurse=False)
+            _reset(one)
+        else:
+            fill(one)
 
-    def init(module: Any) -> None:
-        try:
-            fill(module) if fill is not None else module.reset_parameters()
-        except Exception as error:
-            if fill is None:
-                warnings.warn(
-                    f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure "
-                    f"that your module of type {type(module)} implements a `reset_parameters()` method.",
-                    stacklevel=2,
-                )
-            raise
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point():  # memory that nobody filled, for a checkpoint to come
-                tensor.data.nan_to_num_(0.0, 0.0, 0.0)
 
-    return init
+def _reset(module: Any) -> None:
+    try:
+        with torch.no_grad():
+            module.reset_parameters()
+    except Exception as error:
+        warnings.warn(
+            f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure "
+            f"that your module of type {type(module)} implements a `reset_parameters()` method.",
+            stacklevel=2,
+        )
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------

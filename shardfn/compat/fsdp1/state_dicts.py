@@ -210,9 +210,11 @@ def _flavoured(module: Any, state: Any, keep_vars: bool) -> Any:
         if name is not None and kind == StateDictType.FULL_STATE_DICT:
             state[key] = full[name].detach().to("cpu" if host else record.device)
         elif name is not None and kind == StateDictType.LOCAL_STATE_DICT:
-            state[key] = unwrap_local(value).detach().clone()
+            local = unwrap_local(value).detach()
+            state[key] = local if record.settings.use_orig_params else local.clone()  # torch's is written through
         elif isinstance(value, Tensor):
-            state[key] = value if keep_vars else on_host(as_before(value).detach(), host)
+            kept = value if name is None or host else with_local(value, unwrap_local(value).clone())
+            state[key] = value if keep_vars else on_host(as_before(kept).detach(), host)
     return state
 
 
