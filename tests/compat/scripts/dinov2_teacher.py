@@ -1,4 +1,4 @@
-"""The manner of DINOv2: student and teacher in parts that are wrapped one by one, an average over `params`, local files.
+"""The manner of DINOv2: student and teacher in parts that are wrapped alone, an average over `params`, local files.
 
 torchrun --standalone --nproc-per-node 2 dinov2_teacher.py result.pt     # rank r writes result.pt.r
 """
