@@ -25,7 +25,7 @@ from shardfn.comm import buckets
 from shardfn.layout import CLASS, OWN, Grid, Layout, Plan, Policy, Reduction, grid_of, note_shard, submodule, unwrapped
 from shardfn.notation import ShardError, raise_problems
 from shardfn.params import Params, initialize
-from shardfn.stateful.torch_optimizers import REPLACED, SHARD, watch_optimizers
+from shardfn.stateful.torch_optimizers import REPLACED, SHARD, SUCCESSOR, watch_optimizers
 from shardfn.transforms import apply
 
 STANDS_FOR = f"{OWN}stands_for"  # on a whole parameter: the leaf that it stands for
@@ -215,7 +215,7 @@ def install(model: nn.Module, params: Params) -> ModuleShards:
             if leaf not in new_params:
                 new_params[leaf] = nn.Parameter(params[leaf], layout.trainable)
                 vars(new_params[leaf]).update(vars(before), **{SHARD: (leaf, before.dim())})
-            vars(before)[REPLACED] = name
+            vars(before).update({REPLACED: name, SUCCESSOR: new_params[leaf]})
             note_shard(module, key, layout.placed)
         items, shards = list(table.items()), {key: new_params[leaf] for leaf, key in leaves.items()}
         table.clear()

@@ -1,8 +1,9 @@
 """torch optimizers of shards: their steps that would go wrong are refused, and the others counted."""
 
+import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from shardfn.notation import ShardError
 
 SHARD = f"{OWN}shard"  # on a parameter that is a shard: its name, and how many dims the model's has
 REPLACED = f"{OWN}replaced"  # on a parameter whose place a shard took: its name
+SUCCESSOR = f"{OWN}successor"  # the same: the shard
 
 
 @cache
@@ -43,7 +45,15 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             trainer.steps += 1
 
 
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def take_shards() -> None:
+    """Optimizers that were made of parameters before these were sharded, and have not stepped, get the shards."""
+    for optimizer in gc.get_objects():
+        if issubclass(type(optimizer), Optimizer):
+            for group in optimizer.param_groups:
+                group["params"][:] = [p if p in optimizer.state else vars(p).get(SUCCESSOR, p) for p in group["params"]]
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Refuse a step that would train nothing, or with gradients of this rank only.
 
     Raises:
@@ -60,11 +70,22 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"'{vars(parameter)[REPLACED]}' as it was, whose place a shard has taken, and would train nothing. "
                 "Make the optimizer from the sharded model's parameters()."
             )
-    refuse_held_back(f"{name}.step", [parameter.grad for parameter in params])
+    *_, closure = (None, *args[1:], *kwargs.values())
+    if not callable(closure):
+        refuse_held_back(f"{name}.step", [parameter.grad for parameter in params])
     if ours and optimizer not in _STATES:
         _require_groups_of_the_model(optimizer)
     if ours:
         _require_own_states(optimizer, ours)
+    if callable(closure):  # whose backward may be the one that reduces
+        return args[:1], {"closure": partial(_reduced_by, closure, f"{name}.step", params)}
+    return None
+
+
+def _reduced_by(closure: Callable[[], Any], verb: str, params: Sequence[Tensor]) -> Any:
+    loss = closure()
+    refuse_held_back(verb, [parameter.grad for parameter in params])
+    return loss
 
 
 def refuse_held_back(verb: str, grads: Iterable[Tensor | None], what: str = "a gradient") -> None:

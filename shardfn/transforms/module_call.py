@@ -131,7 +131,8 @@ class _Call:
             if why := wrong_inputs((args, kwargs), self.grid.device, bool(self.plan.placed_axes)):
                 raise ShardError(why)
             self.module = unwrapped(self.model)  # what computes
-            if self.method == "__call__":
+            own = vars(self.module).get("forward")  # which may take other arguments
+            if self.method == "__call__" and getattr(own, "original", own) is None:
                 _signature(class_of(self.module).forward).bind(self.model, *args, **kwargs)
             if not self.loops:
                 adjust = self._adjustments(args, kwargs)

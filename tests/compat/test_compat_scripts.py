@@ -44,7 +44,6 @@ PUBLIC = {
     "lightning_strategy": 1e-5,
     "composer_trainer": 1e-5,
 }
-KNOWN = {"audiocraft_musicgen": "LOCAL state dicts are copies here; in torch what is written into them is the model's"}
 WAYS = ["import", "import", "switch", "switch"] * 2
 DOORS = {"torch.distributed.fsdp": "shardfn.compat.fsdp1", "haiscale.fsdp": "shardfn.compat.hfai"}
 # How processes of torch 2.13 may end on gloo, after everything: scripts of torch alone did in 5 of 27 runs here.
@@ -111,12 +110,7 @@ def test_script_trains_as_one_process_does(name: str, way: str, tmp_path: Path, 
     _require_right(name, tmp_path, reference(name, ranks))
 
 
-def _public(name: str) -> Any:
-    marks = [pytest.mark.xfail(raises=AssertionError, strict=True, reason=KNOWN[name])] if name in KNOWN else []
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [*map(_public, PUBLIC)])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_script_finds_what_it_does_with_torchs_class(name: str, tmp_path: Path) -> None:
     """Unchanged, then with changed imports."""
     torchs, ours = tmp_path / "torchs", tmp_path / "ours"

@@ -23,7 +23,7 @@ from shardfn.comm import exchange_numbers
 from shardfn.compat.common import Sharded, Tree, own_modules, put_shards, spread_inside
 from shardfn.layout import by_all_names, exactly, shards_in, unwrapped
 from shardfn.notation import ShardError
-from shardfn.stateful import REPLACED
+from shardfn.stateful import REPLACED, take_shards
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _CONFIGS: dict[StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimStateDictConfig]]] = {
@@ -115,6 +115,9 @@ class Instance(Sharded):
         if has_meta and src is None:
             _materialize(module)
         put_shards(module, self, src=src)
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):
+                vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it
         for _, inside, record in Instance.all_in(module):
             record._set_dtypes_of_gradients(inside)
 
@@ -144,6 +147,8 @@ class Instance(Sharded):
     def note_root(self, module: nn.Module) -> None:
         for name, _, inner in Instance.all_in(module):
             inner.is_root = False if name else not inner.inner
+        if self.is_root and self.settings.use_orig_params:
+            take_shards()
 
     def begin(self, module: nn.Module, tree: Tree) -> None:
         """From the first call on buffers are in `buffer_dtype`, but for calls in full precision."""

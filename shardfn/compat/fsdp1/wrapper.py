@@ -339,6 +339,10 @@ class FullyShardedDataParallel(OptimizerStates, StateDicts, nn.Module):
         """An instance and its module are one key: dicts and sets of modules were made before some were wrapped."""
         return isinstance(other, nn.Module) and unwrapped(self) is unwrapped(other)
 
+    def __ne__(self, other: object) -> bool:
+        """Whether it is another object: Lightning asks whether a module has been wrapped."""
+        return self is not other
+
     def __hash__(self) -> int:
         return hash(self.__dict__[WRAPPED])
 

@@ -198,7 +198,7 @@ def fully_shard(
     ignored = list(ignored_params or ())
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: mp_policy={mp_policy!r} is no MixedPrecisionPolicy")
-    if not isinstance(offload_policy, OffloadPolicy):
+    if not isinstance(offload_policy, OffloadPolicy | None):  # verl passes None
         raise TypeError(f"fully_shard: offload_policy={offload_policy!r} is no OffloadPolicy")
     for value in ignored:
         if not isinstance(value, nn.Parameter):
