@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _verify_managed_param
 from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardfn._torch import move_to_mesh
+from shardfn._torch import move_to_mesh, unwrap_local
 from shardfn.binding import module_tables
 from shardfn.compat.common import meshes, sharded_module
 from shardfn.engine import reductions
@@ -92,12 +92,15 @@ class Group(sharded_module.Sharded):
         """The first forward decides who is the root: the module that it goes through.
 
         Raises:
-            RuntimeError: a module inside was a root before, with the words of torch.
+            RuntimeError: a module inside was a root before, or has no memory yet, with the words of torch.
         """
         for group in tree.units.values():
             group.put_back()
         if self.is_root is not None:
             return
+        if meta := [name for name, parameter in module.named_parameters() if unwrap_local(parameter).is_meta]:
+            why = "FSDP parameters should be materialized from meta device before training, but the following were"
+            raise RuntimeError(f"{why} still on meta device: {meta}. Call module.to_empty(device=...), and fill them")
         for name, group in tree.units.items():
             if group.is_root:  # this one is not
                 why = f"FSDP state has already been lazily initialized for {name}\nFSDP requires"
@@ -116,7 +119,7 @@ class Group(sharded_module.Sharded):
             "compute_dtype": self.precision.param_dtype,
             "reduce_dtype": self.precision.reduce_dtype,
             "output_dtype": self.precision.output_dtype,
-            "cast_inputs": self.precision.cast_forward_inputs,
+            "cast_inputs": self.precision.cast_forward_inputs and self.precision.param_dtype is not None,
         }
 
     def rules(self, module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from fsdp2_rows.common import gradients, same_error, split, trains
 from fsdp2_rows.common import sharded as sharded_net
+from drawing import untyped
 from models import MLPs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -673,3 +675,29 @@ def test_a_setting_that_changes_after_a_forward_counts(mesh: DeviceMesh) -> None
     model[0].set_reshard_after_forward(False)
     model(torch.ones(2, 4))
     assert [unit.regather for unit in current_shards(model).plan.units if unit.name] == [False, True]
+
+
+@on_meshes({"fsdp": 2})
+def test_a_batch_norm_in_its_own_dtype_leaves_activations_as_they_are(mesh: DeviceMesh) -> None:
+    found: list[Tensor] = []
+    for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+        shard(model[1], mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        found.append(model(torch.linspace(-1, 1, 32).reshape(4, 8)))
+    assert found[0].dtype == torch.bfloat16
+    assert_close(*found)
+
+
+@on_meshes({"fsdp": 2})
+def test_a_forward_on_the_meta_device_says_what_is_there(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    untyped(fully_shard)(model, mesh=mesh, offload_policy=None)  # as verl calls it
+    with pytest.raises(RuntimeError, match=r"still on meta device: \['weight', 'bias'\]. Call module.to_empty"):
+        model(torch.ones(2, 8))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert_close(model(torch.ones(2, 8)), torch.full((2, 8), 9.0))
