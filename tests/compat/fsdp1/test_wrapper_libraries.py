@@ -77,7 +77,7 @@ def a_closure_that_reduces(kind: Any) -> Any:
 
 def a_forward_for_one_call(kind: Any) -> Any:
     """With other arguments than those of the class."""
-    block = _model()[0]
+    block: Any = _model()[0]
     model, forward = kind(block, device_id=CPU), block.forward
 
     def step(x: Tensor, scale: float) -> Tensor:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from drawing import untyped
 from fsdp2_rows.common import gradients, same_error, split, trains
 from fsdp2_rows.common import sharded as sharded_net
-from drawing import untyped
 from models import MLPs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
