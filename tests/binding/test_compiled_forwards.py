@@ -211,6 +211,21 @@ def test_hooks_inside_a_unit_are_its_own(mesh: DeviceMesh, how: str, first: bool
 
 
 @on_meshes({"fsdp": 2})
+def test_a_hook_inside_a_unit_or_of_the_unit_itself(mesh: DeviceMesh) -> None:
+    """Without the other: one inside is in a graph of its unit alone, and the graph of all goes without the unit's."""
+    x = batch(mesh)
+    for inside, count in ((True, 2), (False, 1)):
+        model, eager = stack(), stack()
+        for each in (model, eager):
+            block: Any = each.layers[1]
+            (block.up if inside else block).register_forward_hook(lambda module, args, out: 2 * out)
+        params, plain = sf.shard(model, mesh, compile_here(model, "policy")), sf.shard(eager, mesh, sf.Policy())
+        found, wanted = sf.apply(model, params, x), sf.apply(eager, plain, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert graphs() == count
+
+
+@on_meshes({"fsdp": 2})
 def test_a_recurrent_unit_keeps_no_weights(mesh: DeviceMesh) -> None:
     """Dynamo leaves it as it is; its list of weights holds the gathered ones during the forward only, then its own."""
     torch._dynamo.reset()

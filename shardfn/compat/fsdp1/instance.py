@@ -112,9 +112,11 @@ class Instance(Sharded):
                 parameter.data = parameter.data.to(self.device)
         has_meta = any(x.is_meta for x in (*params, *module.buffers()))
         src = self._source(module, has_meta)
-        if has_meta and src is None:
+        # Random numbers of DTensors are the same for each part on a CPU; these modules are filled as whole ones.
+        placed = has_meta and src is None and any(isinstance(p, DTensor) and p.is_meta for p in params)
+        if has_meta and src is None and not placed:
             _materialize(module)
-        put_shards(module, self, src=src)
+        put_shards(module, self, init=(self.settings.param_init_fn or _reset) if placed else None, src=src)
         for parameter in module.parameters():
             if isinstance(parameter, DTensor):
                 vars(parameter)["_fsdp_flattened"] = True  # Prodigy and Lightning look for it

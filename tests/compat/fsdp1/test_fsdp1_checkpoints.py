@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from shardfn.compat.fsdp1.instance import Instance
 from shardfn.testing import assert_trees_close, run
 
 FLAVOURS = list(StateDictType)
@@ -271,6 +272,24 @@ def _asynchronously() -> None:
 
 def test_an_asynchronous_save_holds_what_was_there_when_it_began() -> None:
     run(_asynchronously, ranks=2)
+
+
+def _off_the_host() -> None:
+    model = _wrap(_net())
+    for _, _, record in Instance.all_in(model):
+        record.device = torch.device("meta")
+    found = []
+    for host in (False, True):
+        config = FullStateDictConfig(offload_to_cpu=host)
+        with quiet(FutureWarning), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            state = model.state_dict()
+        found.append({state[name].device.type for name, _ in model.named_parameters()})
+    assert found == [{"meta"}, {"cpu"}]
+
+
+def test_whole_values_are_where_an_instance_computes_or_on_the_host() -> None:
+    """The meta device stands for one that is not the host."""
+    run(_off_the_host, ranks=2)
 
 
 def _onto(directory: str, saves: bool) -> Any:
