@@ -134,11 +134,11 @@ class Guards:
         self.values = [place.now(leaves) for place in self.places]
         self.held = reach(x for x in self.values if not isinstance(x, nn.Module) and not callable(x))
         self.questions: Sequence[Question] = ()
-        reads.end()
-        self.reads, self.sources = reads, {at: (ValuePath({0: x}, 0), 0) for at, x in reads.sources.items()}
-        for place in (*places, *(ValuePath(None, at) for at in range(len(leaves)) if reads.sources)):
+        self.reads, sources = reads, reads.end()
+        self.sources = {at: (ValuePath({0: x}, 0), 0) for at, x in sources.items()}
+        for place in (*places, *(ValuePath(None, at) for at in range(len(leaves)) if sources)):
             where = {id(leaf): at for at, leaf in enumerate(pytree.tree_leaves(place.now(leaves)))}
-            self.sources |= {at: (place, where[id(x)]) for at, x in reads.sources.items() if id(x) in where}
+            self.sources |= {at: (place, where[id(x)]) for at, x in sources.items() if id(x) in where}
         self._ask_values()
         self.loose: dict[tuple[int, Any], tuple[ValuePath, Any]] = {}  # what they are about, and was there
         self._list()

@@ -88,6 +88,7 @@ class ValueReads:
             if _torch.version_of(x) != version:
                 with torch.no_grad():
                     x.copy_(was)
+        self._were.clear()
 
     def _number_of(self, x: Tensor) -> int:
         if x not in self._numbers:
@@ -98,15 +99,16 @@ class ValueReads:
         self._numbers[x] = number = _Numbered(next(self._next))
         return number
 
-    def end(self) -> None:
-        """Keep what is needed to ask again."""
+    def end(self) -> dict[int, Tensor]:
+        """Keep what is needed to ask again but the sources, which are returned."""
         steps, wanted = list[_Step](), set[int]()
         for step in reversed(self._steps):
             if step.told or wanted.intersection(step.made) or _writes(step.func):
                 steps.append(step)
                 wanted.update(x for x in leaves_of(step.inputs) if type(x) is _Numbered)
         self._steps = steps[::-1] if any(step.told for step in steps) else []
-        self.sources = {number: x for number, x in self.sources.items() if number in wanted and self._steps}
+        sources, self.sources = self.sources, {}
+        return {number: x for number, x in sources.items() if number in wanted and self._steps}
 
     @property
     def told(self) -> list[list[Any]]:

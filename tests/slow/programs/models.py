@@ -398,7 +398,7 @@ def with_state(draw: Draw) -> Block:
         )
         added = draw.choice(["self.calls += 1", "self.calls = self.calls + 1"])
         block.init.append(f"self.calls = {calls}")
-        odd = draw.choice(["h.flip(-1)", "h.cumsum(-1)", "h.sin()", "h * (1 + h.sum())"])
+        odd = draw.choice(["h.flip(-1)", "h.cumsum(-1)", "h.sin()", "h * (1 + h.sum(-1, keepdim=True))"])
         block.forward[1:1] = [f"h = {odd} if {kind} > 1 else h", added]
         return block
     block = mlp(draw)
