@@ -536,15 +536,22 @@ def loads_the_optimizer_of_a_copy() -> None:
         assert_trees_close(values(model), values(plain_trained(3)), rtol=0, atol=1e-9)
 
 
-@row("2 train_fsdp.py", "an optimizer made before wrapping", "refused")
-def refuses_old_optimizers() -> None:
-    """Its step is an error that says to make it from the sharded model."""
-    plain = net()
-    optimizer = torch.optim.AdamW(plain.parameters())
-    model: Any = FullyShardedDataParallel(plain)
-    model(mine(batch())).square().mean().backward()
-    with pytest.raises(ShardError, match="Make the optimizer from the sharded model's parameters"):
-        optimizer.step()
+@row("2 train_fsdp.py", "an optimizer made before wrapping")
+def takes_old_optimizers() -> None:
+    """It is given the shards, and trains them as one made afterwards does."""
+    found: list[Any] = []
+    for early in (True, False):
+        plain = net()
+        optimizer = torch.optim.AdamW(plain.parameters())
+        model: Any = FullyShardedDataParallel(plain)
+        optimizer = optimizer if early else torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(mine(batch())).square().mean().backward()
+            optimizer.step()
+        found.append(values(model))
+    assert_trees_close(*found, rtol=0, atol=0)
+    assert any(not torch.equal(one, dict(net().named_parameters())[name]) for name, one in found[0].items())
 
 
 @row("2 programs", "on one rank", ranks=1)
