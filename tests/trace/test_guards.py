@@ -273,7 +273,7 @@ TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
     "a list": lambda m, ids: 3 in ids.tolist(),
     "a comparison": lambda m, ids: torch.equal(ids, torch.full((3,), 3)),
     "a tensor that is written": lambda m, ids: ids.clone().add_(1).max() > 2,
-    "a view that is written": lambda m, ids: _with_last_row_added(ids).sum() > 5,
+    "a view that is written": lambda m, ids: _with_last_row_added(ids).sum() != 1,
     "a buffer": lambda m, ids: m.steps.add_(1).item() % 2 == 1,
     "an attribute": lambda m, ids: m.kept.add_(1).item() % 2 == 1,
     "an attribute that is assigned": lambda m, ids: _assigned(m).item() % 2 == 1,
@@ -284,7 +284,7 @@ TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
 
 def _with_last_row_added(ids: Tensor) -> Tensor:
     ids = ids.clone()
-    ids[-1:].add_(ids[:1])
+    ids[-1:].add_(ids[:1] == 0)
     return ids
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Optimizer
 
+import shardfn as sf
 from shardfn.compat.fsdp1 import FullyShardedDataParallel as Ours
 from shardfn.testing import on_meshes
 
@@ -173,3 +174,12 @@ def test_habits_of_libraries_are_as_with_torchs_class(mesh: DeviceMesh) -> None:
     for name, habit in HABITS.items():
         ours, torchs = habit(Ours), habit(torch.distributed.fsdp.FullyShardedDataParallel)
         torch.testing.assert_close(ours, torchs, msg=lambda why, name=name: f"{name}: {why}")
+
+
+@on_meshes({"fsdp": 2})
+def test_a_closure_that_reduces_nothing_is_refused(mesh: DeviceMesh) -> None:
+    model = Ours(_model(), device_id=CPU, use_orig_params=True)
+    with model.no_sync():
+        model(X).sum().backward()
+    with pytest.raises(sf.ShardError, match="only added up under no_sync"):
+        SGD(model.parameters(), lr=0.1).step(lambda: 0.0)
