@@ -85,6 +85,12 @@ def test_the_first_matching_rule_wins() -> None:
     assert rule_of(plan(sf.Policy(rules={"head.weight": "v@fsdp c"})), "emb.weight") == "v@fsdp c", "a tied name counts"
 
 
+def test_a_dim_may_have_the_name_of_its_axis() -> None:
+    assert rule_of(plan(sf.Policy(rules={"emb.weight": "tp@tp fsdp@fsdp"})), "emb.weight") == "tp@tp fsdp@fsdp"
+    with pytest.raises(sf.ShardError, match=r"a dim is split by an @: write '_@tp'"):
+        plan(sf.Policy(rules={"emb.weight": "tp fsdp@fsdp"}))
+
+
 @pytest.mark.parametrize(
     ("shape", "rule"),
     [

@@ -98,14 +98,15 @@ def whether_it_was_wrapped(kind: Any) -> Any:
 def values_of_an_init_function(units: Any, kind: Any) -> Any:
     """It is called with the modules themselves, in the order of torch, also with those that have no parameters."""
     with torch.device("meta"):
-        model = _model()
+        model = _model().append(nn.LayerNorm(8))  # which is in no unit
     modules, called = [*model.modules()], list[int]()
 
     def init(module: nn.Module) -> None:
         called.append(modules.index(module))
-        if isinstance(module, Block):
+        if isinstance(module, Block | nn.LayerNorm):
             module.to_empty(device=CPU)
             module.reset_parameters()
+        if isinstance(module, Block):
             for linear in (module.up, module.down):
                 nn.init.zeros_(linear.bias)
 
@@ -174,6 +175,20 @@ def test_habits_of_libraries_are_as_with_torchs_class(mesh: DeviceMesh) -> None:
     for name, habit in HABITS.items():
         ours, torchs = habit(Ours), habit(torch.distributed.fsdp.FullyShardedDataParallel)
         torch.testing.assert_close(ours, torchs, msg=lambda why, name=name: f"{name}: {why}")
+
+
+@on_meshes({"fsdp": 2})
+def test_tied_weights_on_meta_stay_tied(mesh: DeviceMesh) -> None:
+    """Torch's class initializes and trains them apart, silently."""
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        layers[1].weight = layers[0].weight
+    model = Ours(layers, device_id=CPU, use_orig_params=True)
+    _steps(model, SGD(model.parameters(), lr=0.1))
+    with Ours.summon_full_params(model):
+        named = dict(model.named_parameters(remove_duplicate=False))
+    assert named["0.weight"] is named["1.weight"]
+    assert len([*model.parameters()]) == 2
 
 
 @on_meshes({"fsdp": 2})
